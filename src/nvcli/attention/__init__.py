@@ -1,0 +1,1 @@
+"""The AttentionBackend interface, one file per backend, and the selection."""

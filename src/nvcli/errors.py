@@ -1,0 +1,43 @@
+"""Everything nvcli raises on purpose.
+
+    NvcliError
+    ├── ConfigError      a key, flag or file of the run is wrong; the message names key, value and fix
+    ├── LoadError        the checkpoint cannot be read; the message names the file or tensor
+    ├── CapacityError    the run does not fit the memory; the message carries the itemised plan and the fix
+    ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
+    └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
+
+Messages are for users: one or two lines, no traceback. `cli.py` alone turns them into exit codes.
+"""
+
+
+class NvcliError(Exception):
+    """Base of all errors that nvcli reports to its user."""
+
+
+class ConfigError(NvcliError):
+    """The configuration or command line cannot be used as given."""
+
+
+class LoadError(NvcliError):
+    """A checkpoint, tokenizer or one of their files cannot be loaded."""
+
+
+class CapacityError(NvcliError):
+    """The model and its working memory do not fit the device."""
+
+
+class WorkerError(NvcliError):
+    """An engine or rank process failed, died or stopped answering."""
+
+
+class RowError(NvcliError):
+    """One row cannot be answered.
+
+    `type` is a short stable identifier (`invalid_json`, `prompt_too_long`, …) that goes into the output row.
+    """
+
+    def __init__(self, type: str, message: str) -> None:
+        super().__init__(message)
+        self.type = type
+        self.message = message

@@ -1,0 +1,1 @@
+"""Spawns the ranks, talks to them over shared memory, watches that they live."""

@@ -1,0 +1,1 @@
+"""The job layer: JSONL in, JSONL out. Knows nothing of GPUs or tokens."""

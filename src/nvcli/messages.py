@@ -1,0 +1,147 @@
+"""What the engine and the ranks say to each other in a step, and how it is laid out in bytes.
+
+`StepInput` carries deltas only; everything that a rank can remember (block tables, lengths, tokens, sampling
+parameters) lives in its slot table. Token ids, slots and block ids travel as packed int32, so that a message is
+built and read without a Python object per token. Sizes are bounded by the config (`max_step_input_bytes`,
+`max_step_output_bytes`): the channel between the processes is sized from them and never overflows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from enum import IntEnum
+
+import msgspec
+
+from nvcli.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
+
+MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
+"""Most ids that a request may stop on: its own and the model's end-of-sequence ids."""
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    """int32 in native byte order."""
+    return array("i", ids).tobytes()
+
+
+def unpack(data: bytes) -> array[int]:
+    ids = array("i")
+    ids.frombytes(data)
+    return ids
+
+
+class ForwardMode(IntEnum):
+    """What kind of batch a step is (SGLang's names)."""
+
+    EXTEND = 1
+    """Prompt slices only."""
+    DECODE = 2
+    """One token for each request."""
+    MIXED = 3
+    """Decode rows first, then prompt slices."""
+    IDLE = 4
+    """Nothing for this rank, which still takes part in collectives."""
+    TARGET_VERIFY = 5
+    DRAFT_EXTEND = 6
+
+
+class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What rank 0 needs to sample for one slot, from admission to release."""
+
+    seed: int
+    """Key of the counter-based generator, 64 bits."""
+    row: int
+    """Counter words: row of the job (0 where the row brought its own seed) and which of its `n` samples."""
+    sample: int
+    prompt_len: int
+    """Tokens of the original prompt; what follows is output (penalties, min_tokens)."""
+    temperature: float
+    top_k: int
+    """0: off."""
+    top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    num_logprobs: int
+    """Alternatives wanted beside the chosen token; -1: no log-probabilities at all."""
+    stop_ids: list[int]
+    """Ids that must not be chosen before `min_tokens`; empty when `min_tokens` is 0."""
+    bias_ids: list[int]
+    bias_values: list[float]
+
+
+class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request enters a slot, for the first time or again after a preemption."""
+
+    slot: int
+    num_cached_tokens: int
+    """Leading tokens whose keys and values are in its blocks already; the first slice starts behind them."""
+    prefix_ids: bytes
+    """Packed ids of those tokens where penalties must count them; else empty."""
+    sampling: SlotSampling
+
+
+class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One step for every rank. Order of application: freed slots, new slots, blocks, then the forward pass.
+
+    The batch is `decode_slots` (one token each, already on the device) followed by the prompt slices.
+    """
+
+    step_id: int
+    mode: ForwardMode
+    freed_slots: bytes = b""
+    new_slots: list[NewSlot] = []
+    block_slots: bytes = b""
+    """With `block_columns` and `block_ids`: block_table[slot, column] = id."""
+    block_columns: bytes = b""
+    block_ids: bytes = b""
+    decode_slots: bytes = b""
+    extend_slots: bytes = b""
+    extend_lens: bytes = b""
+    """Tokens to compute, one count for each of `extend_slots`."""
+    extend_samples: bytes = b""
+    """1 where the slice ends its prompt, so that a token is sampled; else 0."""
+    token_ids: bytes = b""
+    """The slices' tokens, one slice after the other."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Log-probabilities of one generated token under the unmodified distribution (before temperature and penalties)."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What rank 0 sampled in a step: for each sampling request, in batch order, `counts[i]` tokens."""
+
+    step_id: int
+    token_ids: bytes
+    counts: bytes = b""
+    """Packed; empty: one token each."""
+    logprobs: list[TokenLogprobs | None] = []
+    """One for each token where any request of the batch asked; else empty."""
+    forward_seconds: float = 0.0
+
+
+def max_step_input_bytes(
+    *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_blocks_per_seq: int
+) -> int:
+    """Largest encoded StepInput that the scheduler can produce.
+
+    Each new slot: fixed fields (under 256 bytes) plus stop and biased ids (5 bytes an id, 9 a float); prefix ids of
+    all new slots of a step together are held under `max_model_len + max_num_batched_tokens` by the scheduler.
+    """
+    new_slot_bytes = 256 + 5 * (MAX_STOP_IDS + MAX_BIASED_TOKENS) + 9 * MAX_BIASED_TOKENS
+    block_bytes = 3 * 4 * max_blocks_per_seq
+    per_seq = new_slot_bytes + block_bytes + 5 * 4
+    return 1024 + max_num_seqs * per_seq + 4 * (2 * max_num_batched_tokens + max_model_len)
+
+
+def max_step_output_bytes(*, max_num_seqs: int) -> int:
+    """Largest encoded StepOutput: one token a request, with `MAX_LOGPROBS` alternatives each."""
+    return 1024 + max_num_seqs * (2 * 4 + 32 + MAX_LOGPROBS * (5 + 9))

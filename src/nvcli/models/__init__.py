@@ -1,0 +1,1 @@
+"""Model config, registry, layers, tensor-parallel layers, loader, one file per family."""

@@ -1,0 +1,57 @@
+"""SamplingParams: how one row wants its tokens chosen. Known to every room, depends on none."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MAX_LOGPROBS = 20
+"""Most alternatives a row may ask log-probabilities for; bounds the size of a step's output."""
+
+MAX_BIASED_TOKENS = 1024
+"""Most `logit_bias` entries plus stop token ids of one row; bounds the size of a step's input."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The `sampling` object of a row, and of the config's defaults."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Most tokens to generate; null: what `max_model_len` leaves."""
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    """0 or -1: off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] | None = None
+    """With a seed a row's tokens depend on nothing but the row; without, on the run's seed and the row's index."""
+    n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    stop: str | list[str] = []
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    ignore_eos: bool = False
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] = {}
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probability of each chosen token and of this many alternatives; null: none."""
+    return_token_ids: bool = False
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    def __post_init__(self) -> None:
+        if any(not s for s in self.stop_strings):
+            raise ValueError("`stop` must not contain an empty string")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"`min_tokens` ({self.min_tokens}) is larger than `max_tokens` ({self.max_tokens})")
+        if len(self.logit_bias) + len(self.stop_token_ids) > MAX_BIASED_TOKENS:
+            raise ValueError(f"`logit_bias` and `stop_token_ids` hold more than {MAX_BIASED_TOKENS} tokens")
