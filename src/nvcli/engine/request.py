@@ -1,0 +1,81 @@
+"""What the parent and an engine say to each other: requests in, outputs and statistics out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from nvcli.messages import TokenLogprobs
+from nvcli.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One sample of one row. A row with `n` samples is `n` requests; they share the prompt's KV blocks."""
+
+    request_id: int
+    """Unique in the run; chosen by the parent."""
+    prompt_ids: bytes
+    """Packed int32 (`messages.pack`), at least one, and fewer than `max_model_len`."""
+    max_tokens: int
+    """At least 1; prompt and answer together fit `max_model_len`."""
+    sampling: SamplingParams
+    stop_ids: list[int]
+    """Ids that end the answer: end-of-sequence ids unless ignored, and `stop_token_ids`."""
+    seed: int
+    """With `row` and `sample`, the stream of random numbers (DESIGN section 6)."""
+    row: int
+    sample: int
+    stream: bool = False
+    """Report tokens as they come (rows with stop strings); otherwise once, at the end."""
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Tokens of a request since its last output. The last one of a request has a `finish_reason`."""
+
+    request_id: int
+    token_ids: bytes
+    """Packed. A stop id that ended the answer is included, as the last token."""
+    finish_reason: FinishReason | None = None
+    stopped_by_id: bool = False
+    num_cached_tokens: int = 0
+    """Prompt tokens that were served from the prefix cache when the request was first admitted."""
+    logprobs: list[TokenLogprobs] = []
+    """One for each token where the row asked."""
+    error_type: str = ""
+    error: str = ""
+    """With finish_reason `error`: why, for the row's error object."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A snapshot, sent with outputs a few times a second; counts are since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    """Blocks held by running requests (cached but unused blocks are free)."""
+    prompt_tokens: int = 0
+    """Prompt tokens computed or found in the prefix cache."""
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What an engine reports once its ranks can run."""
+
+    num_blocks: int
+    block_size: int
+    kv_cache_bytes: int
+    """Of one rank."""
+    weight_bytes: int
+    """Of rank 0."""
+    attention_backend: str
+    seconds: dict[str, float]
+    """Start-up by part, of rank 0: imports, process group, load, warmup, kv cache, graphs."""
+    notes: list[str] = []
+    """For the log: what `auto` chose and why, limits worth a warning."""
