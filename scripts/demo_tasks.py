@@ -2,8 +2,9 @@
 
 Owns the task generators, the train/held-out split and the check. Everything is a function of the
 `random.Random` that the caller hands in, so a seed fixes the examples. A prompt belongs to exactly one
-split, decided by a hash of its text: the training script draws from "train" only, so a held-out prompt
-is one that the model has never seen. Knows no tokenizer, no model and no torch; tests import it by path.
+split, decided by a hash of its first line: the training script draws from "train" only, so a held-out
+prompt is one that the model has never seen. Knows no tokenizer, no model and no torch; tests import it
+by path.
 
 A prompt is put to the model in one of two forms, answered with the same text:
 
@@ -26,9 +27,9 @@ HELDOUT_ONE_IN = 10  # one prompt in ten is held out
 WORDS = (
     "apple arm bag ball band bank barn bath bean bear bed bell bird boat book box boy bread bus cake camp "
     "car card cat chair city clay coat corn cow cup desk dog door duck egg farm fish flag fork fox frog "
-    "game gate girl goat gold hat hill home horn king kite lake lamp leaf lion map milk moon mud nest "
-    "net oak pan park pen pig pipe plum pond queen rain rice ring road rock rope rose sand seed ship shoe "
-    "shop silk sink snow soap song star sun tent tree wall wind wolf wood"
+    "game gate girl goat gold hat hill home horn king kite lake lamp leaf lion map milk moon mouse mud "
+    "nail nest net oak pan park pen pig pipe plum pond queen rain rice ring road rock rope rose sand seed "
+    "ship shoe shop silk sink snow soap song star sun tent tree wall wheel wind wolf wood"
 ).split()
 
 
@@ -45,8 +46,9 @@ class Example:
 
 
 def split_of(prompt: str) -> Split:
-    """The split that this prompt text belongs to, the same on every machine."""
-    return "heldout" if zlib.crc32(prompt.encode()) % HELDOUT_ONE_IN == 0 else "train"
+    """The split of this prompt: the same on every machine, and for all questions about one list."""
+    first_line = prompt.partition("\n")[0]
+    return "heldout" if zlib.crc32(first_line.encode()) % HELDOUT_ONE_IN == 0 else "train"
 
 
 def sample(rng: random.Random, task: str | None = None, split: Split = "train") -> Example:
@@ -69,9 +71,8 @@ def sample_lookups(
         raise ValueError(f"need 0 < num_questions <= num_pairs <= {len(WORDS)}")
     while True:
         pairs = _lookup_pairs(rng, num_pairs)
-        examples = [_lookup(pairs, key) for key in rng.sample(list(pairs), num_pairs)]
-        examples = [example for example in examples if split_of(example.prompt) == split][:num_questions]
-        if len(examples) == num_questions:
+        examples = [_lookup(pairs, key) for key in rng.sample(list(pairs), num_questions)]
+        if split_of(examples[0].prompt) == split:
             return examples
 
 
@@ -108,7 +109,8 @@ def _subtract(rng: random.Random) -> Example:
 def _multiply(rng: random.Random) -> Example:
     factors = [rng.randint(2, 9), rng.randint(2, 99)]
     rng.shuffle(factors)
-    return Example("multiply", f"What is {factors[0]} * {factors[1]}?", str(factors[0] * factors[1]))
+    prompt = f"What is {factors[0]} {rng.choice(('*', 'times'))} {factors[1]}?"
+    return Example("multiply", prompt, str(factors[0] * factors[1]))
 
 
 def _compare(rng: random.Random) -> Example:

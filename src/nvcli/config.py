@@ -6,25 +6,47 @@ from it (`EngineConfig`) is returned as a new value. This module knows no torch,
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from nvcli.errors import ConfigError
 from nvcli.sampling_params import SamplingParams
+from nvcli.validation import InvalidValue, convert, show
+
+if TYPE_CHECKING:
+    from nvcli.config_source import ConfigSource
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Order = Literal["completion", "input"]
+OnTooLong = Literal["error", "truncate-left", "truncate-right"]
+
+DEFAULT_CONFIG_FILE = "nvcli.yaml"
+"""Read from the current folder when no configuration file is named."""
+
+FLAG_KEYS = {
+    "--model": "model",
+    "--tp": "tensor_parallel_size",
+    "--dp": "data_parallel_size",
+    "--order": "job.order",
+}
+"""Flags that are short for a key."""
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `job:` section: how the file is read and written."""
 
-    order: Literal["completion", "input"] = "completion"
-    on_too_long: Literal["error", "truncate", "skip"] = "error"
-    """A prompt that leaves no room in `max_model_len`: an error row, cut from the left, or no row at all."""
+    order: Order = "completion"
+    """completion: rows are written as they finish; input: in the order of the input."""
+    on_too_long: OnTooLong = "error"
+    """A prompt that leaves no room for its answer in `max_model_len`: an error row, or the prompt is cut at its left
+    or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,33 +57,44 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtype: Dtype = "auto"
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     device: Device = "auto"
+    """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: PositiveInt = 1
+    """GPUs (on a CPU: processes) that share one copy of the model."""
     data_parallel_size: PositiveInt = 1
-    max_model_len: PositiveInt | None = None
+    """Copies of the model, each on its own `tensor_parallel_size` GPUs."""
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Most tokens of prompt and answer together; null: what the model was made for."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 256
+    """Most requests that run at the same time in each copy."""
     max_num_batched_tokens: PositiveInt = 8192
     """Most tokens computed in one step; longer prompts are cut into chunks."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory that the run may use."""
     kv_cache_memory: str | PositiveInt | None = None
     """Bytes or a size such as `2GiB` for the KV cache of each rank; null: measured on a GPU, part of the RAM on a CPU."""
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64
+    """Tokens in one block of the KV cache."""
     kv_cache_dtype: Literal["auto"] = "auto"
-    attention_backend: str = "auto"
+    """auto: the model's dtype."""
+    attention_backend: Literal["auto", "torch", "triton", "flash-attn", "flashinfer"] = "auto"
+    """auto: the fastest that works here."""
     enable_prefix_caching: bool = True
+    """Prompts that begin alike share the KV cache of what they have in common."""
     enforce_eager: bool = False
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] = 0
+    """true: no CUDA graphs."""
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """With a row's index, what its random choices follow from."""
     step_timeout: Annotated[float, Meta(gt=0)] = 300.0
     """Seconds a rank may take for one step before the run is ended."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: sampling defaults of the checkpoint's generation_config.json lie under those of `sampling`."""
     sampling: dict[str, Any] = {}
-    """Defaults of every row's `sampling` object."""
+    """Defaults of every row's `sampling` object; holds the keys that were set and no others."""
     job: JobConfig = JobConfig()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine and its ranks need, with every `auto` resolved. Derived from a RunConfig; sent to each process."""
+    """What one engine replica and its ranks need, with every `auto` resolved. Derived from a RunConfig."""
 
     model_path: Path
     """A local folder in Hugging Face layout."""
@@ -79,10 +112,104 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     enforce_eager: bool
     step_timeout: float
+    replica: int = 0
+    """Which data-parallel copy this is; on a GPU its rank r has device `replica * tensor_parallel_size + r`."""
 
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
 
 
-__all__ = ["Device", "Dtype", "EngineConfig", "JobConfig", "RunConfig", "SamplingParams"]
+def find_config_file(explicit: Path | None) -> Path | None:
+    """The file to read: the one that was named, else `nvcli.yaml` in the current folder, else none."""
+    default = Path(DEFAULT_CONFIG_FILE)
+    return explicit or (default if default.is_file() else None)
+
+
+def load_run_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] = {}) -> RunConfig:  # noqa: B006
+    """Lay `--set key=value` overrides over the file, and flags (of `FLAG_KEYS`; None: not given) over both.
+
+    Raises ConfigError that names where the value came from, the key, the value and what is allowed.
+    """
+    from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
+
+    source = ConfigSource()
+    if path is not None:
+        source.add_file(path)
+    for text in overrides:
+        source.add_override(text)
+    for flag, value in flags.items():
+        if value is not None:
+            source.add_flag(flag, FLAG_KEYS[flag], value)
+    try:
+        run = convert(source.values, RunConfig)
+        convert(run.sampling, SamplingParams, under=("sampling",))
+    except InvalidValue as error:
+        origin = source.origin(error.path)
+        raise ConfigError(f"{origin}: {error.message}" if origin else error.message) from None
+    _check_together(run, source)
+    return run
+
+
+def _check_together(run: RunConfig, source: ConfigSource) -> None:
+    """What no single key can break. Raises ConfigError."""
+
+    def fail(key: str, message: str) -> None:
+        origin = source.origin((key,))
+        raise ConfigError(f"{origin}: {message}" if origin else message)
+
+    if not run.model.strip():
+        raise ConfigError(
+            "no model given: name a checkpoint's folder or Hugging Face id with `--model` or with `model:` in the "
+            "configuration file\n`--model demo` is built in and needs nothing"
+        )
+    if run.max_num_batched_tokens < run.max_num_seqs:
+        key = "max_num_batched_tokens" if "max_num_batched_tokens" in source.values else "max_num_seqs"
+        fail(
+            key,
+            f"`max_num_batched_tokens` ({run.max_num_batched_tokens}) is smaller than `max_num_seqs` "
+            f"({run.max_num_seqs}), so a step could not hold one token of each; raise it or lower `max_num_seqs`",
+        )
+    try:
+        parse_size(run.kv_cache_memory)
+    except ValueError as error:
+        fail("kv_cache_memory", f"`kv_cache_memory` is {show(run.kv_cache_memory)}; {error}")
+
+
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
+_UNIT_BYTES = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def parse_size(size: str | int | None) -> int | None:
+    """Bytes of `512MiB` (1024²), `2GB` (1000³) or a plain number of bytes. Raises ValueError saying what is allowed."""
+    if size is None or isinstance(size, int):
+        return size
+    match = _SIZE.fullmatch(size)
+    unit_bytes = _UNIT_BYTES.get(match["unit"].lower()) if match else None
+    if match is None or unit_bytes is None:
+        raise ValueError("allowed: a number of bytes, or a size such as 512MiB, 2GiB or 2GB")
+    num_bytes = int(float(match["number"]) * unit_bytes)
+    if num_bytes < 1:
+        raise ValueError("allowed: at least one byte")
+    return num_bytes
+
+
+__all__ = [
+    "DEFAULT_CONFIG_FILE",
+    "FLAG_KEYS",
+    "Device",
+    "Dtype",
+    "EngineConfig",
+    "JobConfig",
+    "OnTooLong",
+    "Order",
+    "RunConfig",
+    "SamplingParams",
+    "find_config_file",
+    "load_run_config",
+    "parse_size",
+]

@@ -128,6 +128,22 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     forward_seconds: float = 0.0
 
 
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What an engine reports once its ranks can run."""
+
+    num_blocks: int
+    block_size: int
+    kv_cache_bytes: int
+    """Of one rank."""
+    weight_bytes: int
+    """Of rank 0."""
+    attention_backend: str
+    seconds: dict[str, float]
+    """Start-up by part, of rank 0: imports, process group, load, warmup, kv cache, graphs."""
+    notes: list[str] = []
+    """For the log: what `auto` chose and why, limits worth a warning."""
+
+
 def max_step_input_bytes(
     *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_blocks_per_seq: int
 ) -> int:

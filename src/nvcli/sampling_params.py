@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: Annotated[int, Meta(ge=-1)] = 0
     """0 or -1: off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     """With a seed a row's tokens depend on nothing but the row; without, on the run's seed and the row's index."""
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     stop: str | list[str] = []

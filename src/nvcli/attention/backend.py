@@ -44,6 +44,9 @@ class AttentionBackend(ABC):
 
     name: str
 
+    @abstractmethod
+    def __init__(self, case: AttentionCase) -> None: ...
+
     @classmethod
     @abstractmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:

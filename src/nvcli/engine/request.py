@@ -6,8 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.messages import TokenLogprobs
+from nvcli.messages import EngineReady, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
+
+__all__ = ["EngineReady", "EngineStats", "FinishReason", "Request", "RequestOutput"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -63,19 +65,3 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     generated_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
-
-
-class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What an engine reports once its ranks can run."""
-
-    num_blocks: int
-    block_size: int
-    kv_cache_bytes: int
-    """Of one rank."""
-    weight_bytes: int
-    """Of rank 0."""
-    attention_backend: str
-    seconds: dict[str, float]
-    """Start-up by part, of rank 0: imports, process group, load, warmup, kv cache, graphs."""
-    notes: list[str] = []
-    """For the log: what `auto` chose and why, limits worth a warning."""

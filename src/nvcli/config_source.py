@@ -1,0 +1,132 @@
+"""Where configuration comes from: a YAML file, `--set key=value` and flags, laid over each other in that order.
+
+Collects plain values and remembers for each key which file and line, or which flag, set it. Knows nothing of what
+keys mean; `config.py` gives the values their types and asks here for the origin of a wrong one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nvcli.errors import ConfigError
+from nvcli.validation import Path as KeyPath
+from nvcli.validation import show
+
+
+class ConfigSource:
+    """Values by key, and where each came from."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._origins: dict[KeyPath, str] = {}
+
+    def add_file(self, path: Path) -> None:
+        """Raises ConfigError if the file cannot be read, is not YAML, repeats a key or is not a mapping."""
+        try:
+            text = path.read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+        self._origins[()] = str(path)
+        try:
+            loader = _Loader(text)
+        except yaml.YAMLError as error:  # control characters
+            raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return  # empty, or nothing but comments
+            if not isinstance(root, yaml.MappingNode):
+                raise ConfigError(f"{path}:{_line(root)}: expected keys with values, such as `max_num_seqs: 64`")
+            for key_path, line in _walk(root, path):
+                self._origins[key_path] = f"{path}:{line}"
+            self.values = loader.construct_document(root)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            place = f"{path}:{mark.line + 1}" if mark else str(path)
+            problem = " ".join(part for part in (error.context, error.problem) if part)
+            raise ConfigError(f"{place}: not valid YAML: {problem}") from None
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise ConfigError(f"{path}: not valid YAML: {error}") from None
+        finally:
+            loader.dispose()
+
+    def add_override(self, text: str) -> None:
+        """One `--set key=value`; dots lead into sections, the value is read as YAML."""
+        key, equals, value_text = text.partition("=")
+        path = tuple(key.strip().split("."))
+        if not equals or not all(path):
+            raise ConfigError(f"--set {text}: expected key=value, such as `--set sampling.temperature=0`")
+        try:
+            value = yaml.load(value_text, _Loader)
+        except (yaml.YAMLError, RecursionError, ValueError):
+            raise ConfigError(f"--set {text}: the value is not valid YAML; quote text: '{key}=\"…\"'") from None
+        self._put(path, value, f"--set {text}")
+
+    def add_flag(self, flag: str, key: str, value: Any) -> None:
+        """A flag that is short for a key: `add_flag("--tp", "tensor_parallel_size", 2)`."""
+        self._put(tuple(key.split(".")), value, f"{flag} {value}")
+
+    def origin(self, path: KeyPath) -> str:
+        """Which file and line, or flag, set this value or the section around it; empty for a default."""
+        while path and path not in self._origins:
+            path = path[:-1]
+        return self._origins.get(path, "")  # () is the file as a whole, if there is one
+
+    def _put(self, path: tuple[str, ...], value: Any, origin: str) -> None:
+        section = self.values
+        for depth, name in enumerate(path[:-1], 1):
+            inner = section.get(name)
+            if inner is None:
+                inner = {}
+            elif not isinstance(inner, dict):
+                outer = ".".join(path[:depth])
+                raise ConfigError(f"{origin}: `{outer}` is {show(inner)}, not a section with keys of its own")
+            section[name] = dict(inner)
+            section = section[name]
+        section[path[-1]] = value
+        self._origins = {old: text for old, text in self._origins.items() if old[: len(path)] != path}
+        self._origins[path] = origin
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _walk(
+    node: yaml.MappingNode, file: Path, under: KeyPath = (), seen: frozenset[int] = frozenset()
+) -> Iterator[tuple[KeyPath, int]]:
+    """The path and line of each key. Raises ConfigError for a key that its mapping holds twice."""
+    lines: dict[str, int] = {}
+    seen |= {id(node)}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{file}:{_line(key_node)}: a key must be a plain word")
+        key = key_node.value
+        path = (*under, key)
+        if key in lines:
+            raise ConfigError(
+                f"{file}:{_line(key_node)}: the key `{'.'.join(map(str, path))}` is given twice, "
+                f"first in line {lines[key]}; remove one"
+            )
+        lines[key] = _line(key_node)
+        yield path, lines[key]
+        if id(value_node) in seen:
+            raise ConfigError(f"{file}:{lines[key]}: the alias of `{key}` leads back to a mapping that holds it")
+        if isinstance(value_node, yaml.MappingNode):
+            yield from _walk(value_node, file, path, seen)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

@@ -1,0 +1,116 @@
+"""BlockManager: who holds which KV block, and which blocks hold a prefix that can be used again.
+
+Blocks are numbered from 1 (0 is the null block, never handed out) and counted by reference. A full block whose tokens
+are known is registered under a hash that chains over all tokens before it (vLLM's scheme), so that equal prefixes find
+each other. A block that nobody holds keeps its contents until it is needed: blocks without a hash go first, then the
+least recently released. This module moves numbers about; what lies in the blocks it does not know.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+BlockHash = bytes
+
+_TOKEN_BYTES = 4  # token ids come packed as int32
+
+
+def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") -> Iterator[BlockHash]:
+    """Chained hashes of the full blocks of packed int32 tokens; `parent` is the hash of the block before them.
+
+    128 bits: two different prefixes do not meet in practice.
+    """
+    step = block_size * _TOKEN_BYTES
+    for start in range(0, len(token_bytes) - step + 1, step):
+        parent = blake2b(token_bytes[start : start + step], digest_size=16, key=parent).digest()
+        yield parent
+
+
+class BlockManager:
+    """`num_blocks` blocks, ids 1 to num_blocks."""
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self._caching = enable_prefix_caching
+        self._ref_counts = [0] * (num_blocks + 1)
+        self._hashes: list[BlockHash | None] = [None] * (num_blocks + 1)
+        self._by_hash: dict[BlockHash, int] = {}
+        self._free = list(range(num_blocks, 0, -1))
+        """Unheld blocks with nothing to reuse; the end is taken first."""
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+        """Unheld blocks with a hash, least recently released first."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._reusable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def allocate(self, count: int, *, reserve: int = 0) -> list[int] | None:
+        """`count` blocks with one reference each; None, and nothing taken, when fewer than `reserve` would be left."""
+        if count + reserve > self.num_free:
+            return None
+        return [self._take() for _ in range(count)]
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The longest run of registered blocks for these chained hashes, each with one more reference."""
+        blocks: list[int] = []
+        if self._caching:
+            for block_hash in hashes:
+                block = self._by_hash.get(block_hash)
+                if block is None:
+                    break
+                if self._ref_counts[block] == 0:
+                    del self._reusable[block]
+                self._ref_counts[block] += 1
+                blocks.append(block)
+        return blocks
+
+    def register(self, block: int, block_hash: BlockHash) -> None:
+        """Make a held, full block findable. Equal contents elsewhere keep the earlier entry."""
+        if self._caching and self._hashes[block] is None and block_hash not in self._by_hash:
+            self._hashes[block] = block_hash
+            self._by_hash[block_hash] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give one reference of each block back. Later blocks of a prefix become evictable before earlier ones."""
+        counts, hashes = self._ref_counts, self._hashes
+        for block in reversed(blocks):
+            counts[block] -= 1
+            if counts[block] == 0:
+                if hashes[block] is None:
+                    self._free.append(block)
+                else:
+                    self._reusable[block] = None
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._reusable.popitem(last=False)
+            block_hash = self._hashes[block]
+            assert block_hash is not None
+            del self._by_hash[block_hash]
+            self._hashes[block] = None
+        self._ref_counts[block] = 1
+        return block
+
+    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
+        """Assert that counts, free lists and the hash index agree with the block tables `held`."""
+        expected = [0] * (self.num_blocks + 1)
+        for table in held:
+            for block in table:
+                expected[block] += 1
+        assert expected[0] == 0, "the null block was handed out"
+        assert self._ref_counts == expected, "reference counts differ from the block tables"
+        unheld = {block for block in range(1, self.num_blocks + 1) if expected[block] == 0}
+        assert len(self._free) + len(self._reusable) == len(unheld)
+        assert set(self._free) | set(self._reusable) == unheld
+        assert all(self._hashes[block] is None for block in self._free)
+        assert all(self._hashes[block] is not None for block in self._reusable)
+        indexed = {block: block_hash for block_hash, block in self._by_hash.items()}
+        assert indexed == {b: h for b, h in enumerate(self._hashes) if h is not None}

@@ -1,0 +1,107 @@
+"""EngineClient: the parent's end of one engine replica."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import msgspec
+
+from nvcli import errors
+from nvcli.config import EngineConfig
+from nvcli.engine.protocol import (
+    AbortRequests,
+    AddRequests,
+    CloseEngine,
+    EngineFailed,
+    EngineStart,
+    FromEngine,
+    OutputBatch,
+    ReadyReport,
+    ToEngine,
+)
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.errors import WorkerError
+from nvcli.executor.executor import MODEL_RUNNER
+from nvcli.executor.process import ChildProcess
+from nvcli.messages import EngineReady
+
+
+class EngineClient:
+    """Sends requests to an engine's process and takes its outputs. Not thread-safe."""
+
+    def __init__(self, process: ChildProcess) -> None:
+        self._process = process
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._stats = EngineStats()
+        self._ready: EngineReady | None = None
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, name: str = "engine", runner: str = MODEL_RUNNER) -> EngineClient:
+        """Spawn the engine, which spawns its ranks; returns at once."""
+        return cls(ChildProcess("nvcli.engine.process:main", EngineStart(config=config, runner=runner), name=name))
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady | None:
+        """The engine's report; None when it is not ready within `timeout` seconds (None: wait for ever).
+
+        Raises LoadError, CapacityError or ConfigError as a rank met it, or WorkerError.
+        """
+        if self._ready is None and self._process.control.poll(timeout):
+            message = self._receive()
+            assert isinstance(message, ReadyReport)
+            self._ready = message.ready
+        return self._ready
+
+    def add(self, requests: list[Request]) -> None:
+        self._send(AddRequests(requests))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """An output with finish_reason `abort` follows for each request that has not ended by then."""
+        self._send(AbortRequests(list(request_ids)))
+
+    def poll(self, timeout: float) -> list[RequestOutput]:
+        """Outputs that arrived; waits up to `timeout` seconds for the first."""
+        outputs: list[RequestOutput] = []
+        while self._process.control.poll(0 if outputs else timeout):
+            message = self._receive()
+            assert isinstance(message, OutputBatch)
+            outputs += message.outputs
+            self._stats = message.stats
+            timeout = 0
+        return outputs
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something; for waiting on several engines at once."""
+        return self._process.control.fileno()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest snapshot that the engine sent."""
+        return self._stats
+
+    def close(self) -> None:
+        """End the engine and its ranks. Idempotent."""
+        if not self._process.control.closed:
+            with contextlib.suppress(OSError):
+                self._process.control.send_bytes(self._encoder.encode(CloseEngine()))
+        self._process.close(grace=1.5 if self._ready else 0.0)
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            self._process.control.send_bytes(self._encoder.encode(message))
+        except OSError:
+            while True:  # its last words may still be in the socket
+                self._receive()
+
+    def _receive(self) -> FromEngine:
+        try:
+            message = self._decoder.decode(self._process.control.recv_bytes())
+        except (EOFError, OSError):
+            raise WorkerError(
+                f"the {self._process.name} (pid {self._process.pid}) {self._process.describe_exit()}"
+            ) from None
+        if isinstance(message, EngineFailed):
+            kind: type[errors.NvcliError] = getattr(errors, message.kind)
+            raise kind(message.message)
+        return message

@@ -1,0 +1,59 @@
+"""EngineCore: the loop of one replica. Schedules a step while the one before it runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.engine.scheduler import ScheduledStep, Scheduler
+from nvcli.messages import StepInput, StepOutput
+
+MAX_STEPS_IN_FLIGHT = 2
+"""One that runs and one that waits behind it, so that the device goes from step to step without waiting for us."""
+
+
+class StepExecutor(Protocol):
+    """What the loop needs of an executor."""
+
+    def submit(self, step: StepInput) -> None: ...
+
+    def collect(self) -> StepOutput: ...
+
+
+class EngineCore:
+    """Requests in, outputs out, one step at a time."""
+
+    def __init__(self, scheduler: Scheduler, executor: StepExecutor) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._in_flight: deque[ScheduledStep] = deque()
+
+    def add(self, requests: Iterable[Request]) -> None:
+        self._scheduler.add(requests)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self._scheduler.abort(request_ids)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self._scheduler.has_unfinished
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats
+
+    def step(self) -> list[RequestOutput]:
+        """Submit the next step, then take in the oldest one's output.
+
+        When nothing can be scheduled, what is in flight is collected.
+        """
+        step = self._scheduler.schedule()
+        if step is not None:
+            self._executor.submit(step.input)
+            self._in_flight.append(step)
+        if self._in_flight and (step is None or len(self._in_flight) == MAX_STEPS_IN_FLIGHT):
+            oldest = self._in_flight.popleft()
+            self._scheduler.process(oldest, self._executor.collect())
+        return self._scheduler.take_outputs()

@@ -1,0 +1,113 @@
+"""An engine's process: the ranks, the scheduler and the loop of one replica, driven by the parent's messages."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import queue
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.core import EngineCore
+from nvcli.engine.protocol import (
+    AbortRequests,
+    AddRequests,
+    CloseEngine,
+    EngineFailed,
+    EngineStart,
+    FromEngine,
+    OutputBatch,
+    ReadyReport,
+    ToEngine,
+)
+from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.errors import NvcliError
+from nvcli.executor.executor import Executor
+
+_STATS_SECONDS = 0.2
+_IDLE_CHECK_SECONDS = 0.5
+
+
+def main(start: EngineStart, control: Connection) -> None:
+    """Runs until the parent says so or is gone, or until something fails; then reports it and ends."""
+    executor = Executor(start.config, start.runner)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: FromEngine) -> None:
+        control.send_bytes(encoder.encode(message))
+
+    try:
+        inbox = _start_receiver(control)
+        ready = executor.wait_ready()
+        send(ReadyReport(ready))
+        config = start.config
+        limits = SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+        )
+        blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        core = EngineCore(Scheduler(limits, blocks), executor)
+        gc.collect()
+        gc.freeze()
+        last_stats = 0.0
+        while _take_messages(inbox, core, executor):
+            outputs = core.step()
+            now = time.monotonic()
+            if outputs or now - last_stats > _STATS_SECONDS:
+                send(OutputBatch(outputs, core.stats))
+                last_stats = now
+    except NvcliError as error:
+        with contextlib.suppress(OSError):
+            send(EngineFailed(type(error).__name__, str(error)))
+    except OSError:
+        pass  # the parent is gone
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            send(EngineFailed("WorkerError", f"the engine failed: {error!r}\n{traceback.format_exc()}"))
+    executor.close()
+    os._exit(0)
+
+
+def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
+    """Read the socket on a thread of its own, so that neither side ever waits for the other to read.
+
+    None in the queue: the parent is gone.
+    """
+    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+    decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                inbox.put(decoder.decode(control.recv_bytes()))
+        inbox.put(None)
+
+    threading.Thread(target=receive, name="receive-requests", daemon=True).start()
+    return inbox
+
+
+def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, executor: Executor) -> bool:
+    """Hand waiting messages to the core; wait for one when there is nothing to do. False: time to end."""
+    while True:
+        try:
+            message = inbox.get(block=not core.has_work, timeout=_IDLE_CHECK_SECONDS)
+        except queue.Empty:
+            if core.has_work:
+                return True
+            executor.check()
+            continue
+        if isinstance(message, AddRequests):
+            core.add(message.requests)
+        elif isinstance(message, AbortRequests):
+            core.abort(message.request_ids)
+        else:
+            assert message is None or isinstance(message, CloseEngine)
+            return False

@@ -1,0 +1,50 @@
+"""Messages on the socket between the parent and an engine's process, as tagged msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from nvcli.config import EngineConfig
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.messages import EngineReady
+
+
+class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine process's argument."""
+
+    config: EngineConfig
+    runner: str
+
+
+class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    requests: list[Request]
+
+
+class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    request_ids: list[int]
+
+
+class CloseEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+ToEngine = AddRequests | AbortRequests | CloseEngine
+
+
+class ReadyReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    ready: EngineReady
+
+
+class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Class name from `nvcli.errors`, and the message."""
+
+    kind: str
+    message: str
+
+
+FromEngine = ReadyReport | OutputBatch | EngineFailed

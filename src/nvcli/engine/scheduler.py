@@ -1,0 +1,462 @@
+"""Scheduler: for each running request, how many tokens to compute next.
+
+One mechanism serves whole prompts, chunks of prompts, prefix hits, decoding and recomputation after a preemption.
+The engine keeps one step in flight: `schedule` is called for step n+1 before `process` is called for step n, so a
+decoding request may be scheduled for a token whose predecessor's value is not known here yet. A request that turns out
+to have ended costs one wasted token, which is dropped.
+
+Decoding requests go first, one token each; the rest of the token budget goes to prompts, oldest first. Blocks for all
+known tokens of a prompt are taken when it is admitted; decoding takes one block at a time. When none is left, the
+request admitted last is preempted: its blocks are released and its tokens recomputed later. This module knows no
+ranks, text or devices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
+from nvcli.engine.state import RequestState
+from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, StepOutput, pack, unpack
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures under it mean greedy (as in vLLM): logits divided by them would overflow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """The part of the configuration that the scheduler keeps to."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step as submitted, kept until its output arrives."""
+
+    input: StepInput
+    sampling: list[RequestState]
+    """Requests that sample a token, in batch order."""
+
+
+class _Deltas:
+    """Collects what a step tells the ranks beside the decode rows."""
+
+    def __init__(self) -> None:
+        self.new_slots: list[NewSlot] = []
+        self.num_prefix_ids = 0
+        self.block_slots: list[int] = []
+        self.block_columns: list[int] = []
+        self.block_ids: list[int] = []
+        self.extend_slots: list[int] = []
+        self.extend_lens: list[int] = []
+        self.extend_samples: list[int] = []
+        self.token_ids = bytearray()
+
+    def add_blocks(self, slot: int, first_column: int, blocks: list[int]) -> None:
+        self.block_slots += [slot] * len(blocks)
+        self.block_columns += range(first_column, first_column + len(blocks))
+        self.block_ids += blocks
+
+
+class Scheduler:
+    """Requests in, steps out, outputs in, finished requests out."""
+
+    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
+        self.limits = limits
+        self.block_manager = block_manager
+        self._waiting: deque[RequestState] = deque()
+        self._running: list[RequestState] = []
+        """Every request that holds a slot, in order of admission."""
+        self._prefilling: list[RequestState] = []
+        self._decoding: list[RequestState] = []
+        """Running requests whose next step is one token; with `_prefilling` and those that wait for their last
+        output, these are the running ones."""
+        self._by_id: dict[int, RequestState] = {}
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        """Released since the last step; the ranks hear of it with the next."""
+        self._decode_slots: bytes | None = b""
+        """Packed slots of `_decoding`; None when its members changed."""
+        self._next_step_id = 0
+        self._unsent: list[RequestOutput] = []
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._num_preemptions = 0
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            state = RequestState(request)
+            assert state.num_prompt > 0
+            assert state.num_prompt + request.max_tokens <= self.limits.max_model_len
+            assert request.request_id not in self._by_id
+            self._by_id[request.request_id] = state
+            self._waiting.append(state)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End requests early. Those that are gone already are passed over: their last output is on its way."""
+        for request_id in request_ids:
+            state = self._by_id.get(request_id)
+            if state is not None:
+                self._finish(state, "abort")
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._by_id)
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_blocks=self.block_manager.num_blocks,
+            num_used_blocks=self.block_manager.num_used,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            num_steps=self._next_step_id,
+            num_preemptions=self._num_preemptions,
+        )
+
+    # ------------------------------------------------------------------ one step
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None when nothing can be computed now."""
+        deltas = _Deltas()
+        preempted = self._grow_decoding(deltas)
+        decoding = self._decoding
+        sampling = decoding.copy()
+        decode_slots = self._packed_decode_slots()
+        self._advance_decoding()
+
+        budget = self.limits.max_num_batched_tokens - len(sampling)
+        budget = self._continue_prompts(deltas, sampling, budget)
+        if not preempted:
+            self._admit(deltas, sampling, budget)
+
+        has_extend = bool(deltas.extend_slots)
+        if not decode_slots and not has_extend:
+            return None
+        mode = ForwardMode.DECODE if not has_extend else ForwardMode.MIXED if decode_slots else ForwardMode.EXTEND
+        step = StepInput(
+            step_id=self._next_step_id,
+            mode=mode,
+            freed_slots=pack(self._freed_slots),
+            new_slots=deltas.new_slots,
+            block_slots=pack(deltas.block_slots),
+            block_columns=pack(deltas.block_columns),
+            block_ids=pack(deltas.block_ids),
+            decode_slots=decode_slots,
+            extend_slots=pack(deltas.extend_slots),
+            extend_lens=pack(deltas.extend_lens),
+            extend_samples=pack(deltas.extend_samples),
+            token_ids=bytes(deltas.token_ids),
+        )
+        self._next_step_id += 1
+        self._freed_slots.clear()
+        return ScheduledStep(step, sampling)
+
+    def process(self, step: ScheduledStep, output: StepOutput) -> None:
+        """Take the tokens of a step in; finished and streaming requests appear in `take_outputs`."""
+        assert output.step_id == step.input.step_id
+        owners = step.sampling
+        if output.counts:
+            counts = unpack(output.counts)
+            owners = [state for state, count in zip(owners, counts, strict=True) for _ in range(count)]
+        if output.logprobs:
+            for state, logprobs in zip(owners, output.logprobs, strict=True):
+                if logprobs is not None and not state.finished:
+                    state.logprobs.append(logprobs)
+        block_size = self.limits.block_size
+        for state, token in zip(owners, unpack(output.token_ids), strict=True):
+            if state.finished:
+                continue
+            # This loop runs for every token of the job, so it is flat.
+            state.num_pending -= 1
+            token_ids = state.token_ids
+            token_ids.append(token)
+            self._generated_tokens += 1
+            if token in state.stop_ids:
+                self._finish(state, "stop", stopped_by_id=True)
+            elif not state.num_unscheduled and not state.num_pending:
+                self._finish(state, "length")
+            else:
+                if len(token_ids) % block_size == 0:
+                    self._register_blocks(state)
+                if state.stream:
+                    self._unsent.append(self._report(state))
+
+    def take_outputs(self) -> list[RequestOutput]:
+        outputs, self._unsent = self._unsent, []
+        return outputs
+
+    # ------------------------------------------------------------------ parts of schedule
+
+    def _grow_decoding(self, deltas: _Deltas) -> bool:
+        """Give every decoding request room for one more token. True when a request had to be preempted."""
+        block_size = self.limits.block_size
+        needy = [state for state in self._decoding if state.num_computed == len(state.blocks) * block_size]
+        preempted = False
+        for state in needy:
+            while state.slot is not None:
+                blocks = self.block_manager.allocate(1)
+                if blocks is not None:
+                    deltas.add_blocks(state.slot, len(state.blocks), blocks)
+                    state.blocks += blocks
+                    break
+                if len(self._running) == 1:
+                    self._finish_too_large(state, state.num_computed + 1)
+                else:
+                    self._preempt(self._running[-1])
+                    preempted = True
+        if preempted and deltas.block_slots:
+            self._drop_released_blocks(deltas)
+        return preempted
+
+    def _drop_released_blocks(self, deltas: _Deltas) -> None:
+        """A request that was given a block in this step may have been preempted after it: forget that block."""
+        held = {state.slot for state in self._running}
+        rows = [
+            row
+            for row in zip(deltas.block_slots, deltas.block_columns, deltas.block_ids, strict=True)
+            if row[0] in held
+        ]
+        deltas.block_slots = [row[0] for row in rows]
+        deltas.block_columns = [row[1] for row in rows]
+        deltas.block_ids = [row[2] for row in rows]
+
+    def _packed_decode_slots(self) -> bytes:
+        if self._decode_slots is None:
+            self._decode_slots = pack(state.slot for state in self._decoding)  # type: ignore[misc]
+        return self._decode_slots
+
+    def _advance_decoding(self) -> None:
+        last = False
+        for state in self._decoding:
+            state.num_computed += 1
+            state.num_pending += 1
+            state.num_unscheduled -= 1
+            if not state.num_unscheduled:
+                last = True
+        if last:
+            self._set_decoding([state for state in self._decoding if state.num_unscheduled])
+
+    def _set_decoding(self, decoding: list[RequestState]) -> None:
+        self._decoding = decoding
+        self._decode_slots = None
+
+    def _continue_prompts(self, deltas: _Deltas, sampling: list[RequestState], budget: int) -> int:
+        """Next slices of prompts that are under way; returns what is left of the budget."""
+        if not self._prefilling:
+            return budget
+        prefilling, self._prefilling = self._prefilling, []
+        for state in prefilling:
+            budget -= self._extend(state, deltas, sampling, budget)
+        return budget
+
+    def _admit(self, deltas: _Deltas, sampling: list[RequestState], budget: int) -> None:
+        """First slices of waiting requests, in order, as far as slots, blocks and budget go."""
+        waiting, block_size = self._waiting, self.limits.block_size
+        prefix_id_limit = self.limits.max_model_len + self.limits.max_num_batched_tokens
+        while waiting and budget > 0 and self._free_slots:
+            state = waiting[0]
+            if state.finished:
+                waiting.popleft()
+                continue
+            if state.num_pending:
+                break  # preempted a moment ago; its last token is still on its way
+            num_tokens = len(state.token_ids)
+            num_blocks = -(-num_tokens // block_size)
+            if num_blocks > self.block_manager.num_blocks:
+                waiting.popleft()
+                self._finish_too_large(state, num_tokens)
+                continue
+            # The last token is always computed: its logits are wanted.
+            hashes = state.hash_leading_blocks((num_tokens - 1) // block_size, block_size)
+            blocks = self.block_manager.match(hashes)
+            num_cached = len(blocks) * block_size
+            num_prefix_ids = num_cached if state.request.sampling.has_penalties else 0
+            too_many_ids = deltas.new_slots and deltas.num_prefix_ids + num_prefix_ids > prefix_id_limit
+            # Every running request keeps room for one more block, so that admitting does not end in preempting.
+            reserve = len(self._running)
+            fresh = self.block_manager.allocate(num_blocks - len(blocks), reserve=reserve)
+            if fresh is None or too_many_ids:
+                self.block_manager.release(blocks + (fresh or []))
+                break
+            waiting.popleft()
+            state.blocks = blocks + fresh
+            state.num_computed = num_cached
+            state.num_hashed_blocks = len(blocks)
+            state.slot = slot = self._free_slots.pop()
+            self._running.append(state)
+            if state.num_cached_tokens is None:
+                state.num_cached_tokens = num_cached
+                self._prompt_tokens += num_cached
+                self._cached_tokens += num_cached
+            deltas.new_slots.append(
+                NewSlot(
+                    slot=slot,
+                    num_cached_tokens=num_cached,
+                    prefix_ids=state.token_ids[:num_prefix_ids].tobytes(),
+                    sampling=_slot_sampling(state),
+                )
+            )
+            deltas.num_prefix_ids += num_prefix_ids
+            deltas.add_blocks(slot, 0, state.blocks)
+            budget -= self._extend(state, deltas, sampling, budget)
+
+    def _extend(self, state: RequestState, deltas: _Deltas, sampling: list[RequestState], budget: int) -> int:
+        """Schedule the next slice of a prompt; returns its length."""
+        length = min(state.num_uncomputed, budget)
+        if length == 0:
+            self._prefilling.append(state)
+            return 0
+        assert state.slot is not None
+        start = state.num_computed
+        state.num_computed += length
+        self._prompt_tokens += max(0, min(state.num_computed, state.num_prompt) - start)
+        ends = state.num_uncomputed == 0
+        deltas.extend_slots.append(state.slot)
+        deltas.extend_lens.append(length)
+        deltas.extend_samples.append(int(ends))
+        deltas.token_ids += state.token_ids[start : state.num_computed].tobytes()
+        # Steps run in order and store before they attend, so these blocks can be shared from now on.
+        self._register_blocks(state)
+        if not ends:
+            self._prefilling.append(state)
+            return length
+        sampling.append(state)
+        state.num_pending += 1
+        state.num_unscheduled -= 1
+        if state.num_unscheduled:
+            self._decoding.append(state)
+            self._decode_slots = None
+        return length
+
+    def _register_blocks(self, state: RequestState) -> None:
+        """Register full blocks whose tokens are known and whose computation is submitted."""
+        num_full = min(len(state.token_ids), state.num_computed) // self.limits.block_size
+        first = state.num_hashed_blocks
+        if num_full > first:
+            hashes = state.hash_leading_blocks(num_full, self.limits.block_size)
+            for block, block_hash in zip(state.blocks[first:num_full], hashes[first:], strict=True):
+                self.block_manager.register(block, block_hash)
+            state.num_hashed_blocks = num_full
+
+    # ------------------------------------------------------------------ tokens and ends
+
+    def _preempt(self, state: RequestState) -> None:
+        """Take slot and blocks back; the request waits, first in line, to be recomputed."""
+        self._release(state)
+        state.num_computed = 0
+        state.num_hashed_blocks = 0
+        self._waiting.appendleft(state)
+        self._num_preemptions += 1
+
+    def _finish_too_large(self, state: RequestState, num_tokens: int) -> None:
+        capacity = self.block_manager.num_blocks * self.limits.block_size
+        message = (
+            f"{num_tokens} tokens do not fit the KV cache, which holds {capacity}; "
+            "raise gpu_memory_utilization or kv_cache_memory, or lower max_tokens"
+        )
+        self._finish(state, "error", error_type="kv_cache_too_small", error=message)
+
+    def _finish(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        *,
+        stopped_by_id: bool = False,
+        error_type: str = "",
+        error: str = "",
+    ) -> None:
+        state.finished = True
+        del self._by_id[state.request.request_id]
+        if state.slot is not None:
+            self._release(state)
+        output = self._report(state, reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error)
+        self._unsent.append(output)
+
+    def _report(
+        self,
+        state: RequestState,
+        reason: FinishReason | None = None,
+        *,
+        stopped_by_id: bool = False,
+        error_type: str = "",
+        error: str = "",
+    ) -> RequestOutput:
+        token_ids = state.token_ids[state.num_reported :].tobytes()
+        state.num_reported = len(state.token_ids)
+        logprobs, state.logprobs = state.logprobs, []
+        return RequestOutput(
+            request_id=state.request.request_id,
+            token_ids=token_ids,
+            finish_reason=reason,
+            stopped_by_id=stopped_by_id,
+            num_cached_tokens=state.num_cached_tokens or 0,
+            logprobs=logprobs,
+            error_type=error_type,
+            error=error,
+        )
+
+    def _release(self, state: RequestState) -> None:
+        """Give slot and blocks back. Safe while a step that uses them is in flight: steps run in order."""
+        assert state.slot is not None
+        self.block_manager.release(state.blocks)
+        state.blocks = []
+        self._freed_slots.append(state.slot)
+        self._free_slots.append(state.slot)
+        state.slot = None
+        self._running.remove(state)
+        if state in self._prefilling:
+            self._prefilling.remove(state)
+        elif state in self._decoding:
+            self._decoding.remove(state)
+            self._decode_slots = None
+
+    def check_integrity(self) -> None:
+        """Assert that slots, lists and blocks agree."""
+        self.block_manager.check_integrity([state.blocks for state in self._running])
+        slots = [state.slot for state in self._running if state.slot is not None]
+        assert len(slots) == len(self._running)
+        assert sorted([*self._free_slots, *slots]) == list(range(self.limits.max_num_seqs))
+        assert all(s.slot is None and not s.blocks for s in self._waiting)
+        assert set(self._prefilling) | set(self._decoding) <= set(self._running)
+        assert not set(self._prefilling) & set(self._decoding)
+        for state in self._running:
+            assert state.num_computed <= len(state.blocks) * self.limits.block_size
+            assert state.num_computed <= len(state.token_ids) + state.num_pending
+            assert not state.finished
+
+
+def _slot_sampling(state: RequestState) -> SlotSampling:
+    request = state.request
+    params = request.sampling
+    return SlotSampling(
+        seed=request.seed,
+        row=request.row,
+        sample=request.sample,
+        prompt_len=state.num_prompt,
+        temperature=params.temperature if params.temperature >= _GREEDY_BELOW else 0.0,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        min_tokens=params.min_tokens,
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        stop_ids=request.stop_ids if params.min_tokens else [],
+        bias_ids=list(params.logit_bias),
+        bias_values=list(params.logit_bias.values()),
+    )

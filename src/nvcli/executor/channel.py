@@ -1,0 +1,157 @@
+"""A message channel over shared memory: one writer, one or more readers, no names.
+
+The memory is an anonymous file (memfd): it has no entry in /dev/shm, is not bounded by that mount's size, and is gone
+when the last process that maps it is gone, however that happens. Messages lie in a ring of slots; each slot begins
+with the sequence number and length of its message. A reader is woken by a byte in its pipe and then checks the number;
+a reader's last number is written back, so that the writer never overwrites what has not been read. A closed pipe tells
+that the other side is gone.
+
+`ChannelSpec` travels to the processes that open the channel; its file descriptors must be passed to them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+from dataclasses import dataclass
+
+_HEADER = struct.Struct("<QQ")  # sequence number, length
+_ACK = struct.Struct("<Q")
+_ALIGN = 64
+
+
+class ChannelClosed(Exception):
+    """The process at the other end is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSpec:
+    """Layout and descriptors of a channel."""
+
+    capacity: int
+    """Largest message, bytes."""
+    num_slots: int
+    """Messages that may be unread at a time."""
+    memory_fd: int
+    read_fds: tuple[int, ...]
+    """A pipe's reading end for each reader."""
+    write_fds: tuple[int, ...]
+
+    @staticmethod
+    def create(capacity: int, num_readers: int, *, num_slots: int = 4) -> ChannelSpec:
+        pipes = [os.pipe() for _ in range(num_readers)]
+        spec = ChannelSpec(
+            capacity=capacity,
+            num_slots=num_slots,
+            memory_fd=os.memfd_create("nvcli-channel"),
+            read_fds=tuple(read for read, _ in pipes),
+            write_fds=tuple(write for _, write in pipes),
+        )
+        # Pages come into being when they are first written: capacity that is never used costs nothing.
+        os.ftruncate(spec.memory_fd, spec.num_bytes)
+        return spec
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-(_HEADER.size + self.capacity) // _ALIGN) * _ALIGN
+
+    @property
+    def ack_bytes(self) -> int:
+        return len(self.read_fds) * _ALIGN
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ack_bytes + self.num_slots * self.slot_bytes
+
+    def slot_offset(self, sequence: int) -> int:
+        return self.ack_bytes + sequence % self.num_slots * self.slot_bytes
+
+    def reader_fds(self, reader: int) -> tuple[int, ...]:
+        """Descriptors to pass to the process of this reader."""
+        return (self.memory_fd, self.read_fds[reader])
+
+    def writer_fds(self) -> tuple[int, ...]:
+        return (self.memory_fd, *self.write_fds)
+
+
+class ChannelWriter:
+    """The writing end. Not thread-safe."""
+
+    def __init__(self, spec: ChannelSpec) -> None:
+        self._spec = spec
+        self._memory = mmap.mmap(spec.memory_fd, spec.num_bytes)
+        self._write_fds = spec.write_fds
+        self._sequence = 0
+
+    def send(self, message: bytes) -> None:
+        """Raises ChannelClosed when a reader is gone."""
+        spec = self._spec
+        sequence = self._sequence + 1
+        if len(message) > spec.capacity:
+            raise ValueError(f"message of {len(message)} bytes is larger than the channel's {spec.capacity}")
+        oldest = min(_ACK.unpack_from(self._memory, r * _ALIGN)[0] for r in range(len(spec.read_fds)))
+        assert oldest + spec.num_slots >= sequence, "a reader is further behind than steps can be in flight"
+        start = spec.slot_offset(sequence) + _HEADER.size
+        self._memory[start : start + len(message)] = message
+        _HEADER.pack_into(self._memory, start - _HEADER.size, sequence, len(message))
+        self._sequence = sequence
+        try:
+            for fd in self._write_fds:
+                os.write(fd, b"\0")
+        except BrokenPipeError:
+            raise ChannelClosed from None
+
+    def close(self) -> None:
+        """Readers see the end. Idempotent."""
+        close_fds(self._write_fds)
+        self._write_fds = ()
+        self._memory.close()
+
+
+class ChannelReader:
+    """One reading end. Not thread-safe."""
+
+    def __init__(self, spec: ChannelSpec, reader: int) -> None:
+        self._spec = spec
+        self._memory = mmap.mmap(spec.memory_fd, spec.num_bytes)
+        self._fd = spec.read_fds[reader]
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+        self._ack_offset = reader * _ALIGN
+        self._sequence = 0
+
+    def fileno(self) -> int:
+        """Readable when a message is there or the writer is gone."""
+        return self._fd
+
+    def receive(self) -> bytes:
+        """The next message; waits for it. Raises ChannelClosed when the writer is gone."""
+        if not os.read(self._fd, 1):
+            raise ChannelClosed
+        spec = self._spec
+        expected = self._sequence + 1
+        offset = spec.slot_offset(expected)
+        sequence, length = _HEADER.unpack_from(self._memory, offset)
+        assert sequence == expected, f"message {sequence} where {expected} was due"
+        start = offset + _HEADER.size
+        message = self._memory[start : start + length]
+        self._sequence = expected
+        _ACK.pack_into(self._memory, self._ack_offset, expected)
+        return message
+
+    def poll(self, timeout: float) -> bool:
+        """Whether `receive` would return at once, waiting up to `timeout` seconds for that."""
+        return bool(self._poll.poll(timeout * 1000))
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._memory.closed:
+            os.close(self._fd)
+            self._memory.close()
+
+
+def close_fds(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)

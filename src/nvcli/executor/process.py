@@ -1,0 +1,104 @@
+"""ChildProcess: a Python process of ours, tied to its parent's life.
+
+Children are fresh interpreters (no fork of threads or CUDA state, no re-import of the parent's main module). Each has
+one socket to its parent: its first message is the child's argument, and its end of file tells either side at once that
+the other is gone. A child also asks the kernel to be killed when its parent dies, ignores the terminal's Ctrl-C (the
+parent decides what that means), and writes what libraries print to standard error: standard output is for results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildProcess:
+    """A running child; `control` is the parent's end of its socket."""
+
+    def __init__(self, target: str, argument: Any, *, name: str, pass_fds: tuple[int, ...] = ()) -> None:
+        """Start `target` ("module:function") as function(argument, control) in a new process.
+
+        `argument` is pickled. File descriptors in `pass_fds` keep their numbers in the child.
+        """
+        self.name = name
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+            # -P: the user's folder must not shadow modules. stdout=2: chatter goes to standard error.
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "nvcli.executor.process", target, str(fd), str(os.getpid())],
+                pass_fds=(fd, *pass_fds),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=env,
+                process_group=0,
+            )
+        self.control = Connection(ours.detach())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # died already; readers will see the end
+            self.control.send(argument)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def describe_exit(self, timeout: float = 1.0) -> str:
+        """How the process ended, for messages; waits a little for one that is just ending."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout)
+        code = self._popen.poll()
+        if code is None:
+            return "closed its connection but still runs"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def close(self, grace: float = 0.0) -> None:
+        """End the process: wait `grace` seconds for it to end by itself, then kill it. Idempotent."""
+        deadline = time.monotonic() + grace
+        while self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if self.is_alive:
+            self._popen.kill()
+        self._popen.wait()
+        if not self.control.closed:
+            self.control.close()
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os._exit(1)
+
+
+def _main() -> None:
+    target, fd, parent_pid = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent(int(parent_pid))
+    control = Connection(int(fd))
+    module, function = target.split(":")
+    try:
+        argument = control.recv()
+        getattr(importlib.import_module(module), function)(argument, control)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # The parent hung up: nobody is left to report to.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _main()

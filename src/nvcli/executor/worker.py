@@ -1,0 +1,134 @@
+"""A rank's process: make the runner, say so, then run every step that the channel brings.
+
+All ranks run this code. Rank 0 differs in one thing: its runner's outputs are posted back, by a thread of their own,
+so that the next step is launched while the last one's tokens are still on their way from the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import queue
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from nvcli.config import EngineConfig
+from nvcli.errors import NvcliError
+from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
+from nvcli.executor.status import StatusBoard
+from nvcli.messages import StepInput
+from nvcli.runner.interface import PendingOutput, RankContext, Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """A rank's argument."""
+
+    config: EngineConfig
+    rank: int
+    runner: str
+    """`module:function`, called with (config, RankContext)."""
+    steps: ChannelSpec
+    outputs: ChannelSpec
+    status_fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """Last word of a rank: the error's class name (of `nvcli.errors`, or `WorkerError`), message and traceback."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorePort:
+    """Rank 0 to the others, through the executor: where the rendezvous store listens."""
+
+    port: int
+
+
+def main(start: RankStart, control: Connection) -> None:
+    """Runs until the engine closes the channel. The process ends here, without interpreter tear-down."""
+    code = 0
+    try:
+        _run(start, control)
+    except ChannelClosed:
+        pass
+    except BaseException as error:
+        _report_failure(error, control)
+        code = 1
+    os._exit(code)
+
+
+def _run(start: RankStart, control: Connection) -> None:
+    rank = start.rank
+    status = StatusBoard(start.status_fd, start.config.tensor_parallel_size)
+
+    def publish_port(port: int) -> None:
+        control.send(StorePort(port))
+
+    def wait_for_port() -> int:
+        message = control.recv()
+        assert isinstance(message, StorePort)
+        return message.port
+
+    context = RankContext(
+        rank=rank,
+        report_phase=lambda phase: status.report(rank, phase),
+        publish_port=publish_port,
+        wait_for_port=wait_for_port,
+    )
+    status.report(rank, "import")
+    module, function = start.runner.split(":")
+    runner: Runner = getattr(importlib.import_module(module), function)(start.config, context)
+    post = _start_poster(ChannelWriter(start.outputs), control) if rank == 0 else None
+    gc.collect()
+    gc.freeze()  # what start-up made lives for ever: the collector need not look at it between steps
+    control.send(runner.ready)
+
+    steps = ChannelReader(start.steps, rank)
+    decoder = msgspec.msgpack.Decoder(StepInput)
+    while True:
+        status.report(rank, "waiting for a step")
+        step = decoder.decode(steps.receive())
+        status.report(rank, "step", step.step_id)
+        pending = runner.launch(step)
+        if post is not None:
+            assert pending is not None
+            post.put(pending)
+
+
+def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQueue[PendingOutput]:
+    pending_outputs: queue.SimpleQueue[PendingOutput] = queue.SimpleQueue()
+
+    def post() -> None:
+        encoder = msgspec.msgpack.Encoder()
+        try:
+            while True:
+                outputs.send(encoder.encode(pending_outputs.get().result()))
+        except ChannelClosed:
+            os._exit(0)
+        except BaseException as error:
+            _report_failure(error, control)
+            os._exit(1)
+
+    threading.Thread(target=post, name="post-outputs", daemon=True).start()
+    return pending_outputs
+
+
+def _report_failure(error: BaseException, control: Connection) -> None:
+    if isinstance(error, NvcliError):
+        failure = RankFailed(type(error).__name__, str(error), "")
+    else:
+        lines = str(error).strip().splitlines() or [""]
+        failure = RankFailed("WorkerError", f"{type(error).__name__}: {lines[0]}", traceback.format_exc())
+    with contextlib.suppress(OSError):  # the engine is gone: nobody to tell
+        control.send(failure)

@@ -1,0 +1,96 @@
+"""`Job`, one row of the input, and `JobResult`, its answer. Plain values: no file, no token, no engine.
+
+Every row that is not blank becomes exactly one `JobResult`. A row that cannot be answered has an `error` whose `type`
+is one of these, or a type that the engine gave:
+
+    invalid_json, not_an_object, invalid_id, duplicate_id      the line itself
+    missing_prompt, conflicting_prompts, invalid_value,        its keys and values
+    invalid_sampling
+    empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
+    token_out_of_vocabulary, no_chat_template,
+    chat_template_error, tokenizer_error
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nvcli.errors import RowError
+from nvcli.sampling_params import SamplingParams
+
+JobId = str | int
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a row comes from and goes to: what its answer needs to know of it."""
+
+    id: JobId
+    """As the row gave it; else the number of its line, counted on over several inputs."""
+    index: int
+    """0-based number of the row over all inputs; blank lines are not rows."""
+    line: str
+    """For messages: `line 7`, or `line 7 of b.jsonl` where there are several inputs."""
+    extra: dict[str, Any] = {}
+    """Keys that are not nvcli's own; they go into the output row as they came."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that is well formed: exactly one of prompt, messages and prompt_token_ids is set."""
+
+    place: Place
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_token_ids: list[int] | None = None
+    sampling: SamplingParams
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of an answer's tokens, as OpenAI's completions API spells them."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    """For each token, alternatives by their text."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One answer of a row; a row with `n` samples has `n`."""
+
+    index: int
+    text: str
+    finish_reason: str
+    """stop: the model ended it or a stop string or stop token was met; length: `max_tokens` were generated."""
+    token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a row; completion tokens of all its answers together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were served from the prefix cache."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a row has no answer."""
+
+    type: str
+    message: str
+
+
+class JobResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one row, or its error."""
+
+    place: Place
+    choices: list[Choice] = []
+    usage: Usage = Usage()
+    error: ErrorInfo | None = None
+
+
+def failed(place: Place, error: RowError) -> JobResult:
+    """The result of a row that cannot be answered; its message says where the row stands."""
+    return JobResult(place=place, error=ErrorInfo(type=error.type, message=f"{place.line}: {error.message}"))

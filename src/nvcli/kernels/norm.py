@@ -1,0 +1,22 @@
+"""RMSNorm, alone and fused with the addition to the residual stream. Plain torch: what every faster version must give.
+
+Computed in float32 whatever the storage type, weight included, and rounded once at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) × weight over the last dimension. x: [..., H], weight: [H] → [..., H]."""
+    x32 = x.float()
+    mean_square = x32.square().mean(-1, keepdim=True)
+    return (x32 * torch.rsqrt(mean_square + eps)).mul_(weight).to(x.dtype)
+
+
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add `delta` to `residual` in place, and return the norm of the sum. delta, residual: [T, H] → [T, H]."""
+    residual.add_(delta)
+    return rms_norm(residual, weight, eps)

@@ -1,0 +1,195 @@
+"""Where a model's files are: names to folders, folders to safetensors files, files to the tensors in them.
+
+Torch-free; huggingface_hub is imported only for a name that is neither `demo` nor a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvcli.errors import LoadError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_PATTERNS = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "tokenizer.model",
+    "additional_chat_templates/*",
+]
+_HUB_TIMEOUT = 5.0
+"""Seconds to find out whether there is a network at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """A tensor in a safetensors file, as its header describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name: F32, BF16, …"""
+    num_bytes: int
+
+
+def resolve_model(name: str) -> Path:
+    """Folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then download)."""
+    if name == "demo":
+        from nvcli.demo import demo_path
+
+        return demo_path()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise LoadError(f"{name}: a file; `model` is the folder around it, in Hugging Face layout")
+    if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
+        raise LoadError(f"{name}: no such folder")
+    return _cached_in_hub(name) or _download(name)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder: those of the index where there is one. Raises LoadError."""
+    index = path / INDEX_FILE
+    if index.exists():
+        return sorted({path / file for file in read_index(path).values()})
+    files = [path / SINGLE_FILE] if (path / SINGLE_FILE).exists() else sorted(path.glob("*.safetensors"))
+    if files:
+        return files
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))
+    hint = ""
+    if others:
+        hint = f"; {others[0]} is of another format: save the model with transformers' save_pretrained to convert it"
+    raise LoadError(f"{path}: no *.safetensors file{hint}")
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor name → file name of a folder's index; empty without one."""
+    index = path / INDEX_FILE
+    if not index.exists():
+        return {}
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{index}: not a safetensors index ({error!r}); download the file again") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise LoadError(f"{index}: `weight_map` does not map tensor names to file names")
+    if strange := [file for file in weight_map.values() if Path(file).name != file]:
+        raise LoadError(f"{index}: names a file outside its folder: {strange[0]}")
+    return weight_map
+
+
+def read_tensors(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a checkpoint folder, from the files' headers; no weights are read.
+
+    Raises LoadError for a missing, truncated or corrupt file, a tensor that the index promises and its file lacks, and
+    a tensor in two files.
+    """
+    index = read_index(path)
+    tensors: dict[str, TensorInfo] = {}
+    for file in weight_files(path):
+        for name, info in _read_header(file).items():
+            if index and index.get(name) != file.name:
+                continue  # by its own word not part of the checkpoint, or not this copy of it
+            if name in tensors:
+                raise LoadError(f"{path}: tensor {name} is both in {tensors[name].file.name} and {file.name}")
+            tensors[name] = info
+    for name, file_name in index.items():
+        if name not in tensors:
+            raise LoadError(
+                f"{path / file_name}: tensor {name} is missing, though {INDEX_FILE} says that it is in this file; "
+                "download the file again"
+            )
+    return tensors
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    """The format: 8 bytes little-endian header length, JSON header, data (github.com/huggingface/safetensors)."""
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > size - 8:
+                raise LoadError(f"{file}: truncated or not a safetensors file ({size:,} bytes); download it again")
+            header = json.loads(stream.read(length))
+    except FileNotFoundError:
+        raise LoadError(f"{file}: no such file, though {INDEX_FILE} names it; download it") from None
+    except OSError as error:
+        raise LoadError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise LoadError(f"{file}: corrupt: its header is not valid JSON; download it again") from None
+
+    tensors, expected = {}, 8 + length
+    try:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            shape, dtype = tuple(int(n) for n in entry["shape"]), str(entry["dtype"])
+            tensors[name] = TensorInfo(file=file, shape=shape, dtype=dtype, num_bytes=end - begin)
+            expected = max(expected, 8 + length + end)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LoadError(f"{file}: corrupt: its header is malformed ({error!r}); download it again") from None
+    if size < expected:
+        raise LoadError(f"{file}: truncated: {size:,} of {expected:,} bytes; download it again")
+    return tensors
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether config and weights of a folder are all there (a download may have been interrupted)."""
+    try:
+        return (path / "config.json").exists() and all(file.exists() for file in weight_files(path))
+    except LoadError:
+        return False
+
+
+def _cached_in_hub(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        path = Path(snapshot_download(name, local_files_only=True, allow_patterns=_HUB_PATTERNS))
+    except (HFValidationError, OSError):
+        return None
+    return path if _is_complete(path) else None
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import errors as hub
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT)  # answers at once whether the download can work
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except hub.HFValidationError:
+        problem = "neither a folder nor a valid Hugging Face id (`owner/name`)"
+    except hub.OfflineModeIsEnabled:
+        problem = (
+            "not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids to download it; unset it, or give a folder"
+        )
+    except hub.GatedRepoError:
+        problem = (
+            f"a gated model; ask for access at https://huggingface.co/{name}, then run `hf auth login` or set HF_TOKEN"
+        )
+    except hub.RepositoryNotFoundError:
+        problem = (
+            "no such folder, and no such model on the Hugging Face hub (or a private one: `hf auth login` or HF_TOKEN)"
+        )
+    except Exception as error:  # the hub's HTTP library differs by version, and with it its exceptions
+        if isinstance(error, OSError) and not isinstance(error, hub.HfHubHTTPError) and error.strerror:
+            problem = f"cannot be stored in the Hugging Face cache: {error.strerror}"
+        else:
+            first_line = (str(error).splitlines() or [""])[0]
+            problem = (
+                "no such folder, not in the local Hugging Face cache, and the hub cannot be reached "
+                f"({type(error).__name__}: {first_line}); give a local folder, or connect to the network"
+            )
+    raise LoadError(f"model {name}: {problem}")

@@ -1,0 +1,281 @@
+"""Tensor parallelism: the group of ranks, and the layers whose weights are cut over it.
+
+A column-parallel layer owns rows of the weight (outputs), a row-parallel layer owns columns (inputs) and adds up over
+the ranks. The group is passed in; nothing here is global. Shapes: T tokens, `in`/`out` features of the whole layer.
+
+How a linear layer stores and multiplies its piece is its `LinearMethod`'s business, chosen when the model is built:
+the place where quantised weights and adapters come in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nvcli.models.weights import WeightModule, WeightSource, whole
+
+
+class TensorParallelGroup:
+    """The ranks that share one replica's layers. All methods are collective: every rank calls them alike."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """`process_group` None: one rank, no communication. `device`: where this rank's tensors live."""
+        self._process_group = process_group
+        self._device = device
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.size = 1 if process_group is None else dist.get_world_size(process_group)
+
+    @staticmethod
+    def single() -> TensorParallelGroup:
+        """A group of one, which needs no `torch.distributed`."""
+        return TensorParallelGroup(None, torch.device("cpu"))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1 and x.numel() > 0:
+            dist.all_reduce(x, group=self._process_group)
+        return x
+
+    def gather(self, shard: Tensor) -> Tensor | None:
+        """[N, V / size] of each rank → [N, V] on rank 0, None on the others."""
+        if self.size == 1:
+            return shard
+        shard = shard.contiguous()
+        if self.rank != 0:
+            if shard.numel() > 0:
+                dist.gather(shard, None, group=self._process_group, group_dst=0)
+            return None
+        parts = [torch.empty_like(shard) for _ in range(self.size)]
+        if shard.numel() > 0:
+            dist.gather(shard, parts, group=self._process_group, group_dst=0)
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's values into every rank's `x`, in place."""
+        if self.size > 1 and x.numel() > 0:
+            dist.broadcast(x, group=self._process_group, group_src=0)
+        return x
+
+    def min(self, value: int) -> int:
+        """Smallest `value` of all ranks. Synchronises with the device."""
+        if self.size == 1:
+            return value
+        x = torch.tensor([value], dtype=torch.int64, device=self._device)
+        dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self._process_group)
+        return int(x.item())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearPiece:
+    """What this rank owns of one of the projections that a layer fuses."""
+
+    name: str
+    """Of the projection, beside the layer in the checkpoint."""
+    shape: tuple[int, int]
+    """[out, in] of the whole projection."""
+    rows: slice
+    columns: slice
+
+
+class ShardedLinear(WeightModule):
+    """y = x Wᵀ + b over this rank's pieces, stacked by rows."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, build: BuildContext, pieces: list[LinearPiece], bias: bool) -> None:
+        super().__init__()
+        self.group = build.group
+        self.pieces = pieces
+        self.method = build.linear_method
+        self.method.create(self, build.dtype, bias)
+
+    def weight_sources(self, path: str) -> Iterator[WeightSource]:
+        return self.method.sources(self, path.rpartition(".")[0])
+
+
+class LinearMethod(ABC):
+    """How a linear layer stores its weight, reads it from a checkpoint and multiplies by it. Shared by all layers."""
+
+    @abstractmethod
+    def create(self, layer: ShardedLinear, dtype: torch.dtype, bias: bool) -> None:
+        """Give `layer` its parameters."""
+
+    @abstractmethod
+    def sources(self, layer: ShardedLinear, parent: str) -> Iterator[WeightSource]:
+        """Where they come from; `parent` is the dotted name of the module around the layer."""
+
+    @abstractmethod
+    def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
+        """[T, columns] → [T, rows] of this rank."""
+
+
+class PlainLinearMethod(LinearMethod):
+    """Weights as they are, in the model's dtype."""
+
+    def create(self, layer: ShardedLinear, dtype: torch.dtype, bias: bool) -> None:
+        rows = sum(_length(piece.rows) for piece in layer.pieces)
+        columns = _length(layer.pieces[0].columns)
+        layer.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
+        layer.bias = nn.Parameter(torch.empty(rows, dtype=dtype), requires_grad=False) if bias else None
+
+    def sources(self, layer: ShardedLinear, parent: str) -> Iterator[WeightSource]:
+        start = 0
+        for piece in layer.pieces:
+            end = start + _length(piece.rows)
+            name = f"{parent}.{piece.name}" if parent else piece.name
+            yield WeightSource(
+                tensor=f"{name}.weight",
+                shape=piece.shape,
+                read=(piece.rows, piece.columns),
+                parameter="weight",
+                write=(slice(start, end), slice(0, _length(piece.columns))),
+            )
+            if layer.bias is not None:
+                yield WeightSource(
+                    tensor=f"{name}.bias",
+                    shape=piece.shape[:1],
+                    read=(piece.rows,),
+                    parameter="bias",
+                    write=(slice(start, end),),
+                )
+            start = end
+
+    def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
+        return F.linear(x, layer.weight, layer.bias if with_bias else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildContext:
+    """What a model's layers are built for; model files hand it on without looking inside."""
+
+    group: TensorParallelGroup
+    dtype: torch.dtype
+    linear_method: LinearMethod
+    max_positions: int
+    """Rotary tables cover positions below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """One of the projections that a column-parallel layer fuses."""
+
+    name: str
+    out_features: int
+    num_shards: int | None = None
+    """Pieces that the outputs are cut into; None: one for each rank. With fewer, neighbouring ranks share a piece."""
+
+
+class ColumnParallelLinear(ShardedLinear):
+    """Projections of the same input, each cut by outputs, multiplied as one. [T, in] → [T, this rank's outputs]."""
+
+    def __init__(
+        self, build: BuildContext, in_features: int, projections: list[Projection], *, bias: bool = False
+    ) -> None:
+        group = build.group
+        pieces = []
+        for p in projections:
+            num_shards = group.size if p.num_shards is None else p.num_shards
+            assert p.out_features % num_shards == 0, "ModelConfig.check_tensor_parallel comes first"
+            rows = p.out_features // num_shards
+            shard = group.rank * num_shards // group.size
+            pieces.append(
+                LinearPiece(
+                    name=p.name,
+                    shape=(p.out_features, in_features),
+                    rows=slice(shard * rows, (shard + 1) * rows),
+                    columns=slice(0, in_features),
+                )
+            )
+        super().__init__(build, pieces, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(self, x, with_bias=True)
+
+
+class RowParallelLinear(ShardedLinear):
+    """A projection cut by inputs, summed over the ranks. [T, this rank's inputs] → [T, out]."""
+
+    def __init__(
+        self, build: BuildContext, in_features: int, out_features: int, *, name: str, bias: bool = False
+    ) -> None:
+        group = build.group
+        assert in_features % group.size == 0, "ModelConfig.check_tensor_parallel comes first"
+        columns = in_features // group.size
+        piece = LinearPiece(
+            name=name,
+            shape=(out_features, in_features),
+            rows=slice(0, out_features),
+            columns=slice(group.rank * columns, (group.rank + 1) * columns),
+        )
+        super().__init__(build, [piece], bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Every rank holds the bias, one adds it: it must enter the sum once.
+        return self.group.all_reduce(self.method.apply(self, x, with_bias=self.group.rank == 0))
+
+
+class VocabShard(WeightModule):
+    """[vocab_size, H], cut by vocabulary over the ranks and padded so that it divides."""
+
+    def __init__(self, build: BuildContext, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.group = build.group
+        self.vocab_size = vocab_size
+        self.shard_size = -(-vocab_size // self.group.size)
+        self.start = self.group.rank * self.shard_size
+        self.weight = nn.Parameter(torch.empty(self.shard_size, hidden_size, dtype=build.dtype), requires_grad=False)
+
+    def weight_sources(self, path: str) -> Iterator[WeightSource]:
+        start = min(self.start, self.vocab_size)
+        end = min(self.start + self.shard_size, self.vocab_size)
+        hidden_size = self.weight.shape[1]
+        yield WeightSource(
+            tensor=f"{path}.weight",
+            shape=(self.vocab_size, hidden_size),
+            read=(slice(start, end), slice(0, hidden_size)),
+            parameter="weight",
+            write=whole((end - start, hidden_size)),
+        )
+
+
+class VocabParallelEmbedding(VocabShard):
+    """[T] ids → [T, H]."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.start
+        mine = (local >= 0) & (local < self.shard_size)
+        rows = F.embedding(local.where(mine, 0), self.weight)
+        return self.group.all_reduce(rows.mul_(mine.unsqueeze(-1)))
+
+
+class ParallelLMHead(VocabShard):
+    """The output projection: [N, H] → [N, vocab_size] on rank 0, None on the other ranks."""
+
+    def __init__(
+        self, build: BuildContext, vocab_size: int, hidden_size: int, *, tied_to: VocabShard | None = None
+    ) -> None:
+        """`tied_to`: the embedding whose weight is used here too."""
+        super().__init__(build, vocab_size, hidden_size)
+        self.is_tied = tied_to is not None
+        if tied_to is not None:
+            self.weight = tied_to.weight
+
+    def weight_sources(self, path: str) -> Iterator[WeightSource]:
+        return iter(()) if self.is_tied else super().weight_sources(path)
+
+    def forward(self, hidden: Tensor) -> Tensor | None:
+        logits = self.group.gather(F.linear(hidden, self.weight))
+        return None if logits is None else logits[:, : self.vocab_size]
+
+
+def _length(part: slice) -> int:
+    return int(part.stop) - int(part.start)

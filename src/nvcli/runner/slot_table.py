@@ -1,0 +1,96 @@
+"""SlotTable: what a rank remembers of the requests it serves, on the device (SGLang's request-to-token pool).
+
+A slot is one request's row, from admission to release. The last row is the padding slot: it belongs to no request and
+its blocks are all the null block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.attention.kv_cache import NULL_BLOCK
+from nvcli.config import EngineConfig
+from nvcli.messages import NewSlot, SlotSampling, StepInput
+
+
+def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Packed int32 of a message as an array, without a copy."""
+    return np.frombuffer(data, dtype=np.int32)
+
+
+class SlotTable:
+    """Tensors with a row for each slot, and on the host the sampling parameters as they came."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        num_slots = config.max_num_seqs
+        self.device = device
+        self.block_size = config.block_size
+        self.padding_slot = num_slots
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
+
+        def floats() -> Tensor:
+            return torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
+
+        self.token_ids = ints(config.max_model_len)
+        """Each request's tokens by position; where a cached prefix was not computed here, unknown."""
+        self.num_computed = ints()
+        """Tokens whose K/V are in the cache: the position of the next token to compute."""
+        self.block_table = torch.full(
+            (num_slots + 1, config.max_blocks_per_seq), NULL_BLOCK, dtype=torch.int32, device=device
+        )
+        self.prompt_len = ints()
+        self.temperature = floats()
+        self.top_k = ints()
+        self.top_p = floats()
+        self.min_p = floats()
+        self.presence_penalty = floats()
+        self.frequency_penalty = floats()
+        self.repetition_penalty = floats()
+        self.seed = ints(dtype=torch.int64)
+        self.row = ints(dtype=torch.int64)
+        self.sample = ints(dtype=torch.int64)
+        self.sampling: list[SlotSampling | None] = [None] * (num_slots + 1)
+        self.num_computed_host = np.zeros(num_slots + 1, dtype=np.int64)
+        """Upper bound of `num_computed` that needs no look at the device."""
+
+    def apply(self, step: StepInput) -> None:
+        """Take in what the step changes: freed and new slots, blocks, and the tokens of its prompt slices."""
+        for slot in unpack_ids(step.freed_slots):
+            self.sampling[slot] = None
+        if step.new_slots:
+            self._fill(step.new_slots)
+        if step.block_ids:
+            slots, columns = self._to_device(step.block_slots), self._to_device(step.block_columns)
+            self.block_table[slots.long(), columns.long()] = self._to_device(step.block_ids)
+
+    def _fill(self, new_slots: list[NewSlot]) -> None:
+        index = torch.tensor([new.slot for new in new_slots], dtype=torch.int64, device=self.device)
+        samplings = [new.sampling for new in new_slots]
+        self.num_computed[index] = self._ints([new.num_cached_tokens for new in new_slots])
+        self.prompt_len[index] = self._ints([s.prompt_len for s in samplings])
+        self.top_k[index] = self._ints([s.top_k for s in samplings])
+        self.block_table[index] = NULL_BLOCK
+        for name in (
+            "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+        ):  # fmt: skip
+            values = torch.tensor([getattr(s, name) for s in samplings], dtype=torch.float32)
+            getattr(self, name)[index] = values.to(self.device, non_blocking=True)
+        for name in ("seed", "row", "sample"):
+            values = torch.tensor([getattr(s, name) for s in samplings], dtype=torch.int64)
+            getattr(self, name)[index] = values.to(self.device, non_blocking=True)
+        for new in new_slots:
+            self.sampling[new.slot] = new.sampling
+            self.num_computed_host[new.slot] = new.num_cached_tokens
+            if new.prefix_ids:
+                prefix = self._to_device(new.prefix_ids)
+                self.token_ids[new.slot, : len(prefix)] = prefix
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
+
+    def _to_device(self, data: bytes) -> Tensor:
+        return torch.from_numpy(unpack_ids(data).copy()).to(self.device, non_blocking=True)

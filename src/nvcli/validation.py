@@ -1,0 +1,174 @@
+"""Untyped data → typed structs, with errors that a user can act on.
+
+Wraps `msgspec.convert`. What it raises names the key with its full path, the value that was given and what is
+allowed; the caller adds where the data came from (file and line, command-line flag, input row). Shared by the
+configuration and by the rows of a job, so that both speak the same language.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+T = TypeVar("T")
+Path = tuple[str | int, ...]
+
+_WHERE = re.compile(r"^(?P<reason>.*?)(?: - at (?P<is_key>`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<item>\d+|\.\.\.)\]")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+
+
+class InvalidValue(ValueError):
+    """`path` says which value is wrong (a key that should not be there included); the text is ready for a user."""
+
+    def __init__(self, path: Path, message: str, *, unknown_key: bool = False) -> None:
+        super().__init__(message)
+        self.path = path
+        self.message = message
+        self.unknown_key = unknown_key
+
+
+def convert(data: Any, kind: type[T], *, under: Path = ()) -> T:
+    """`data` as a `kind`, strictly; `under` is the path of `data` itself, for messages. Raises InvalidValue."""
+    try:
+        return msgspec.convert(data, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), data, kind, under) from None
+
+
+def join_path(path: Path) -> str:
+    """("sampling", "stop", 0) → sampling.stop[0]"""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """A value as its user wrote it, more or less, on one line and not too long."""
+    import json
+
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
+
+
+def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:
+    match = _WHERE.match(text)
+    assert match is not None  # the pattern takes any text
+    path, value, info = _follow(match["path"] or "", data, inspect.type_info(kind))
+    name = join_path(under + path)
+    unknown = _UNKNOWN.fullmatch(match["reason"])
+    if unknown is not None:
+        key = unknown["name"]
+        full = under + path + (key,)
+        return InvalidValue(
+            full, f"unknown key `{join_path(full)}`; {suggest(key, _field_names(info))}", unknown_key=True
+        )
+    if not match["reason"].startswith(("Expected ", "Invalid enum value", "Object missing")):
+        return InvalidValue(under + path, match["reason"])  # a struct's own __post_init__: complete as it is
+    if match["is_key"]:
+        allowed = info.key_type if isinstance(info, inspect.DictType) else inspect.StrType()
+        key = next((key for key in value if not _fits_key(key, allowed)), "")
+        return InvalidValue(under + path, f"{name or 'top level'}: the key {show(key)} is not {describe(allowed)}")
+    return InvalidValue(under + path, f"`{name}` is {show(value)}; allowed: {describe(info)}")
+
+
+def _follow(steps: str, data: Any, info: inspect.Type) -> tuple[Path, Any, inspect.Type]:
+    """Walk msgspec's path (`.job.order`, `.stop[0]`, `.logit_bias[...]`) through the data and its type."""
+    path: Path = ()
+    for step in _STEP.finditer(steps):
+        info = _container(info)
+        if isinstance(info, inspect.StructType):
+            field = next(field for field in info.fields if field.encode_name == step["name"])
+            path, data, info = (*path, field.encode_name), data[field.encode_name], field.type
+        elif isinstance(info, inspect.DictType):
+            value_type = info.value_type
+            key = next((key for key, value in data.items() if not _fits(value, value_type)), None)
+            path = path if key is None else (*path, key)
+            data, info = data if key is None else data[key], value_type
+        elif isinstance(info, inspect.ListType):
+            index = int(step["item"])
+            path, data, info = (*path, index), data[index], info.item_type
+    return path, data, info if steps else _container(info)
+
+
+def _container(info: inspect.Type) -> inspect.Type:
+    """The member of a union that a path can lead into."""
+    if isinstance(info, inspect.UnionType):
+        inner = (inspect.StructType, inspect.DictType, inspect.ListType)
+        return next((part for part in info.types if isinstance(part, inner)), info)
+    return info
+
+
+def _fits(value: Any, info: inspect.Type) -> bool:
+    """Whether a number is within its bounds; used to find the one wrong entry of a mapping."""
+    if not isinstance(info, inspect.IntType | inspect.FloatType):
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return (
+        (info.ge is None or value >= info.ge)
+        and (info.gt is None or value > info.gt)
+        and (info.le is None or value <= info.le)
+        and (info.lt is None or value < info.lt)
+    )
+
+
+def _fits_key(key: Any, info: inspect.Type) -> bool:
+    if isinstance(info, inspect.IntType):
+        try:
+            return _fits(int(key), info)
+        except (TypeError, ValueError):
+            return False
+    return isinstance(key, str)
+
+
+def _field_names(info: inspect.Type) -> list[str]:
+    return [field.encode_name for field in info.fields] if isinstance(info, inspect.StructType) else []
+
+
+def describe(info: inspect.Type) -> str:
+    """What a type allows, in words."""
+    match info:
+        case inspect.UnionType():
+            return " or ".join(describe(part) for part in info.types)
+        case inspect.IntType() | inspect.FloatType():
+            return _describe_number(info)
+        case inspect.LiteralType():
+            return ", ".join(str(value) for value in info.values)
+        case inspect.ListType():
+            return f"a list, each item {describe(info.item_type)}"
+        case inspect.StructType():
+            return f"a mapping with the keys {', '.join(_field_names(info))}"
+        case inspect.DictType():
+            return "a mapping"
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.StrType():
+            return "text"
+        case inspect.NoneType():
+            return "null"
+        case _:
+            return "anything"
+
+
+def _describe_number(info: inspect.IntType | inspect.FloatType) -> str:
+    noun = "an integer" if isinstance(info, inspect.IntType) else "a number"
+    if info.ge is not None and info.le is not None:
+        return f"{noun} from {info.ge} to {info.le}"
+    low = f"of at least {info.ge}" if info.ge is not None else f"above {info.gt}" if info.gt is not None else ""
+    high = f"at most {info.le}" if info.le is not None else f"below {info.lt}" if info.lt is not None else ""
+    return f"{noun} {' and '.join(bound for bound in (low, high) if bound)}".strip()

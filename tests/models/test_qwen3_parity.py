@@ -1,0 +1,86 @@
+"""Qwen3's logits are those of transformers at every position, however the tokens are cut into steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import reference_logits, write_tiny_qwen3
+from model_driver import ModelDriver, RequestState
+from torch import Tensor
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "untied-gqa2": {},
+    "tied-gqa1": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "tied-gqa4": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8},
+    "biased-wide-heads": {"attention_bias": True, "head_dim": 64, "num_hidden_layers": 3, "hidden_size": 48},
+}
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(97), k=length)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    assert expected.std() > 0.3, "the reference must not be so flat that everything agrees"
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3(tmp_path_factory.mktemp("model"), **SHAPES[request.param])
+
+
+def test_whole_prompt_over_many_blocks(checkpoint: Path) -> None:
+    ids = ids_of(150)
+    (logits,) = ModelDriver(checkpoint).step((RequestState(), ids)) or []
+    assert_close(logits, reference_logits(checkpoint, ids))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_prompt_in_chunks(checkpoint: Path, chunk: int) -> None:
+    ids = ids_of(130)
+    driver, request = ModelDriver(checkpoint), RequestState()
+    parts = [driver.step((request, ids[i : i + chunk])) or [] for i in range(0, len(ids), chunk)]
+    assert_close(torch.cat([part for (part,) in parts]), reference_logits(checkpoint, ids))
+
+
+def test_mixed_batches(checkpoint: Path) -> None:
+    """Requests of several lengths join at different times: decode rows and prompt slices in the same steps."""
+    driver = ModelDriver(checkpoint, block_size=8)
+    prompts = [ids_of(n, seed=n) for n in (40, 3, 17, 90, 1)]
+    states = [RequestState() for _ in prompts]
+    found: list[list[Tensor]] = [[] for _ in prompts]
+    for step in range(60):
+        work = []
+        for i, (state, ids) in enumerate(zip(states, prompts, strict=True)):
+            left = ids[state.length :]
+            if step >= 3 * i and left:
+                work.append((i, left[: 1 if step % 3 else 5]))
+        if not work:
+            break
+        work.sort(key=lambda item: len(item[1]) > 1 or states[item[0]].length == 0)
+        outputs = driver.step(*((states[i], tokens) for i, tokens in work)) or []
+        for (i, _), logits in zip(work, outputs, strict=True):
+            found[i].append(logits)
+    for ids, state, parts in zip(prompts, states, found, strict=True):
+        assert_close(torch.cat(parts), reference_logits(checkpoint, ids[: state.length]))
+
+
+def test_shared_prefix(checkpoint: Path) -> None:
+    """Two requests read the same blocks for their common prefix, one of them in the step that fills these blocks."""
+    driver = ModelDriver(checkpoint, block_size=4)
+    prefix, tails = ids_of(32), [ids_of(11, seed=1), ids_of(19, seed=2)]
+    first = RequestState()
+    driver.blocks.grow(first.table, 32, 4)
+    second = RequestState(length=32, table=list(first.table))
+    logits_first, logits_second = driver.step((first, prefix + tails[0]), (second, tails[1])) or []
+    assert_close(logits_first, reference_logits(checkpoint, prefix + tails[0]))
+    assert_close(logits_second, reference_logits(checkpoint, prefix + tails[1])[32:])
+
+
+def test_idle_step_computes_nothing(checkpoint: Path) -> None:
+    assert ModelDriver(checkpoint).step() == []
