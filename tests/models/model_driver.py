@@ -65,13 +65,15 @@ def make_batch(
         request.length = end
     width = max((len(request.table) for request, _ in work), default=1)
     tables = [request.table + [0] * (width - len(request.table)) for request, _ in work]
-    mode = ForwardMode.DECODE if num_decodes == len(work) else ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND
+    mode = ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND
+    if num_decodes == len(work):
+        mode = ForwardMode.DECODE if work else ForwardMode.IDLE
     batch = ForwardBatch(
         mode=mode,
         input_ids=torch.tensor(ids, dtype=torch.int32),
         positions=torch.tensor(positions, dtype=torch.int32),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        block_tables=torch.tensor(tables, dtype=torch.int32).view(len(work), -1),
+        block_tables=torch.tensor(tables, dtype=torch.int32).view(len(work), width),
         seq_lens=torch.tensor([request.length for request, _ in work], dtype=torch.int32),
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
         logits_rows=torch.arange(len(ids)),
@@ -120,9 +122,12 @@ class ModelDriver:
         self.backend, _ = select_backend("torch", case)
 
     @torch.inference_mode()
-    def step(self, *work: tuple[RequestState, list[int]]) -> list[Tensor] | None:
-        """Logits [tokens, vocab_size] of each request; None on ranks that get none."""
+    def step(self, *work: tuple[RequestState, list[int]]) -> list[Tensor]:
+        """Logits [tokens, vocab_size] of each request; empty on ranks that get none."""
         batch = make_batch(list(work), self.kv_cache, self.backend, self.blocks)
         hidden = self.model(batch)
         logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
-        return None if logits is None else list(logits.split([len(tokens) for _, tokens in work]))
+        if logits is None:
+            return []
+        assert logits.shape == (batch.num_tokens, self.model.config.vocab_size)
+        return list(logits.split([len(tokens) for _, tokens in work])) if work else []

@@ -36,7 +36,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def test_whole_prompt_over_many_blocks(checkpoint: Path) -> None:
     ids = ids_of(150)
-    (logits,) = ModelDriver(checkpoint).step((RequestState(), ids)) or []
+    (logits,) = ModelDriver(checkpoint).step((RequestState(), ids))
     assert_close(logits, reference_logits(checkpoint, ids))
 
 
@@ -44,7 +44,7 @@ def test_whole_prompt_over_many_blocks(checkpoint: Path) -> None:
 def test_prompt_in_chunks(checkpoint: Path, chunk: int) -> None:
     ids = ids_of(130)
     driver, request = ModelDriver(checkpoint), RequestState()
-    parts = [driver.step((request, ids[i : i + chunk])) or [] for i in range(0, len(ids), chunk)]
+    parts = [driver.step((request, ids[i : i + chunk])) for i in range(0, len(ids), chunk)]
     assert_close(torch.cat([part for (part,) in parts]), reference_logits(checkpoint, ids))
 
 
@@ -63,7 +63,7 @@ def test_mixed_batches(checkpoint: Path) -> None:
         if not work:
             break
         work.sort(key=lambda item: len(item[1]) > 1 or states[item[0]].length == 0)
-        outputs = driver.step(*((states[i], tokens) for i, tokens in work)) or []
+        outputs = driver.step(*((states[i], tokens) for i, tokens in work))
         for (i, _), logits in zip(work, outputs, strict=True):
             found[i].append(logits)
     for ids, state, parts in zip(prompts, states, found, strict=True):
@@ -77,7 +77,7 @@ def test_shared_prefix(checkpoint: Path) -> None:
     first = RequestState()
     driver.blocks.grow(first.table, 32, 4)
     second = RequestState(length=32, table=list(first.table))
-    logits_first, logits_second = driver.step((first, prefix + tails[0]), (second, tails[1])) or []
+    logits_first, logits_second = driver.step((first, prefix + tails[0]), (second, tails[1]))
     assert_close(logits_first, reference_logits(checkpoint, prefix + tails[0]))
     assert_close(logits_second, reference_logits(checkpoint, prefix + tails[1])[32:])
 

@@ -71,6 +71,10 @@ class EngineClient:
             timeout = 0
         return outputs
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def fileno(self) -> int:
         """Readable when `poll` has something; for waiting on several engines at once."""
         return self._process.control.fileno()

@@ -1,0 +1,143 @@
+"""Gathers the tokens of running requests and turns finished rows into results.
+
+A row with `n` samples is `n` requests and one result. Text is made when a row has finished, for many rows together;
+only samples with stop strings are decoded as they grow.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from nvcli.engine.request import Request, RequestOutput
+from nvcli.errors import RowError
+from nvcli.jobs.job import Choice, JobResult, Logprobs, Usage, failed
+from nvcli.messages import TokenLogprobs, unpack
+from nvcli.pipeline.prepare import PreparedRow
+from nvcli.pipeline.stop_strings import StopStringDetector
+from nvcli.pipeline.tokenizer import Tokenizer
+
+
+class OpenRow:
+    """A row whose samples are on their way."""
+
+    def __init__(self, prepared: PreparedRow, first_request_id: int) -> None:
+        self.prepared = prepared
+        self.samples = [Sample(self, number) for number in range(prepared.sampling.n)]
+        self.request_ids = range(first_request_id, first_request_id + prepared.sampling.n)
+        self.num_open = len(self.samples)
+        self.error: RowError | None = None
+
+    def requests(self, run_seed: int) -> list[Request]:
+        """One for each sample. A row's own seed makes its answer independent of the run's seed and of its index."""
+        prepared = self.prepared
+        seed = prepared.sampling.seed
+        return [
+            Request(
+                request_id=request_id,
+                prompt_ids=prepared.prompt_ids,
+                max_tokens=prepared.max_tokens,
+                sampling=prepared.sampling,
+                stop_ids=prepared.stop_ids,
+                seed=run_seed if seed is None else seed,
+                row=prepared.place.index if seed is None else 0,
+                sample=sample.number,
+                stream=bool(prepared.sampling.stop_strings),
+            )
+            for request_id, sample in zip(self.request_ids, self.samples, strict=True)
+        ]
+
+
+class Sample:
+    """One answer of a row, as far as it has come."""
+
+    def __init__(self, row: OpenRow, number: int) -> None:
+        self.row = row
+        self.number = number
+        self.token_ids = array("i")
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_cached_tokens = 0
+        self.finish_reason = ""
+        self.stopped_by_id = False
+        self._detector: StopStringDetector | None = None
+
+    @property
+    def text_before_stop(self) -> str | None:
+        """The text, if a stop string ended it."""
+        return self._detector.text if self._detector is not None else None
+
+    @property
+    def text_ids(self) -> array[int]:
+        """The tokens that are text: all but a stop token that ended the answer."""
+        return self.token_ids[:-1] if self.stopped_by_id else self.token_ids
+
+    def take(self, output: RequestOutput, tokenizer: Tokenizer) -> bool:
+        """Add what has come; True if the answer is complete with it, by the engine's word or by a stop string."""
+        ids = unpack(output.token_ids)
+        self.token_ids.extend(ids)
+        self.logprobs += output.logprobs
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.stopped_by_id = output.stopped_by_id
+        sampling = self.row.prepared.sampling
+        if sampling.stop_strings:
+            if self._detector is None:
+                self._detector = StopStringDetector(
+                    tokenizer.decode_one, sampling.stop_strings, min_tokens=sampling.min_tokens
+                )
+            if self._detector.push(ids[:-1] if output.stopped_by_id else ids):
+                del self.token_ids[self._detector.num_tokens :]
+                del self.logprobs[self._detector.num_tokens :]
+                self.finish_reason, self.stopped_by_id = "stop", False
+                return True
+        return output.finish_reason is not None
+
+
+def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]:
+    """The results of rows that have finished, decoded together."""
+    undecoded = [
+        sample for row in rows if row.error is None for sample in row.samples if sample.text_before_stop is None
+    ]
+    texts = tokenizer.decode([sample.text_ids for sample in undecoded])
+    text_of = dict(zip(map(id, undecoded), texts, strict=True))
+    return [_result_of(row, text_of, tokenizer) for row in rows]
+
+
+def _result_of(row: OpenRow, text_of: dict[int, str], tokenizer: Tokenizer) -> JobResult:
+    prepared = row.prepared
+    if row.error is not None:
+        return failed(prepared.place, row.error)
+    choices = []
+    for sample in row.samples:
+        text = sample.text_before_stop
+        choices.append(
+            Choice(
+                index=sample.number,
+                text=text_of[id(sample)] if text is None else text,
+                finish_reason=sample.finish_reason,
+                token_ids=sample.token_ids.tolist() if prepared.sampling.return_token_ids else None,
+                logprobs=_logprobs_of(sample, tokenizer) if prepared.sampling.logprobs is not None else None,
+            )
+        )
+    usage = Usage(
+        prompt_tokens=prepared.num_prompt_tokens,
+        completion_tokens=sum(len(sample.token_ids) for sample in row.samples),
+        # The samples of a row share its prompt: the first one may compute it, the others find it in the cache.
+        cached_tokens=min(sample.num_cached_tokens for sample in row.samples),
+    )
+    return JobResult(place=prepared.place, choices=choices, usage=usage)
+
+
+def _logprobs_of(sample: Sample, tokenizer: Tokenizer) -> Logprobs:
+    top: list[dict[str, float]] = []
+    for token in sample.logprobs:
+        alternatives: dict[str, float] = {}
+        for token_id, logprob in zip(token.top_ids, token.top_logprobs, strict=True):
+            alternatives.setdefault(tokenizer.token_text(token_id), logprob)  # texts may coincide: the likeliest stays
+        top.append(alternatives)
+    return Logprobs(
+        tokens=[tokenizer.token_text(token_id) for token_id in sample.token_ids],
+        token_logprobs=[token.logprob for token in sample.logprobs],
+        top_logprobs=top,
+    )

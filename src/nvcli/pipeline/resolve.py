@@ -1,0 +1,100 @@
+"""RunConfig + checkpoint + machine → what an engine and a row are told. Imports no torch: see `detect_device`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from nvcli.config import EngineConfig, RunConfig, parse_size
+from nvcli.errors import ConfigError
+from nvcli.sampling_params import SamplingParams
+from nvcli.validation import InvalidValue, convert
+
+
+class ModelFacts(Protocol):
+    """What is needed of `models.config.ModelConfig`."""
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16", "float16"]: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+    def check_tensor_parallel(self, size: int) -> None: ...
+
+
+def resolve_engine_config(
+    run: RunConfig, model_path: Path, model: ModelFacts, *, found_device: Literal["cpu", "cuda"] | None = None
+) -> EngineConfig:
+    """Replace every `auto` and null that can be decided here. Raises ConfigError.
+
+    `found_device`: what `device: auto` stands for; None: look.
+    """
+    model.check_tensor_parallel(run.tensor_parallel_size)
+    max_model_len = run.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
+            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out"
+        )
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    dtype = run.dtype
+    if dtype == "auto":
+        dtype = model.dtype if device == "cuda" else "float32"
+    return EngineConfig(
+        model_path=model_path,
+        device=device,
+        dtype=dtype,
+        tensor_parallel_size=run.tensor_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=run.max_num_seqs,
+        max_num_batched_tokens=run.max_num_batched_tokens,
+        gpu_memory_utilization=run.gpu_memory_utilization,
+        kv_cache_memory=parse_size(run.kv_cache_memory),
+        block_size=run.block_size,
+        attention_backend=run.attention_backend,
+        enable_prefix_caching=run.enable_prefix_caching,
+        enforce_eager=run.enforce_eager,
+        step_timeout=run.step_timeout,
+    )
+
+
+def sampling_defaults(run: RunConfig, model: ModelFacts) -> dict[str, Any]:
+    """What a row's `sampling` lies over: the config's `sampling`, over the checkpoint's generation_config.
+
+    Only keys that somebody set. Raises ConfigError.
+    """
+    own = dict(model.generation_defaults) if run.generation_config == "auto" else {}
+    defaults = {**own, **run.sampling}
+    try:
+        convert(defaults, SamplingParams, under=("sampling",))
+    except InvalidValue as error:
+        raise ConfigError(
+            f"{run.model}: generation_config.json and `sampling` together: {error.message}; "
+            "`generation_config: none` leaves the checkpoint's defaults out"
+        ) from None
+    return defaults
+
+
+def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> Literal["cpu", "cuda"]:
+    """cuda where the NVIDIA driver shows a GPU, none are hidden, and the installed torch was built for CUDA."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    is_hidden = visible is not None and visible.strip() in ("", "-1")
+    has_gpu = any(re.fullmatch(r"nvidia\d+", entry.name) for entry in dev.glob("nvidia*")) or (dev / "dxg").exists()
+    return "cuda" if has_gpu and not is_hidden and _torch_has_cuda() else "cpu"
+
+
+def _torch_has_cuda() -> bool:
+    """From torch/version.py, unexecuted: importing torch takes seconds, and only ranks need it."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True  # an unusual build: let the ranks find out
+    return re.search(r"^cuda\b[^=\n]*=\s*None", text, re.MULTILINE) is None

@@ -1,0 +1,85 @@
+"""Finds stop strings in an answer while it grows.
+
+Each token is looked at on its own, so that the outcome does not depend on how many tokens came together. A stop
+string may begin in one token and end in another, and a character may be spread over several tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+REPLACEMENT = "\ufffd"
+"""What a decoder shows for bytes that are not a whole character (yet)."""
+
+MAX_PENDING_TOKENS = 8
+"""A character has at most four bytes: tokens beyond this will never become one."""
+
+
+class StopStringDetector:
+    """Takes the tokens of one answer until a stop string is complete."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], *, min_tokens: int = 0
+    ) -> None:
+        """`decode` gives the text of token ids; `min_tokens`: a stop string that is complete earlier is just text."""
+        assert stop_strings
+        assert all(stop_strings)
+        self._decode = decode
+        self._stop_strings = list(stop_strings)
+        self._min_tokens = min_tokens
+        self._ids: list[int] = []
+        # Text of ids[:_read] is known; ids[_context:_read] is decoded again with each new token, because the text of
+        # a token may depend on those before it (a leading space, the bytes of one character).
+        self._context = 0
+        self._read = 0
+        self._context_text = ""
+        self._pieces: list[str] = []
+        self._num_chars = 0
+        self._tail = ""
+        self._tail_chars = max(map(len, stop_strings)) - 1
+        self.text: str | None = None
+        """The answer before the stop string, once that is complete."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken; the last one completed the stop string if `text` is set."""
+        return len(self._ids)
+
+    def push(self, token_ids: Iterable[int]) -> bool:
+        """Take more tokens, up to the one that completes a stop string; True if there is one."""
+        assert self.text is None, "the answer has ended"
+        for token_id in token_ids:
+            self._ids.append(token_id)
+            piece = self._next_piece()
+            if piece and self._search(piece):
+                return True
+        return False
+
+    def _next_piece(self) -> str:
+        """The text that the last token added; empty while a character is incomplete."""
+        text = self._decode(self._ids[self._context :])
+        is_pending = text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_PENDING_TOKENS
+        if is_pending or len(text) <= len(self._context_text):
+            return ""
+        piece = text[len(self._context_text) :]
+        self._context, self._read = self._read, len(self._ids)
+        self._context_text = self._decode(self._ids[self._context :])
+        return piece
+
+    def _search(self, piece: str) -> bool:
+        window = self._tail + piece
+        starts = []
+        if len(self._ids) >= self._min_tokens:
+            for stop in self._stop_strings:
+                # What ends within the tail was there before this token.
+                start = window.find(stop, max(0, len(self._tail) - len(stop) + 1))
+                if start >= 0:
+                    starts.append(start)
+        self._pieces.append(piece)
+        if starts:
+            num_chars = self._num_chars - len(self._tail) + min(starts)
+            self.text = "".join(self._pieces)[:num_chars]
+            return True
+        self._num_chars += len(piece)
+        self._tail = window[max(0, len(window) - self._tail_chars) :]
+        return False

@@ -1,0 +1,63 @@
+"""What a run did, for its end: rows, errors by type, tokens, rates and where the time went."""
+
+from __future__ import annotations
+
+import msgspec
+
+from nvcli.pipeline.progress import format_seconds
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a finished run. Seconds are wall-clock; parts may overlap."""
+
+    output: str
+    rows: int
+    errors: dict[str, int]
+    """Failed rows by error type."""
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    total_seconds: float
+    generation_seconds: float
+    """From the first request to the last answer."""
+    startup: dict[str, float]
+    """Of the slowest engine, by part."""
+    tokenizer_load_seconds: float
+    reading_seconds: float
+    """Reading and tokenizing, in the background."""
+    num_preemptions: int = 0
+
+    @property
+    def rows_failed(self) -> int:
+        return sum(self.errors.values())
+
+
+def format_summary(summary: Summary) -> str:
+    """A few lines of plain text."""
+    answered = summary.rows - summary.rows_failed
+    lines = [f"{answered:,} of {summary.rows:,} rows answered in {format_seconds(summary.total_seconds)}"]
+    lines[0] += "" if summary.output == "-" else f" → {summary.output}"
+    if summary.errors:
+        by_type = sorted(summary.errors.items(), key=lambda item: -item[1])
+        lines.append("  failed    " + ", ".join(f"{name} {count:,}" for name, count in by_type))
+    cached = f" ({summary.cached_tokens:,} from the prefix cache)" if summary.cached_tokens else ""
+    lines.append(f"  tokens    prompt {summary.prompt_tokens:,}{cached}, generated {summary.completion_tokens:,}")
+    if summary.generation_seconds > 0:
+        seconds = summary.generation_seconds
+        lines.append(
+            f"  speed     {summary.completion_tokens / seconds:,.0f} generated tokens/s, "
+            f"{summary.rows / seconds:,.1f} rows/s"
+        )
+    startup = ", ".join(f"{part} {format_seconds(value)}" for part, value in summary.startup.items())
+    lines.append(
+        f"  time      generating {format_seconds(summary.generation_seconds)}"
+        + (f", start-up ({startup})" if startup else "")
+        + f"; meanwhile tokenizer import {format_seconds(summary.tokenizer_load_seconds)}, "
+        f"reading {format_seconds(summary.reading_seconds)}"
+    )
+    if summary.num_preemptions:
+        lines.append(
+            f"  note      {summary.num_preemptions:,} preemptions: the KV cache was full; "
+            "more memory or a smaller `max_num_seqs` avoids computing these twice"
+        )
+    return "\n".join(lines)

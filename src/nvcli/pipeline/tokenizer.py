@@ -1,0 +1,96 @@
+"""Text ↔ token ids, through the checkpoint's own tokenizer and chat template.
+
+Loading imports transformers, which takes seconds: call `load` in a background thread. Encoding and decoding work on
+batches and release the interpreter while they run. Decoded text is what the tokens say, without the cosmetic space
+clean-up that some tokenizer configurations ask transformers for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nvcli.errors import LoadError, RowError
+
+
+class Tokenizer:
+    """A loaded tokenizer. Used by one thread for encoding and by another for decoding."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: any of transformers' tokenizer objects."""
+        self._tokenizer = tokenizer
+        # The Rust object below the Python one: no offsets, masks and dictionaries that nobody reads.
+        self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_padding()
+            self._backend.no_truncation()
+        self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, model_path: Path) -> Tokenizer:
+        """Raises LoadError that names the folder."""
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
+        try:
+            return cls(AutoTokenizer.from_pretrained(model_path, local_files_only=True))
+        except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise LoadError(f"{model_path}: cannot load the tokenizer: {first_line}") from error
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos = self._tokenizer.eos_token_id
+        return eos if isinstance(eos, int) else None
+
+    def __len__(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return len(self._tokenizer)
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int] | RowError]:
+        """Ids of each text, or why this one text has none. `add_special_tokens`: as the tokenizer does by default."""
+        try:
+            return [*self._encode(texts, add_special_tokens)]
+        except Exception as error:
+            if len(texts) == 1:
+                return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {error}")]
+            return [self.encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        if self._backend is None:
+            ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+            return ids
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt text of a conversation, up to where the answer begins. Raises RowError."""
+        if not self._tokenizer.chat_template:
+            raise RowError("no_chat_template", "this model has no chat template for `messages`; give `prompt` instead")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise on purpose, and by accident
+            raise RowError("chat_template_error", f"the chat template refused `messages`: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each answer, special tokens left out."""
+        if self._backend is None:
+            return [self.decode_one(ids) for ids in answers]
+        texts: list[str] = self._backend.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
+        return texts
+
+    def decode_one(self, ids: Sequence[int]) -> str:
+        decode = self._tokenizer.decode if self._backend is None else self._backend.decode
+        return str(decode(list(ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special tokens too; bytes that are no text show as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            decode = self._tokenizer.decode if self._backend is None else self._backend.decode
+            text = self._token_texts[token_id] = str(decode([token_id], skip_special_tokens=False))
+        return text

@@ -1,0 +1,265 @@
+"""The scheduler against a model of what ranks do: every request gets its tokens, in order, once, whatever happens."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from fake_runners import BLOCK_SIZE, CountingRunner, engine_config
+from requests_factory import make_request
+
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.core import EngineCore
+from nvcli.engine.request import RequestOutput
+from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.messages import (
+    ForwardMode,
+    StepInput,
+    StepOutput,
+    max_step_input_bytes,
+    unpack,
+)
+from nvcli.runner.interface import RankContext
+from nvcli.sampling_params import SamplingParams
+
+
+class CheckingExecutor:
+    """Runs steps at once on a CountingRunner, and checks that each keeps to what the ranks may expect."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        context = RankContext(
+            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
+        )
+        self.runner = CountingRunner(engine_config(), context)
+        self.tables: dict[int, dict[int, int]] = {}
+        self.num_computed: dict[int, int] = {}
+        self.steps: list[StepInput] = []
+        self.pending: list[StepOutput] = []
+        self.num_extend_tokens = 0
+
+    def submit(self, step: StepInput) -> None:
+        assert step.step_id == len(self.steps)
+        self.steps.append(step)
+        encoded = msgspec.msgpack.encode(step)
+        assert msgspec.msgpack.decode(encoded, type=StepInput) == step
+        assert len(encoded) <= max_step_input_bytes(
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            max_model_len=self.limits.max_model_len,
+            max_blocks_per_seq=-(-self.limits.max_model_len // self.limits.block_size),
+        )
+        for slot in unpack(step.freed_slots):
+            del self.tables[slot], self.num_computed[slot]
+        for new in step.new_slots:
+            assert new.slot not in self.tables
+            assert new.num_cached_tokens % self.limits.block_size == 0
+            self.tables[new.slot] = {}
+            self.num_computed[new.slot] = new.num_cached_tokens
+        blocks = zip(unpack(step.block_slots), unpack(step.block_columns), unpack(step.block_ids), strict=True)
+        for slot, column, block in blocks:
+            assert block > 0
+            assert self.tables[slot].setdefault(column, block) == block
+        decodes = unpack(step.decode_slots)
+        extends = dict(zip(unpack(step.extend_slots), unpack(step.extend_lens), strict=True))
+        counts = {**dict.fromkeys(decodes, 1), **extends}
+        assert len(counts) == len(decodes) + len(extends)
+        assert min(counts.values()) > 0
+        assert sum(counts.values()) <= self.limits.max_num_batched_tokens
+        assert len(unpack(step.token_ids)) == sum(extends.values())
+        self.num_extend_tokens += sum(extends.values())
+        expected = ForwardMode.MIXED if decodes and extends else ForwardMode.DECODE if decodes else ForwardMode.EXTEND
+        assert step.mode == expected
+        written: list[int] = []
+        for slot, count in counts.items():
+            start = self.num_computed[slot]
+            columns = range(start // self.limits.block_size, -(-(start + count) // self.limits.block_size))
+            written += [self.tables[slot][column] for column in columns]
+            self.num_computed[slot] = start + count
+        assert len(set(written)) == len(written), "two requests write to one block"
+        output = self.runner.launch(step)
+        assert output is not None
+        self.pending.append(output.result())
+
+    def collect(self) -> StepOutput:
+        return self.pending.pop(0)
+
+
+def make_core(num_blocks: int = 64, **limits: int) -> tuple[EngineCore, Scheduler, CheckingExecutor]:
+    values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256, "block_size": BLOCK_SIZE}
+    scheduler_limits = SchedulerLimits(**{**values, **limits})
+    scheduler = Scheduler(scheduler_limits, BlockManager(num_blocks))
+    executor = CheckingExecutor(scheduler_limits)
+    return EngineCore(scheduler, executor), scheduler, executor
+
+
+def run(core: EngineCore, scheduler: Scheduler, max_steps: int = 5000) -> dict[int, RequestOutput]:
+    done: dict[int, RequestOutput] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            break
+        for output in core.step():
+            assert output.finish_reason is not None
+            assert output.request_id not in done
+            done[output.request_id] = output
+        scheduler.check_integrity()
+    assert not core.has_work, "the engine does not come to an end"
+    assert scheduler.block_manager.num_used == 0
+    return done
+
+
+def counted(n: int, prompt_len: int = 0) -> list[int]:
+    return list(range(100, 100 + n))
+
+
+def test_requests_get_their_tokens() -> None:
+    core, scheduler, _ = make_core()
+    core.add(make_request(i, range(i + 1), 10 + i) for i in range(20))
+    done = run(core, scheduler)
+    for i in range(20):
+        assert unpack(done[i].token_ids).tolist() == counted(10 + i)
+        assert done[i].finish_reason == "length"
+
+
+def test_stop_id_ends_a_request_and_the_wasted_token_is_dropped() -> None:
+    core, scheduler, _ = make_core()
+    core.add([make_request(0, [1], 50, stop_ids=[105]), make_request(1, [2], 9)])
+    done = run(core, scheduler)
+    assert unpack(done[0].token_ids).tolist() == counted(6)
+    assert (done[0].finish_reason, done[0].stopped_by_id) == ("stop", True)
+    assert unpack(done[1].token_ids).tolist() == counted(9)
+
+
+def test_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
+    core, scheduler, executor = make_core(max_num_batched_tokens=8)
+    core.add([make_request(0, [1], 30)])
+    core.step()
+    core.add([make_request(1, range(100), 3)])
+    done = run(core, scheduler)
+    assert unpack(done[1].token_ids).tolist() == counted(3)
+    modes = [step.mode for step in executor.steps]
+    assert modes.count(ForwardMode.MIXED) >= 14  # 100 tokens, 7 a step beside the one that decodes
+
+
+def test_equal_prefix_is_computed_once_even_within_a_step() -> None:
+    core, scheduler, executor = make_core(max_num_batched_tokens=256)
+    core.add(make_request(i, [*range(40), 200 + i], 2) for i in range(5))
+    done = run(core, scheduler)
+    assert [done[i].num_cached_tokens for i in range(5)] == [0, 40, 40, 40, 40]
+    assert executor.num_extend_tokens == 41 + 4
+
+
+def test_wholly_cached_prompt_still_computes_its_last_token() -> None:
+    core, scheduler, _ = make_core()
+    core.add([make_request(0, range(8), 1)])
+    run(core, scheduler)
+    core.add([make_request(1, range(8), 3)])
+    done = run(core, scheduler)
+    assert done[1].num_cached_tokens == 4
+    assert unpack(done[1].token_ids).tolist() == counted(3)
+
+
+def test_preempted_requests_come_back_and_go_on_where_they_were() -> None:
+    core, scheduler, _ = make_core(num_blocks=12)
+    core.add(make_request(i, [i, i, i], 30) for i in range(6))
+    done = run(core, scheduler)
+    assert core.stats.num_preemptions > 0
+    for i in range(6):
+        assert unpack(done[i].token_ids).tolist() == counted(30)
+
+
+@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(70, 5), (20, 100)])
+def test_lone_request_that_cannot_fit_becomes_an_error(prompt_len: int, max_tokens: int) -> None:
+    """It must neither preempt itself for ever nor stop the others (nano-vllm #274)."""
+    core, scheduler, _ = make_core(num_blocks=16)
+    core.add([make_request(0, range(prompt_len), max_tokens), make_request(1, [1, 2], 5)])
+    done = run(core, scheduler)
+    assert done[0].finish_reason == "error"
+    assert done[0].error_type == "kv_cache_too_small"
+    assert "64" in done[0].error
+    assert unpack(done[1].token_ids).tolist() == counted(5)
+
+
+def test_abort_in_every_state() -> None:
+    core, scheduler, _ = make_core(max_num_seqs=2, max_num_batched_tokens=4)
+    core.add([make_request(0, [1], 50), make_request(1, range(20), 5), make_request(2, [1], 5)])
+    outputs = core.step() + core.step()
+    core.abort([0, 1, 2, 77])  # decoding, in the middle of its prompt, waiting, unknown
+    core.abort([0])
+    while core.has_work:
+        outputs += core.step()
+        scheduler.check_integrity()
+    outputs += core.step()
+    assert sorted(o.request_id for o in outputs) == [0, 1, 2]
+    assert {o.finish_reason for o in outputs} == {"abort"}
+
+
+def test_streaming_request_reports_as_it_goes() -> None:
+    core, _, _ = make_core()
+    core.add([make_request(0, [1, 2, 3], 6, stream=True)])
+    pieces = []
+    while core.has_work:
+        pieces += core.step()
+    assert [t for piece in pieces for t in unpack(piece.token_ids)] == counted(6)
+    assert len(pieces) == 6
+    assert [p.finish_reason for p in pieces] == [None] * 5 + ["length"]
+
+
+def test_prefix_ids_of_penalised_requests_stay_within_the_channel() -> None:
+    """Many requests with a long cached prefix in one step must not overflow the message (checked on submit)."""
+    core, scheduler, executor = make_core(num_blocks=400, max_num_seqs=64, max_num_batched_tokens=200)
+    prompt = list(range(180))
+    core.add([make_request(0, prompt, 1)])
+    run(core, scheduler)
+    penalised = SamplingParams(temperature=0, repetition_penalty=1.2)
+    core.add(make_request(i, [*prompt, 200 + i], 2, sampling=penalised) for i in range(1, 60))
+    done = run(core, scheduler)
+    assert len(done) == 59
+    prefixes = [new.prefix_ids for step in executor.steps for new in step.new_slots if new.prefix_ids]
+    assert len(prefixes) == 59
+    assert all(unpack(p).tolist() == prompt[: len(p) // 4] for p in prefixes)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_jobs(seed: int) -> None:
+    """Any mix of arrivals, lengths, shared prefixes, aborts and tight memory: all answered right, nothing leaks."""
+    rng = random.Random(seed)
+    core, scheduler, _ = make_core(
+        num_blocks=rng.randint(10, 60),
+        max_num_seqs=rng.randint(1, 12),
+        max_num_batched_tokens=rng.randint(12, 64),
+    )
+    prefixes = [[rng.randrange(50) for _ in range(rng.randrange(30))] for _ in range(3)]
+    wanted: dict[int, int] = {}
+    done: dict[int, RequestOutput] = {}
+    aborted: set[int] = set()
+    next_id = 0
+    while next_id < 60 or core.has_work:
+        for _ in range(rng.randrange(4) if next_id < 60 else 0):
+            prompt = rng.choice(prefixes) + [rng.randrange(50) for _ in range(rng.randint(1, 20))]
+            wanted[next_id] = rng.randint(1, 30)
+            stop_ids = [100 + rng.randrange(30)] if rng.random() < 0.3 else []
+            if stop_ids:
+                wanted[next_id] = min(wanted[next_id], stop_ids[0] - 99)
+            core.add([make_request(next_id, prompt, max(wanted[next_id], 1), stop_ids=stop_ids)])
+            next_id += 1
+        if wanted and rng.random() < 0.05:
+            victim = rng.choice(sorted(wanted))
+            core.abort([victim])
+            aborted.add(victim)
+        for output in core.step():
+            assert output.request_id not in done
+            done[output.request_id] = output
+        scheduler.check_integrity()
+    capacity = scheduler.block_manager.num_blocks * BLOCK_SIZE
+    assert done.keys() == wanted.keys()
+    for request_id, output in done.items():
+        tokens = unpack(output.token_ids).tolist()
+        if output.finish_reason == "error":
+            assert int(output.error.split()[0]) > capacity
+        elif output.finish_reason == "abort":
+            assert request_id in aborted
+        else:
+            assert tokens == counted(wanted[request_id])
+    assert scheduler.block_manager.num_used == 0

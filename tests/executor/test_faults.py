@@ -1,0 +1,214 @@
+"""Real signals: whoever dies, hangs or fails, the run ends with an error that names it, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_runners import engine_config
+from requests_factory import make_request
+
+from nvcli.engine.client import EngineClient
+from nvcli.engine.request import RequestOutput
+from nvcli.errors import LoadError, WorkerError
+from nvcli.messages import unpack
+
+DETECTION_SECONDS = 2.0
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(c) for task in tasks.iterdir() for c in (task / "children").read_text().split()]
+
+
+def ranks_of(client: EngineClient) -> list[int]:
+    """Pids by rank: an engine's only children, spawned in order."""
+    return sorted(children_of(client.pid))
+
+
+def wait_gone(pids: list[int], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if _is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def clients() -> Iterator[list[EngineClient]]:
+    started: list[EngineClient] = []
+    shm = set(os.listdir("/dev/shm"))
+    yield started
+    for client in started:
+        client.close()
+    assert children_of(os.getpid()) == []
+    assert set(os.listdir("/dev/shm")) == shm
+
+
+def start(clients: list[EngineClient], runner: str, **config: object) -> EngineClient:
+    client = EngineClient.start(engine_config(**config), runner=f"fake_runners:{runner}")
+    clients.append(client)
+    return client
+
+
+def run_until_error(client: EngineClient) -> tuple[WorkerError, float]:
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        while True:
+            client.poll(1.0)
+    return error.value, time.monotonic() - begin
+
+
+def collect(client: EngineClient, count: int) -> dict[int, RequestOutput]:
+    done: dict[int, RequestOutput] = {}
+    while len(done) < count:
+        done.update({o.request_id: o for o in client.poll(1.0)})
+    return done
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_requests_are_answered_through_real_processes(clients: list[EngineClient], tp: int) -> None:
+    client = start(clients, "CountingRunner", tensor_parallel_size=tp)
+    client.wait_ready()
+    client.add([make_request(i, range(1, 2 + i), 20) for i in range(50)])
+    done = collect(client, 50)
+    assert all(unpack(o.token_ids).tolist() == list(range(100, 120)) for o in done.values())
+    pids = [client.pid, *ranks_of(client)]
+    client.close()
+    wait_gone(pids)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank_is_named(clients: list[EngineClient], rank: int) -> None:
+    client = start(clients, "SlowRunner", tensor_parallel_size=2)
+    client.wait_ready()
+    client.add([make_request(0, [1], 200)])
+    client.poll(0.1)
+    ranks = ranks_of(client)
+    os.kill(ranks[rank], signal.SIGKILL)
+    error, seconds = run_until_error(client)
+    assert f"rank {rank} (pid {ranks[rank]}) was killed by SIGKILL" in str(error)
+    assert seconds < DETECTION_SECONDS
+    wait_gone(ranks)
+
+
+def test_killed_rank_is_noticed_while_the_engine_is_idle(clients: list[EngineClient]) -> None:
+    client = start(clients, "CountingRunner")
+    client.wait_ready()
+    (rank,) = ranks_of(client)
+    os.kill(rank, signal.SIGKILL)
+    error, seconds = run_until_error(client)
+    assert "rank 0" in str(error)
+    assert seconds < DETECTION_SECONDS
+
+
+def test_killed_engine_takes_its_ranks_along(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner", tensor_parallel_size=2)
+    client.wait_ready()
+    client.add([make_request(0, [1], 200)])
+    ranks = ranks_of(client)
+    os.kill(client.pid, signal.SIGKILL)
+    error, seconds = run_until_error(client)
+    assert f"engine (pid {client.pid}) was killed by SIGKILL" in str(error)
+    assert seconds < DETECTION_SECONDS
+    wait_gone(ranks)
+
+
+def test_killed_parent_leaves_nothing_behind() -> None:
+    script = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from fake_runners import engine_config\n"
+        "from nvcli.engine.client import EngineClient\n"
+        "client = EngineClient.start(engine_config(tensor_parallel_size=2), runner='fake_runners:SlowRunner')\n"
+        "client.wait_ready()\n"
+        "print('ready', flush=True)\n"
+        "while True: client.poll(1)\n"
+    )
+    command = [sys.executable, "-c", script, *sys.path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        (engine,) = children_of(parent.pid)
+        pids = [engine, *children_of(engine)]
+        assert len(pids) == 3
+        parent.kill()
+    wait_gone(pids)
+
+
+def test_stopped_rank_runs_into_the_step_timeout(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner", tensor_parallel_size=2, step_timeout=0.5)
+    client.wait_ready()
+    client.add([make_request(0, [1], 200)])
+    ranks = ranks_of(client)
+    client.poll(0.1)
+    os.kill(ranks[0], signal.SIGSTOP)
+    error, seconds = run_until_error(client)
+    assert "step_timeout (0.5 s)" in str(error)
+    assert f"rank 0 (pid {ranks[0]})" in str(error)
+    assert "stopped by a signal" in str(error)
+    assert seconds < 0.5 + DETECTION_SECONDS
+    wait_gone(ranks)
+
+
+def test_stuck_step_is_named(clients: list[EngineClient]) -> None:
+    client = start(clients, "StuckRunner", step_timeout=0.5)
+    client.wait_ready()
+    client.add([make_request(0, [1], 200)])
+    error, _ = run_until_error(client)
+    assert "at step 3" in str(error)
+
+
+def test_exception_in_a_step_names_rank_step_and_cause(
+    clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVCLI_TEST_RANK", "1")
+    client = start(clients, "FailingRunner", tensor_parallel_size=2)
+    client.wait_ready()
+    client.add([make_request(0, [1], 200)])
+    error, _ = run_until_error(client)
+    assert "rank 1 failed at step 5: ZeroDivisionError: as planned" in str(error)
+
+
+def test_rank_that_dies_while_loading_is_noticed(clients: list[EngineClient]) -> None:
+    """The other rank waits for it in a collective or loads on: neither may hold up the end (vllm #19204)."""
+    client = start(clients, "DiesLoadingRunner", tensor_parallel_size=2)
+    with pytest.raises(WorkerError, match=r"rank 1 .* was killed by SIGKILL; it was at: load weights"):
+        client.wait_ready(30)
+
+
+def test_errors_of_the_users_keep_their_kind(clients: list[EngineClient]) -> None:
+    client = start(clients, "UnloadableRunner", tensor_parallel_size=2)
+    with pytest.raises(LoadError, match="lm_head.weight is missing"):
+        client.wait_ready(30)
+
+
+def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowStartRunner", tensor_parallel_size=2)
+    assert client.wait_ready(0.5) is None
+    pids = [client.pid, *ranks_of(client)]
+    client.close()
+    client.close()
+    wait_gone(pids)
+
+
+def test_abort_reaches_a_running_request(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner")
+    client.wait_ready()
+    client.add([make_request(0, [1], 200), make_request(1, [1], 5)])
+    client.abort([0, 99])
+    done = collect(client, 2)
+    assert done[0].finish_reason == "abort"
+    assert done[1].finish_reason == "length"
+    assert client.stats.num_blocks == 64

@@ -1,0 +1,70 @@
+"""A model cut over ranks gives the logits of the whole model, and the group's collectives do what they say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_tiny_qwen3
+from model_driver import ModelDriver, RequestState
+from tensor_parallel_ranks import run_ranks
+from torch import Tensor
+
+from nvcli.models.parallel import TensorParallelGroup
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "untied, biased": {"attention_bias": True},  # the bias of a row-parallel layer must enter the sum once
+    "tied, one KV head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "vocabulary smaller than the ranks need": {"vocab_size": 9, "tie_word_embeddings": True},  # tp 4 pads 9 to 12
+}
+PROMPT = [id % 9 for id in random.Random(3).choices(range(97), k=40)]
+
+
+def model_logits(driver: ModelDriver) -> Tensor:
+    """Of a prompt in two chunks and three decode steps: [40, vocab_size], or nothing on ranks other than 0."""
+    request = RequestState()
+    parts = [PROMPT[:20], PROMPT[20:37], *([token] for token in PROMPT[37:])]
+    outputs = [logits for part in parts for logits in driver.step((request, part))]
+    return torch.cat(outputs) if outputs else torch.empty(0)
+
+
+def run_rank(group: TensorParallelGroup, paths: list[Path]) -> dict[str, Any]:
+    drivers = [ModelDriver(path, group=group) for path in paths]
+    return {
+        "logits": [model_logits(driver) for driver in drivers],
+        "bytes": [driver.num_bytes for driver in drivers],
+        "min": group.min(10 - group.rank),
+        "broadcast": group.broadcast(torch.tensor([group.rank + 7, group.rank])).tolist(),
+        "gather": group.gather(torch.full((2, 1), group.rank)),
+    }
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [write_tiny_qwen3(folder / str(i), **overrides) for i, overrides in enumerate(SHAPES.values())]
+
+
+@pytest.mark.parametrize("size", [2, 4])  # 4 ranks share the two KV heads of some of the models
+def test_same_logits_and_collectives(size: int, checkpoints: list[Path], tmp_path: Path) -> None:
+    ranks = run_ranks(size, run_rank, tmp_path, checkpoints)
+    for i, path in enumerate(checkpoints):
+        whole = ModelDriver(path)
+        torch.testing.assert_close(ranks[0]["logits"][i], model_logits(whole), atol=2e-4, rtol=1e-4)
+        assert all(rank["bytes"][i] < 0.9 * whole.num_bytes for rank in ranks), "each rank holds its part only"
+    assert [rank["min"] for rank in ranks] == [11 - size] * size
+    assert [rank["broadcast"] for rank in ranks] == [[7, 0]] * size
+    assert ranks[0]["gather"].tolist() == [list(range(size))] * 2
+    assert [rank["gather"] for rank in ranks[1:]] == [None] * (size - 1)
+
+
+def test_single_group_needs_no_communication() -> None:
+    group = TensorParallelGroup.single()
+    x = torch.arange(3.0)
+    assert (group.rank, group.size, group.min(5)) == (0, 1, 5)
+    assert group.all_reduce(x) is x
+    assert group.gather(x) is x
+    assert group.broadcast(x) is x
