@@ -71,7 +71,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of each GPU's memory that the run may use."""
     kv_cache_memory: str | PositiveInt | None = None
-    """Bytes or a size such as `2GiB` for the KV cache of each rank; null: measured on a GPU, part of the RAM on a CPU."""
+    """KV cache of each rank, in bytes or as a size such as `2GiB`; null: what a GPU has left, part of a CPU's RAM."""
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64
     """Tokens in one block of the KV cache."""
     kv_cache_dtype: Literal["auto"] = "auto"
@@ -126,7 +126,9 @@ def find_config_file(explicit: Path | None) -> Path | None:
     return explicit or (default if default.is_file() else None)
 
 
-def load_run_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] = {}) -> RunConfig:  # noqa: B006
+def load_run_config(
+    path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+) -> RunConfig:
     """Lay `--set key=value` overrides over the file, and flags (of `FLAG_KEYS`; None: not given) over both.
 
     Raises ConfigError that names where the value came from, the key, the value and what is allowed.
@@ -138,7 +140,7 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = (), flags: Map
         source.add_file(path)
     for text in overrides:
         source.add_override(text)
-    for flag, value in flags.items():
+    for flag, value in (flags or {}).items():
         if value is not None:
             source.add_flag(flag, FLAG_KEYS[flag], value)
     try:

@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from batches import RequestState
 from checkpoints import reference_logits, write_tiny_qwen3
-from model_driver import ModelDriver, RequestState
+from model_driver import ModelDriver
 from torch import Tensor
 
 SHAPES: dict[str, dict[str, Any]] = {
     "untied-gqa2": {},
     "tied-gqa1": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "tied-gqa4": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
     "biased-wide-heads": {"attention_bias": True, "head_dim": 64, "num_hidden_layers": 3, "hidden_size": 48},
 }
 

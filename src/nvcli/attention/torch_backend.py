@@ -20,8 +20,8 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
 
-_GROUP_BYTES_CPU = 8 << 20
-"""Gathered keys and values of one group: measured best on two cores sharing 32 MiB of L3; flat from 4 to 16 MiB."""
+_GROUP_BYTES_CPU = 4 << 20
+"""Gathered keys and values of one group: measured best on two cores sharing 32 MiB of L3; flat from 4 to 16."""
 _GROUP_BYTES_GPU = 512 << 20
 _QUERY_CHUNK = 256
 """Rows of a prompt slice behind a cached prefix that are attended at once; bounds the mask's size."""

@@ -59,7 +59,7 @@ class RowParser:
         except msgspec.DecodeError as error:
             raise RowError("invalid_json", _explain_json(line, str(error))) from None
         if not isinstance(row, dict):
-            raise RowError("not_an_object", f"expected an object with keys, such as {{\"prompt\": …}}, got {show(row)}")
+            raise RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {show(row)}')
         return row
 
     def _sampling_of(self, row: dict[str, Any]) -> SamplingParams:
@@ -113,7 +113,7 @@ def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         name = f"messages[{number}]"
         if not isinstance(message.get("role"), str):
-            raise InvalidValue((), f"`{name}.role` is {show(message.get('role'))}; allowed: text such as \"user\"")
+            raise InvalidValue((), f'`{name}.role` is {show(message.get("role"))}; allowed: text such as "user"')
         content = message.get("content")
         if isinstance(content, list):
             message = {**message, "content": _join_parts(content, f"{name}.content")}
@@ -130,9 +130,7 @@ def _join_parts(parts: list[Any], name: str) -> str:
     for number, part in enumerate(parts):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise InvalidValue(
-                (), f"`{name}[{number}]` is {show(part)}; allowed: {{\"type\": \"text\", \"text\": …}}"
-            )
+            raise InvalidValue((), f'`{name}[{number}]` is {show(part)}; allowed: {{"type": "text", "text": …}}')
         texts.append(text)
     return "\n".join(texts)
 

@@ -23,7 +23,7 @@ FLUSH_SECONDS = 2.0
 FLUSH_BYTES = 1024 * 1024
 
 
-class OutputClosed(Exception):  # noqa: N818 - an event of the outside world, not an error of the run
+class OutputClosed(Exception):
     """Whoever read our standard output has gone (`nvcli … -o - | head`); nobody wants the rest."""
 
 
@@ -66,10 +66,9 @@ class Sink:
             self._start()
         if self._is_file and self._started:
             os.fsync(self._fd)
-        if self._path is not None:
-            os.close(self._fd)
-            if self._is_new and not self._started:
-                self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+        if self._path is not None and self._is_new and not self._started:
+            self._path.unlink(missing_ok=True)
 
     def _start(self) -> None:
         if not self._started:
@@ -89,6 +88,7 @@ class ResultWriter:
         self._in_order = order == "input"
         self._held: dict[int, bytes] = {}
         self._next_index = 0
+        self._is_closed = False
 
     def write(self, results: Iterable[JobResult]) -> None:
         for result in results:
@@ -116,13 +116,23 @@ class ResultWriter:
         if lines:
             self._sink.write(lines)
 
-    def close(self, *, complete: bool) -> None:
-        """Write what is there and sync. `complete`: the job came to its end, so that nothing can be held back."""
-        assert not (complete and self._held), "results are missing before those that wait for their turn"
+    def close(self) -> None:
+        """The job came to its end: write what is there, and sync. Idempotent."""
+        assert not self._held, "results are missing before those that wait for their turn"
+        self._close(keep_empty=True)
+
+    def close_early(self) -> None:
+        """The job was cut short: save what can be saved. Does nothing after `close`."""
+        self._close(keep_empty=False)
+
+    def _close(self, *, keep_empty: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
             self.flush()
         finally:
-            self._sink.close(keep_empty=complete)
+            self._sink.close(keep_empty=keep_empty)
 
 
 def output_row(result: JobResult) -> dict[str, Any]:
@@ -137,4 +147,3 @@ def output_row(result: JobResult) -> dict[str, Any]:
     for key, value in result.place.extra.items():
         row.setdefault(key, value)  # a key of ours is never overridden
     return row
-

@@ -132,10 +132,10 @@ class Pipeline:
         is_starved = has_room and not self._feeder.ended
         timeout = SHORT_WAIT if is_starved else LONG_WAIT
         rows: list[OpenRow] = []
-        heard = set(connection.wait([lane.engine for lane in self._lanes], timeout))
-        for lane in self._lanes:
-            if lane.engine not in heard:
-                continue
+        lanes = {lane.engine.fileno(): lane for lane in self._lanes}
+        for fd in connection.wait(list(lanes), timeout):
+            assert isinstance(fd, int)
+            lane = lanes[fd]
             if lane.ready is None:
                 lane.ready = lane.engine.wait_ready(0)
                 if lane.ready is not None:

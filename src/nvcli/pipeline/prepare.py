@@ -35,7 +35,9 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
 
 
-def prepare(rows: Sequence[Job | JobResult], tokenizer: Tokenizer, limits: ModelLimits) -> list[PreparedRow | JobResult]:
+def prepare(
+    rows: Sequence[Job | JobResult], tokenizer: Tokenizer, limits: ModelLimits
+) -> list[PreparedRow | JobResult]:
     """One entry for each row, in their order; results (rows that failed before) are handed on as they are."""
     prompts: dict[int, list[int] | RowError] = {}
     plain: dict[int, str] = {}

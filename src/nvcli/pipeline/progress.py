@@ -181,7 +181,7 @@ def make_progress(mode: ProgressMode, stream: TextIO) -> Progress:
     """auto: a bar on a terminal, else plain lines."""
     if mode == "auto":
         mode = "bar" if stream.isatty() else "plain"
-    kinds = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
+    kinds: dict[str, type[Progress]] = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
     return kinds[mode](stream)
 
 

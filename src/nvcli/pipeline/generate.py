@@ -1,0 +1,171 @@
+"""`generate`: one job from its files to its files. Starts what a run needs, in the order that is fastest, and ends it.
+
+Everything that can be checked is checked before a process is started. Then the engines load the model, and meanwhile
+a background thread imports the tokenizer and reads ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from nvcli.config import EngineConfig, RunConfig
+from nvcli.jobs.files import STREAM, check_inputs, check_output, choose_output
+from nvcli.jobs.parser import RowParser
+from nvcli.jobs.reader import RowReader
+from nvcli.jobs.writer import ResultWriter, Sink
+from nvcli.messages import EngineReady
+from nvcli.models.checkpoint import resolve_model
+from nvcli.models.config import load_model_config
+from nvcli.pipeline.counts import Counts
+from nvcli.pipeline.feeder import Feeder
+from nvcli.pipeline.interrupts import Interrupts
+from nvcli.pipeline.pipeline import Engine, Pipeline
+from nvcli.pipeline.prepare import ModelLimits
+from nvcli.pipeline.progress import Progress, RunView
+from nvcli.pipeline.resolve import resolve_engine_config, sampling_defaults
+from nvcli.pipeline.summary import Summary
+from nvcli.pipeline.tokenizer import Tokenizer
+
+MIN_ROWS_AHEAD = 1024
+
+
+class ClosableEngine(Engine, Protocol):
+    """An engine with its processes."""
+
+    def close(self) -> None: ...
+
+
+StartEngine = Callable[[EngineConfig], ClosableEngine]
+
+
+def start_engine(config: EngineConfig) -> ClosableEngine:
+    """The real thing: an engine process and its ranks."""
+    from nvcli.engine.client import EngineClient
+
+    return EngineClient.start(config, name="engine" if config.replica == 0 else f"engine {config.replica}")
+
+
+def generate(
+    run: RunConfig,
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    progress: Progress,
+    overwrite: bool = False,
+    limit: int | None = None,
+    start: StartEngine = start_engine,
+) -> Summary:
+    """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
+
+    Raises ConfigError, LoadError, CapacityError or WorkerError; OutputClosed when nobody reads the output any more;
+    KeyboardInterrupt after SIGINT or SIGTERM. Rows that were answered by then are in the output.
+    """
+    started_at = time.monotonic()
+    check_inputs(inputs)
+    output = choose_output(inputs, output)
+    check_output(inputs, output, overwrite=overwrite)
+    model_path = resolve_model(run.model)
+    model = load_model_config(model_path)
+    config = resolve_engine_config(run, model_path, model)
+    reader = RowReader(inputs, RowParser(sampling_defaults(run, model)), limit=limit)
+    limits = ModelLimits(
+        max_model_len=config.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        on_too_long=run.job.on_too_long,
+    )
+    feeder = Feeder(
+        reader,
+        lambda: Tokenizer.load(model_path),
+        limits,
+        max_rows_ahead=max(MIN_ROWS_AHEAD, 2 * config.max_num_seqs * run.data_parallel_size),
+    )
+    counts = Counts()
+    reports: list[EngineReady] = []
+
+    def on_ready(ready: EngineReady) -> None:
+        if not reports:  # replicas are alike
+            progress.note(_describe(ready, run))
+            for note in ready.notes:
+                progress.note(note)
+        reports.append(ready)
+
+    with Interrupts() as interrupts, contextlib.ExitStack() as stack:
+        # Undone in reverse, however the run ends: the output is made safe first, then the processes are ended.
+        sink = _open_sink(output)  # before standard output is set aside: it may be /dev/stdout by name
+        stack.callback(progress.close)
+        stack.enter_context(_stdout_aside())
+        processes = stack.enter_context(contextlib.ExitStack())
+        writer = ResultWriter(sink, order=run.job.order)
+        stack.callback(writer.close_early)
+        stack.callback(feeder.stop)
+        engines = []
+        for replica in range(run.data_parallel_size):
+            engines.append(start(msgspec.structs.replace(config, replica=replica)))
+            processes.callback(engines[-1].close)
+        feeder.start()
+        pipeline = Pipeline(
+            engines, feeder, writer, counts, seed=run.seed, max_num_seqs=run.max_num_seqs, on_ready=on_ready
+        )
+        view = RunView(counts, reader, feeder, limit=limit, started_at=started_at)
+
+        def each_round() -> None:
+            interrupts.check()
+            progress.update(view)
+
+        pipeline.run(each_round)
+        generated_at = time.monotonic()
+        writer.close()
+    return Summary(
+        output=output,
+        rows=counts.rows_done,
+        errors=dict(counts.errors),
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        completion_tokens=counts.completion_tokens,
+        total_seconds=time.monotonic() - started_at,
+        generation_seconds=generated_at - counts.started_at if counts.started_at is not None else 0.0,
+        startup=max((report.seconds for report in reports), key=lambda parts: sum(parts.values()), default={}),
+        tokenizer_load_seconds=feeder.load_seconds,
+        reading_seconds=feeder.busy_seconds,
+        num_preemptions=counts.num_preemptions,
+    )
+
+
+def _describe(ready: EngineReady, run: RunConfig) -> str:
+    tokens = ready.num_blocks * ready.block_size
+    return (
+        f"{run.model} is ready: attention {ready.attention_backend}, KV cache for {tokens:,} tokens "
+        f"({ready.kv_cache_bytes / 2**20:,.0f} MiB a rank), weights {ready.weight_bytes / 2**20:,.0f} MiB a rank"
+    )
+
+
+def _open_sink(output: str) -> Sink:
+    if output == STREAM:
+        return Sink(os.dup(sys.__stdout__.fileno() if sys.__stdout__ else 1), "standard output")
+    return Sink.open(Path(output))
+
+
+@contextlib.contextmanager
+def _stdout_aside() -> Iterator[None]:
+    """Whatever prints to standard output goes to standard error: libraries, C code, the processes that are started.
+
+    Results have a descriptor of their own by then.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)

@@ -1,0 +1,64 @@
+"""The plain-torch references of the elementwise kernels against formulas written out in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.norm import add_rms_norm, rms_norm
+from nvcli.kernels.rotary import apply_rope, qk_norm_rope
+
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+
+
+@DTYPES
+def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = torch.randn(5, 48).to(dtype), torch.randn(48).to(dtype)
+    x64 = x.double()
+    expected = x64 / (x64.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    out = rms_norm(x, weight, 1e-5)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_add_rms_norm_updates_the_residual() -> None:
+    delta, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    total = delta + residual
+    out = add_rms_norm(delta, residual, weight, 1e-5)
+    torch.testing.assert_close(residual, total)
+    torch.testing.assert_close(out, rms_norm(total, weight, 1e-5))
+
+
+@DTYPES
+def test_silu_and_mul(dtype: torch.dtype, tolerance: float) -> None:
+    gate_up = torch.randn(7, 20).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    out = silu_and_mul(gate_up)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=tolerance, rtol=tolerance)
+
+
+def test_rope_turns_pairs_by_their_angle() -> None:
+    """Dimensions i and i + D/2 are a point in the plane; it keeps its length and turns by the angle."""
+    x, angles = torch.randn(3, 2, 8), torch.rand(3, 4) * 6
+    out = apply_rope(x, torch.cat((angles.cos(), angles.sin()), dim=-1))
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(3, 1, 4), angles.unsqueeze(1))
+    torch.testing.assert_close(out, torch.cat((turned.real, turned.imag), dim=-1))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_qk_norm_rope_cuts_norms_and_rotates(normed: bool) -> None:
+    qkv, angles = torch.randn(3, (4 + 2 + 2) * 8), torch.rand(3, 4)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    q_weight, k_weight = (torch.randn(8), torch.randn(8)) if normed else (None, None)
+    q, k, v = qk_norm_rope(
+        qkv, cos_sin, num_heads=4, num_kv_heads=2, q_weight=q_weight, k_weight=k_weight, eps=1e-6
+    )
+    heads = qkv.view(3, 8, 8)
+    raw_q, raw_k = heads[:, :4], heads[:, 4:6]
+    if q_weight is not None and k_weight is not None:
+        raw_q, raw_k = rms_norm(raw_q, q_weight, 1e-6), rms_norm(raw_k, k_weight, 1e-6)
+    torch.testing.assert_close(q, apply_rope(raw_q, cos_sin))
+    torch.testing.assert_close(k, apply_rope(raw_k, cos_sin))
+    torch.testing.assert_close(v, heads[:, 6:])
