@@ -75,9 +75,7 @@ class FakeEngine:
         for request_id in request_ids:
             self.aborted.append(request_id)
             if self._running.pop(request_id, None) is not None:
-                self._outputs.append(
-                    RequestOutput(request_id=request_id, token_ids=b"", finish_reason="abort")
-                )
+                self._outputs.append(RequestOutput(request_id=request_id, token_ids=b"", finish_reason="abort"))
 
     def poll(self, timeout: float) -> list[RequestOutput]:
         self._on_poll()

@@ -16,7 +16,9 @@ def decode_bytes(ids: Sequence[int]) -> str:
     return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-def run(ids: Sequence[int], stops: list[str], groups: Sequence[int] = (), min_tokens: int = 0) -> tuple[str | None, int]:
+def run(
+    ids: Sequence[int], stops: list[str], groups: Sequence[int] = (), min_tokens: int = 0
+) -> tuple[str | None, int]:
     detector = StopStringDetector(decode_bytes, stops, min_tokens=min_tokens)
     at = 0
     for size in [*groups, len(ids)]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +41,12 @@ class KVCache:
         self.num_blocks = num_blocks
         shape = (spec.num_layers, 2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros, not empty: masked positions are multiplied by 0, and 0 × NaN is NaN.
-        self.data = torch.zeros(shape, dtype=spec.dtype, device=device)
+        if device.type == "cpu":
+            # numpy's zeros are pages that the system clears when they are first touched; torch's are written here.
+            pages = np.zeros(num_blocks * spec.block_bytes, dtype=np.uint8)
+            self.data = torch.from_numpy(pages).view(spec.dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=spec.dtype, device=device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of one layer."""

@@ -23,6 +23,10 @@ from nvcli.messages import EngineReady, StepInput, StepOutput, max_step_input_by
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 
+_RANK_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Idle OpenMP threads sleep instead of spinning: on a CPU they would take the cores from the engine, the parent and
+each other (measured on two cores beside one busy process: 1.2 ms a step against 7 to 160 ms)."""
+
 _CULPRIT_SECONDS = 0.3
 """After a first failure, how long to listen for others: a rank that dies takes its peers' collectives with it."""
 
@@ -52,7 +56,11 @@ class Executor:
             )
             output_fds = outputs.writer_fds() if rank == 0 else ()
             fds = (*steps.reader_fds(rank), *output_fds, status_fd)
-            self._ranks.append(ChildProcess("nvcli.executor.worker:main", start, name=f"rank {rank}", pass_fds=fds))
+            self._ranks.append(
+                ChildProcess(
+                    "nvcli.executor.worker:main", start, name=f"rank {rank}", pass_fds=fds, env=_RANK_ENVIRONMENT
+                )
+            )
         self._steps = ChannelWriter(steps)
         self._outputs = ChannelReader(outputs, 0)
         # Ours are closed so that the ranks' ends are the only ones: a dead rank then reads as end of file.

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,23 +27,32 @@ _PR_SET_PDEATHSIG = 1
 class ChildProcess:
     """A running child; `control` is the parent's end of its socket."""
 
-    def __init__(self, target: str, argument: Any, *, name: str, pass_fds: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        target: str,
+        argument: Any,
+        *,
+        name: str,
+        pass_fds: tuple[int, ...] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         """Start `target` ("module:function") as function(argument, control) in a new process.
 
-        `argument` is pickled. File descriptors in `pass_fds` keep their numbers in the child.
+        `argument` is pickled. File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults:
+        variables that the user has set stay as they are.
         """
         self.name = name
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            env = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+            search_path = os.pathsep.join(p for p in sys.path if p)
             # -P: the user's folder must not shadow modules. stdout=2: chatter goes to standard error.
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nvcli.executor.process", target, str(fd), str(os.getpid())],
                 pass_fds=(fd, *pass_fds),
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                env=env,
+                env={**(env or {}), **os.environ, "PYTHONPATH": search_path},
                 process_group=0,
             )
         self.control = Connection(ours.detach())

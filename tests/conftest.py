@@ -1,0 +1,43 @@
+"""What holds for every test: few threads, no network, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere. Ranks inherit it; two of them on two cores must not fight over the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    """No process and no entry in /dev/shm outlives the tests."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    time.sleep(0.1)
+    children = [
+        pid
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+        if "nvcli" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert children == []
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no NVIDIA GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

@@ -1,0 +1,232 @@
+"""Weights arrive whole, in place and in the right type; a checkpoint that does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from batches import RequestState
+from checkpoints import reference_logits, write_tiny_qwen3
+from model_driver import CPU, ModelDriver
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nvcli.errors import LoadError
+from nvcli.models.config import load_model_config
+from nvcli.models.loader import load_weights
+from nvcli.models.parallel import TensorParallelGroup
+from nvcli.models.registry import build_model
+
+INDEX = "model.safetensors.index.json"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3(tmp_path_factory.mktemp("single"))
+
+
+@pytest.fixture(scope="module")
+def original_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tiny_qwen3(tmp_path_factory.mktemp("sharded"), max_shard_size="30KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+@pytest.fixture
+def single(original: Path, tmp_path: Path) -> Path:
+    """A checkpoint of one file, to be damaged."""
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(original_shards: Path, tmp_path: Path) -> Path:
+    """A checkpoint of several files with an index, to be damaged."""
+    return Path(shutil.copytree(original_shards, tmp_path / "model"))
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], int]:
+    model = build_model(load_model_config(path), TensorParallelGroup.single(), dtype)
+    num_bytes = load_weights(model, path, CPU)
+    return dict(model.named_parameters()), num_bytes
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object], file: str = "model.safetensors") -> None:
+    tensors = load_file(path / file)
+    change(tensors)
+    save_file(tensors, path / file, metadata={"format": "pt"})
+
+
+def edit_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_fused_parameters_are_the_checkpoints_tensors_stacked(single: Path) -> None:
+    parameters, num_bytes = load(single)
+    tensors = load_file(single / "model.safetensors")
+    attention = "model.layers.0.self_attn."
+    expected = torch.cat([tensors[f"{attention}{name}_proj.weight"] for name in "qkv"])
+    assert torch.equal(parameters[f"{attention}qkv_proj.weight"], expected)
+    assert not any(parameter.is_meta or parameter.requires_grad for parameter in parameters.values())
+    assert num_bytes == sum(tensor.numel() * 4 for tensor in tensors.values())
+
+
+def test_many_files_give_what_one_file_gives(single: Path, original_shards: Path) -> None:
+    one, many = load(single), load(original_shards)
+    assert one[1] == many[1]
+    for name, parameter in one[0].items():
+        assert torch.equal(parameter, many[0][name]), name
+
+
+def test_weights_are_cast(tmp_path: Path) -> None:
+    path = write_tiny_qwen3(tmp_path / "model", dtype="bfloat16")
+    parameters, num_bytes = load(path)
+    assert torch.equal(parameters["model.norm.weight"], load_file(path / "model.safetensors")["model.norm.weight"].float())
+    assert num_bytes == 2 * load(path, torch.bfloat16)[1]
+    ids = list(range(20))
+    (logits,) = ModelDriver(path).step((RequestState(), ids))
+    torch.testing.assert_close(logits, reference_logits(path, ids), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head_in_file", [False, True])
+def test_tied_embeddings(tmp_path: Path, head_in_file: bool) -> None:
+    """Some tools write the tied LM head, too; the embedding is what counts then, as in transformers."""
+    path = write_tiny_qwen3(tmp_path / "model", tie_word_embeddings=True)
+    if head_in_file:
+        rewrite(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 32)}))
+    parameters, num_bytes = load(path)
+    assert "lm_head.weight" not in parameters, "one parameter, counted once"
+    assert num_bytes == sum(parameter.numel() * 4 for parameter in parameters.values())
+    ids = list(range(20))
+    (logits,) = ModelDriver(path).step((RequestState(), ids))
+    assert logits.std() > 0.3
+
+
+def test_harmless_extras_are_passed_over(single: Path) -> None:
+    rewrite(single, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    load(single)
+
+
+def assert_refused(path: Path, *parts: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        load(path)
+    message = str(caught.value)
+    for part in parts:
+        assert part in message, message
+    assert "\n" not in message
+
+
+def test_missing_tensor(single: Path) -> None:
+    rewrite(single, lambda tensors: tensors.pop(Q_PROJ))
+    assert_refused(single, "missing", Q_PROJ)
+
+
+def test_many_missing_tensors_are_summed_up(single: Path) -> None:
+    rewrite(single, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name])
+    assert_refused(single, "model.layers.1.", "and 8 more")
+
+
+def test_missing_head_names_the_setting_that_explains_it(single: Path) -> None:
+    rewrite(single, lambda tensors: tensors.pop("lm_head.weight"))
+    assert_refused(single, "lm_head.weight", "tie_word_embeddings")
+
+
+def test_extra_tensor(single: Path) -> None:
+    rewrite(single, lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}))
+    assert_refused(single, "model.safetensors", "unknown", "model.layers.7.mlp.up_proj.weight")
+
+
+def test_misshapen_tensor(single: Path) -> None:
+    rewrite(single, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 31)}))
+    assert_refused(single, "model.safetensors", Q_PROJ, "[64, 31]", "[64, 32]")
+
+
+def test_config_that_is_not_the_weights(single: Path) -> None:
+    edit_json(single / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    assert_refused(single, "missing", "model.layers.2.")
+
+
+def test_quantised_storage(single: Path) -> None:
+    rewrite(single, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 32, dtype=torch.int8)}))
+    assert_refused(single, Q_PROJ, "I8")
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_truncated_file(single: Path, keep: int) -> None:
+    file = single / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:keep])
+    assert_refused(single, str(file), "truncated", "download it again")
+
+
+def test_corrupt_header(single: Path) -> None:
+    file = single / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[8:20] = b"\xff" * 12
+    file.write_bytes(data)
+    assert_refused(single, str(file), "corrupt")
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}', b"3"])
+def test_header_of_another_kind(single: Path, header: bytes) -> None:
+    (single / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert_refused(single, "model.safetensors", "corrupt")
+
+
+def test_header_that_contradicts_itself(single: Path) -> None:
+    """Offsets that are not as long as the shape says: found by safetensors itself when the file is opened."""
+    file = single / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header[Q_PROJ]["data_offsets"][1] -= 4
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    assert_refused(single, str(file), "cannot be read")
+
+
+def test_missing_file_of_the_index(sharded: Path) -> None:
+    file = sorted(sharded.glob("*.safetensors"))[1]
+    file.unlink()
+    assert_refused(sharded, file.name, "no such file", INDEX)
+
+
+def test_index_that_promises_a_tensor_its_file_lacks(sharded: Path) -> None:
+    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
+    rewrite(sharded, lambda tensors: tensors.pop(Q_PROJ), file=weight_map[Q_PROJ])
+    assert_refused(sharded, weight_map[Q_PROJ], Q_PROJ, INDEX)
+
+
+def test_index_that_names_a_tensor_unknown_to_the_model(sharded: Path) -> None:
+    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
+    rewrite(sharded, lambda tensors: tensors.update({"visual.weight": torch.ones(1)}), file=weight_map[Q_PROJ])
+    edit_json(sharded / INDEX, weight_map={**weight_map, "visual.weight": weight_map[Q_PROJ]})
+    assert_refused(sharded, weight_map[Q_PROJ], "visual.weight", "unknown")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b"}}'])
+def test_broken_index(sharded: Path, content: str) -> None:
+    (sharded / INDEX).write_text(content)
+    assert_refused(sharded, INDEX)
+
+
+def test_weights_of_another_format(single: Path) -> None:
+    (single / "model.safetensors").rename(single / "pytorch_model.bin")
+    assert_refused(single, "no *.safetensors", "pytorch_model.bin", "save_pretrained")
+
+
+def test_no_weights_at_all(single: Path) -> None:
+    (single / "model.safetensors").unlink()
+    assert_refused(single, str(single), "no *.safetensors")
+
+
+def test_nothing_is_allocated_for_a_checkpoint_that_does_not_fit(single: Path) -> None:
+    rewrite(single, lambda tensors: tensors.pop(Q_PROJ))
+    model = build_model(load_model_config(single), TensorParallelGroup.single(), torch.float32)
+    with pytest.raises(LoadError):
+        load_weights(model, single, CPU)
+    assert all(parameter.is_meta for parameter in model.parameters())

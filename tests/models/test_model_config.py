@@ -1,0 +1,186 @@
+"""config.json and generation_config.json of every age are read alike; what cannot be served is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import tiny_qwen3_config
+
+from nvcli.errors import ConfigError, LoadError
+from nvcli.models.config import ModelConfig, load_model_config
+
+ABSENT = object()
+
+
+def write(path: Path, generation: dict[str, Any] | None = None, **overrides: Any) -> Path:
+    """A folder with a config.json; `ABSENT` removes a key."""
+    values = {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **tiny_qwen3_config(), **overrides}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ABSENT}))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def read(path: Path, generation: dict[str, Any] | None = None, **overrides: Any) -> ModelConfig:
+    return load_model_config(write(path, generation, **overrides))
+
+
+def assert_refused(path: Path, *parts: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        load_model_config(path)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def test_shapes(tmp_path: Path) -> None:
+    config = read(tmp_path, tie_word_embeddings=True)
+    assert (config.vocab_size, config.hidden_size, config.num_layers, config.intermediate_size) == (97, 32, 2, 48)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert config.tie_word_embeddings
+    assert not config.attention_bias
+    assert config.max_position_embeddings == 512
+
+
+def test_reading_needs_no_torch() -> None:
+    code = (
+        "import sys, nvcli.models.config, nvcli.models.checkpoint, nvcli.models.registry;"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": ABSENT, "torch_dtype": "float16"}, "float16"),  # before transformers 5
+        ({"dtype": "torch.float32"}, "float32"),
+        ({"dtype": ABSENT}, "float32"),
+    ],
+)
+def test_dtype(tmp_path: Path, keys: dict[str, Any], dtype: str) -> None:
+    assert read(tmp_path, **keys).dtype == dtype
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": {**YARN, "rope_theta": 5e5}},
+        {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 5e5}, "sliding_attention": None}},
+        {"rope_parameters": ABSENT, "rope_theta": 5e5, "rope_scaling": YARN},
+        {"rope_parameters": ABSENT, "rope_theta": 5e5, "rope_scaling": {**YARN, "type": "yarn", "rope_type": None}},
+        {"rope_parameters": YARN, "rope_theta": 5e5},
+    ],
+    ids=["new", "new by layer type", "old", "older", "mixed"],
+)
+def test_old_and_new_rope_formats_mean_the_same(tmp_path: Path, keys: dict[str, Any]) -> None:
+    rope = read(tmp_path, **keys).rope
+    assert (rope.rope_type, rope.theta, rope.factor, rope.original_max_position_embeddings) == ("yarn", 5e5, 4.0, 128)
+
+
+@pytest.mark.parametrize("scaling", [None, ABSENT])
+def test_old_format_without_scaling(tmp_path: Path, scaling: object) -> None:
+    rope = read(tmp_path, rope_parameters=ABSENT, rope_theta=1000000, rope_scaling=scaling).rope
+    assert (rope.rope_type, rope.theta) == ("default", 1e6)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        (5, [7, 5], (7, 5)),
+        ([1, 2], None, (1, 2)),
+        (None, 3, (3,)),
+        (ABSENT, ABSENT, ()),
+    ],
+)
+def test_eos_ids_of_both_files(tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]) -> None:
+    generation = {} if in_generation is ABSENT else {"eos_token_id": in_generation}
+    assert read(tmp_path, generation, eos_token_id=in_config).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, {}),
+        ({"eos_token_id": 3, "max_new_tokens": 50, "pad_token_id": None}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ({"temperature": 0.7, "min_p": 0.1, "top_p": None}, {"temperature": 0.7, "min_p": 0.1}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.05}, {"temperature": 0.0, "repetition_penalty": 1.05}),
+    ],
+)
+def test_generation_defaults(tmp_path: Path, generation: dict[str, Any] | None, expected: dict[str, float]) -> None:
+    assert read(tmp_path, generation).generation_defaults == expected
+
+
+def test_generation_default_out_of_range(tmp_path: Path) -> None:
+    assert_refused(write(tmp_path, {"top_p": 1.5}), "generation_config.json", "top_p", "generation_config: none")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert_refused(tmp_path, str(tmp_path / "config.json"), "no such file")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\udcff"])
+def test_bad_json(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert_refused(tmp_path, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"hidden_size": ABSENT}, ["`hidden_size`", "missing"]),
+        ({"head_dim": None}, ["`head_dim`", "missing"]),
+        ({"head_dim": 15}, ["`head_dim`", "15", "odd"]),
+        ({"hidden_size": "32"}, ["`hidden_size`", "'32'", "int"]),
+        ({"hidden_size": True}, ["`hidden_size`", "True"]),
+        ({"num_hidden_layers": 0}, ["`num_hidden_layers`", "0"]),
+        ({"num_key_value_heads": 3}, ["`num_key_value_heads`", "3", "4"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["`architectures`", "GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        ({"architectures": ABSENT}, ["`architectures`"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["`quantization_config`", "awq"]),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, ["sliding", "64"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["`layer_types`", "sliding_attention"]),
+        ({"hidden_act": "gelu"}, ["`hidden_act`", "gelu", "silu"]),
+        ({"dtype": "float8_e4m3fn"}, ["`dtype`", "float8_e4m3fn", "bfloat16"]),
+        ({"eos_token_id": "</s>"}, ["`eos_token_id`", "</s>"]),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ["`rope_parameters.rope_type`", "longrope", "yarn"]),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["`rope_parameters.factor`", "missing"]),
+        ({"rope_parameters": ABSENT}, ["rope_theta", "missing"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+    ],
+)  # fmt: skip
+def test_refused(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -> None:
+    assert_refused(write(tmp_path, **overrides), "config.json", *parts)
+
+
+def test_sliding_window_that_no_layer_uses_is_fine(tmp_path: Path) -> None:
+    """Qwen's configs carry a window that `use_sliding_window: false` or `max_window_layers` turns off."""
+    read(tmp_path, use_sliding_window=False, sliding_window=4096, max_window_layers=1)
+    read(tmp_path, use_sliding_window=True, sliding_window=4096, max_window_layers=2)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(1, True), (2, True), (3, False), (4, True), (8, False)])
+def test_tensor_parallel_sizes(tmp_path: Path, size: int, fits: bool) -> None:
+    config = read(tmp_path)  # 4 heads, 2 KV heads, intermediate size 48
+    if fits:
+        config.check_tensor_parallel(size)
+        return
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size {size}.*4 attention heads.*Possible: 1, 2, 4$"):
+        config.check_tensor_parallel(size)
+
+
+def test_tensor_parallel_with_kv_heads_that_do_not_divide(tmp_path: Path) -> None:
+    config = read(tmp_path, num_attention_heads=12, num_key_value_heads=6)
+    with pytest.raises(ConfigError, match="6 KV heads neither divide by 4 nor divide it"):
+        config.check_tensor_parallel(4)

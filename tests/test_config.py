@@ -1,0 +1,209 @@
+"""Configuration: what can be wrong in it is named with file, line or flag, key, value and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from nvcli.config import EngineConfig, RunConfig, find_config_file, load_run_config, parse_size
+from nvcli.errors import ConfigError
+from nvcli.sampling_params import SamplingParams
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_file_overrides_and_flags_lie_over_each_other(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: a\nseed: 1\nmax_num_seqs: 8\njob: {order: input}\nsampling: {top_k: 5}\n")
+    run = load_run_config(
+        path,
+        ["seed=2", "max_num_seqs=16", "sampling.temperature=0", "job.on_too_long=truncate-left", "seed=3"],
+        {"--model": "b", "--tp": 2, "--dp": None, "--order": "completion"},
+    )
+    assert (run.model, run.seed, run.max_num_seqs, run.tensor_parallel_size) == ("b", 3, 16, 2)
+    assert run.sampling == {"top_k": 5, "temperature": 0}
+    assert (run.job.order, run.job.on_too_long) == ("completion", "truncate-left")
+    assert run.data_parallel_size == 1
+
+
+def test_sampling_keeps_only_the_keys_that_were_set(tmp_path: Path) -> None:
+    assert load_run_config(write(tmp_path, "model: m\n")).sampling == {}
+    run = load_run_config(write(tmp_path, "model: m\nsampling: {temperature: 1.0, logit_bias: {5: -100}}\n"))
+    assert run.sampling == {"temperature": 1.0, "logit_bias": {5: -100}}
+
+
+ERRORS_IN_FILES = [
+    ("model: m\nmax_num_seq: 4", r"run.yaml:2: unknown key `max_num_seq`; did you mean `max_num_seqs`\?"),
+    ("model: m\nzzz: 4", r"run.yaml:2: unknown key `zzz`; known: model, dtype"),
+    ("model: m\njob: {ordr: input}", r"run.yaml:2: unknown key `job.ordr`; did you mean `order`\?"),
+    ("model: m\nsampling:\n  temp: 1", r"run.yaml:3: unknown key `sampling.temp`; did you mean `temperature`\?"),
+    ("dtype: fp16", r'run.yaml:1: `dtype` is "fp16"; allowed: auto, bfloat16, float16, float32'),
+    ("model: [m]", r'run.yaml:1: `model` is \["m"\]; allowed: text'),
+    ("model: m\nmax_num_seqs: 0", r"run.yaml:2: `max_num_seqs` is 0; allowed: an integer from 1 to 65536"),
+    ("model: m\nmax_num_seqs: '8'", r'run.yaml:2: `max_num_seqs` is "8"; allowed: an integer'),
+    ("model: m\nmax_num_seqs: true", r"run.yaml:2: `max_num_seqs` is true; allowed: an integer"),
+    (
+        "model: m\ngpu_memory_utilization: 1.1",
+        r"`gpu_memory_utilization` is 1.1; allowed: a number above 0 and at most 1",
+    ),
+    ("model: m\nmax_model_len: 1", r"`max_model_len` is 1; allowed: an integer of at least 2 or null"),
+    ("model: m\nseed: 9223372036854775808", r"run.yaml:2: `seed` is 9223372036854775808; allowed"),
+    ("model: m\nattention_backend: fa3", r"allowed: auto, flash-attn, flashinfer, torch, triton"),
+    ("model: m\njob: 3", r"run.yaml:2: `job` is 3; allowed: a mapping with the keys order, on_too_long"),
+    ("model: m\njob:\n  order: random", r'run.yaml:3: `job.order` is "random"; allowed: completion, input'),
+    ("model: m\nsampling: [1]", r"run.yaml:2: `sampling` is \[1\]; allowed: a mapping"),
+    ("model: m\nsampling: {top_p: 3}", r"run.yaml:2: `sampling.top_p` is 3; allowed: a number above 0 and at most 1"),
+    ("model: m\nsampling: {temperature: .nan}", r"`sampling.temperature` is NaN; allowed: a number from 0 to 100"),
+    ("model: m\nsampling: {stop: [a, 3]}", r"`sampling.stop\[1\]` is 3; allowed: text"),
+    ("model: m\nsampling: {logit_bias: {5: 1000}}", r"`sampling.logit_bias\[5\]` is 1000; allowed: a number from -100"),
+    ("model: m\nsampling: {logit_bias: {x: 1}}", r'sampling.logit_bias: the key "x" is not an integer of at least 0'),
+    ("model: m\nsampling: {min_tokens: 5, max_tokens: 2}", r"run.yaml:2: `min_tokens` \(5\) is larger than"),
+    ("model: m\nkv_cache_memory: 2Gi", r'run.yaml:2: `kv_cache_memory` is "2Gi"; allowed: .* such as 512MiB'),
+    ("model: m\nkv_cache_memory: 0MiB", r"run.yaml:2: `kv_cache_memory` is .*at least one byte"),
+    ("model: m\nkv_cache_memory: 1.5", r"run.yaml:2: `kv_cache_memory` is 1.5; allowed: text or an integer"),
+    ("model: m\nmax_num_seqs: 9000", r"run.yaml:2: `max_num_batched_tokens` \(8192\) is smaller than `max_num_seqs`"),
+    ("seed: 1\nmodel: m\nseed: 2", r"run.yaml:3: the key `seed` is given twice, first in line 1"),
+    ("model: m\njob: {order: input, order: input}", r"run.yaml:2: the key `job.order` is given twice"),
+    ("- model", r"run.yaml:1: expected keys with values"),
+    ("just text", r"run.yaml:1: expected keys with values"),
+    ("model: m\n1: 2", r"run.yaml: top level: the key 1 is not text"),
+    ("? [a]\n: 2", r"run.yaml:1: a key must be a plain word"),
+    ("model: m\njob: [", r"run.yaml:2: not valid YAML"),
+    ("model: m\n\tseed: 1", r"run.yaml:2: not valid YAML"),
+    ("model: m\n---\nmodel: n", r"run.yaml:2: not valid YAML: expected a single document"),
+    ("model: !!python/object:os.system m", r"run.yaml:1: not valid YAML"),
+    ("model: \x01", r"run.yaml: not valid YAML"),
+    ("job: &a {b: *a}", r"run.yaml:1: the alias of `b` leads back"),
+    ("", r"^no model given"),
+    ("# nothing but a comment\n", r"^no model given.*\n.*`--model demo` is built in"),
+    ("model: ''", r"no model given"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), ERRORS_IN_FILES)
+def test_errors_in_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(write(tmp_path, text))
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", r"^--set seed: expected key=value"),
+        ("=3", r"^--set =3: expected key=value"),
+        ("job..order=input", r"expected key=value"),
+        ("max_num_seqs=0", r"^--set max_num_seqs=0: `max_num_seqs` is 0; allowed"),
+        ("max_num_seqs=many", r'^--set max_num_seqs=many: `max_num_seqs` is "many"'),
+        ("job.ordr=input", r"^--set job.ordr=input: unknown key `job.ordr`; did you mean `order`"),
+        ("model.name=x", r'^--set model.name=x: `model` is "m", not a section'),
+        ("sampling.stop=[", r"^--set sampling.stop=\[: the value is not valid YAML"),
+        ("model=", r"^--set model=: `model` is null"),
+    ],
+)
+def test_errors_in_overrides(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run_config(write(tmp_path, "model: m\n"), [override])
+
+
+def test_errors_in_flags_name_the_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^--tp 0: `tensor_parallel_size` is 0; allowed: an integer of at least 1"):
+        load_run_config(None, (), {"--model": "m", "--tp": 0})
+
+
+def test_an_overridden_error_of_the_file_does_not_count(tmp_path: Path) -> None:
+    assert load_run_config(write(tmp_path, "model: m\ndtype: fp16\n"), ["dtype=float16"]).dtype == "float16"
+
+
+def test_values_of_overrides_are_yaml(tmp_path: Path) -> None:
+    run = load_run_config(
+        None, ["model=m", "sampling.stop=[a, 'b c']", "max_model_len=null", "sampling.top_p=1e-1", "job={order: input}"]
+    )
+    assert run.sampling == {"stop": ["a", "b c"], "top_p": 0.1}
+    assert run.job.order == "input"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration file .*No such file"):
+        load_run_config(tmp_path / "no.yaml")
+    with pytest.raises(ConfigError, match="cannot read the configuration file .*directory"):
+        load_run_config(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"model: \xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_run_config(binary)
+
+
+def test_the_file_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_config_file(None) is None
+    Path("nvcli.yaml").write_text("model: m\n")
+    assert find_config_file(None) == Path("nvcli.yaml")
+    assert find_config_file(Path("other.yaml")) == Path("other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        ("512MiB", 512 * 2**20),
+        ("2GiB", 2 * 2**30),
+        ("2GB", 2 * 10**9),
+        ("1.5 gib", 3 * 2**29),
+        ("10kB", 10_000),
+        ("4096", 4096),
+        ("4096B", 4096),
+        (7, 7),
+        (None, None),
+    ],
+)
+def test_sizes(size: str | int | None, num_bytes: int | None) -> None:
+    assert parse_size(size) == num_bytes
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_examples_load_and_are_commented(path: Path) -> None:
+    assert load_run_config(path).model
+    assert path.read_text().startswith("# ")
+
+
+def test_the_default_example_shows_every_key_with_its_default() -> None:
+    (path,) = (path for path in CONFIGS if path.name == "default.yaml")
+    text = path.read_text()
+    shown = yaml.safe_load(text)
+    assert list(shown) == [field.name for field in msgspec.structs.fields(RunConfig)]
+    assert load_run_config(path) == RunConfig(model="demo")
+    assert shown["job"] == msgspec.to_builtins(RunConfig().job)
+    for field in msgspec.structs.fields(SamplingParams):
+        assert f"#   {field.name}: " in text
+
+
+def test_an_engine_config_survives_the_way_to_another_process() -> None:
+    config = EngineConfig(
+        model_path=Path("/m"),
+        device="cpu",
+        dtype="float32",
+        tensor_parallel_size=1,
+        max_model_len=130,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        gpu_memory_utilization=0.9,
+        kv_cache_memory=None,
+        block_size=64,
+        attention_backend="auto",
+        enable_prefix_caching=True,
+        enforce_eager=False,
+        step_timeout=10.0,
+    )
+    data = msgspec.msgpack.encode(config, enc_hook=str)
+    assert msgspec.msgpack.decode(data, type=EngineConfig, dec_hook=lambda kind, value: kind(value)) == config
+    assert config.max_blocks_per_seq == 3
