@@ -24,13 +24,14 @@ Split = Literal["train", "heldout"]
 
 HELDOUT_ONE_IN = 10  # one prompt in ten is held out
 
-WORDS = (
+_WORD_LIST = (
     "apple arm bag ball band bank barn bath bean bear bed bell bird boat book box boy bread bus cake camp "
     "car card cat chair city clay coat corn cow cup desk dog door duck egg farm fish flag fork fox frog "
     "game gate girl goat gold hat hill home horn king kite lake lamp leaf lion map milk moon mouse mud "
     "nail nest net oak pan park pen pig pipe plum pond queen rain rice ring road rock rope rose sand seed "
     "ship shoe shop silk sink snow soap song star sun tent tree wall wheel wind wolf wood"
-).split()
+)
+WORDS = tuple(_WORD_LIST.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,7 @@ def sample(rng: random.Random, task: str | None = None, split: Split = "train") 
             return example
 
 
-def sample_lookups(
-    rng: random.Random, num_questions: int, num_pairs: int, split: Split = "heldout"
-) -> list[Example]:
+def sample_lookups(rng: random.Random, num_questions: int, num_pairs: int, split: Split = "heldout") -> list[Example]:
     """Draw several `lookup` examples about one list, so that their prompts share all but the last words.
 
     `num_questions` different keys are asked; at most `num_pairs`, itself at most `len(WORDS)`.

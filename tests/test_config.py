@@ -134,9 +134,9 @@ def test_values_of_overrides_are_yaml(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the configuration file .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*No such file"):
         load_run_config(tmp_path / "no.yaml")
-    with pytest.raises(ConfigError, match="cannot read the configuration file .*directory"):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*directory"):
         load_run_config(tmp_path)
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"model: \xff\xfe")

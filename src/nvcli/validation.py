@@ -61,7 +61,7 @@ def show(value: Any, limit: int = 60) -> str:
 def suggest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, or all of them."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
 
 

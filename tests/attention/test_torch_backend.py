@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from batches import Blocks, RequestState, make_batch
 from torch import Tensor
 
+from batches import Blocks, RequestState, make_batch
 from nvcli.attention.backend import AttentionCase, AttentionSpec
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.torch_backend import TorchBackend

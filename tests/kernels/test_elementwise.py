@@ -52,9 +52,7 @@ def test_qk_norm_rope_cuts_norms_and_rotates(normed: bool) -> None:
     qkv, angles = torch.randn(3, (4 + 2 + 2) * 8), torch.rand(3, 4)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     q_weight, k_weight = (torch.randn(8), torch.randn(8)) if normed else (None, None)
-    q, k, v = qk_norm_rope(
-        qkv, cos_sin, num_heads=4, num_kv_heads=2, q_weight=q_weight, k_weight=k_weight, eps=1e-6
-    )
+    q, k, v = qk_norm_rope(qkv, cos_sin, num_heads=4, num_kv_heads=2, q_weight=q_weight, k_weight=k_weight, eps=1e-6)
     heads = qkv.view(3, 8, 8)
     raw_q, raw_k = heads[:, :4], heads[:, 4:6]
     if q_weight is not None and k_weight is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from batches import Blocks, RequestState, make_batch
 from torch import Tensor
 
+from batches import Blocks, RequestState, make_batch
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend

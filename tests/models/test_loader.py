@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import RequestState
-from checkpoints import reference_logits, write_tiny_qwen3
 from model_driver import CPU, ModelDriver
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from batches import RequestState
+from checkpoints import reference_logits, write_tiny_qwen3
 from nvcli.errors import LoadError
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights
@@ -85,7 +85,9 @@ def test_many_files_give_what_one_file_gives(single: Path, original_shards: Path
 def test_weights_are_cast(tmp_path: Path) -> None:
     path = write_tiny_qwen3(tmp_path / "model", dtype="bfloat16")
     parameters, num_bytes = load(path)
-    assert torch.equal(parameters["model.norm.weight"], load_file(path / "model.safetensors")["model.norm.weight"].float())
+    assert torch.equal(
+        parameters["model.norm.weight"], load_file(path / "model.safetensors")["model.norm.weight"].float()
+    )
     assert num_bytes == 2 * load(path, torch.bfloat16)[1]
     ids = list(range(20))
     (logits,) = ModelDriver(path).step((RequestState(), ids))

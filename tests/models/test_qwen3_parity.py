@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import RequestState
-from checkpoints import reference_logits, write_tiny_qwen3
 from model_driver import ModelDriver
 from torch import Tensor
+
+from batches import RequestState
+from checkpoints import reference_logits, write_tiny_qwen3
 
 SHAPES: dict[str, dict[str, Any]] = {
     "untied-gqa2": {},

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import tiny_qwen3_config
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from checkpoints import tiny_qwen3_config
 from nvcli.models.config import load_model_config
 from nvcli.models.rope import RotaryTable
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from batches import RequestState
-from checkpoints import write_tiny_qwen3
 from model_driver import ModelDriver
 from tensor_parallel_ranks import run_ranks
 from torch import Tensor
 
+from batches import RequestState
+from checkpoints import write_tiny_qwen3
 from nvcli.models.parallel import TensorParallelGroup
 
 SHAPES: dict[str, dict[str, Any]] = {

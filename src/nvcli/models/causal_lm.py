@@ -9,30 +9,33 @@ from torch import Tensor, nn
 from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.models.config import ModelConfig
-from nvcli.models.parallel import BuildContext
+from nvcli.models.layers import Attention
 
 
 class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head, cut for one rank. Module names follow the checkpoint's tensor names."""
 
-    config: ModelConfig
-
-    @abstractmethod
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None: ...
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states behind the final norm: [T, H], alike on every rank."""
+        """Hidden states behind the final norm: [T, H], alike on every rank. Stores K/V in the batch's cache."""
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """[N, H] → [N, vocab_size] on rank 0, None on the other ranks; collective."""
+        """[N, H] → [N, vocab_size] in the model's dtype on rank 0, None on the other ranks; collective.
+
+        The rows may lie further apart than vocab_size (the vocabulary is padded to divide over the ranks).
+        """
 
     @property
-    @abstractmethod
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One for each layer of this rank, in the order of the KV cache's layers."""
+        return tuple(module.spec for module in self.modules() if isinstance(module, Attention))
 
-    @abstractmethod
     def is_ignored(self, tensor: str) -> bool:
         """Whether a checkpoint may hold a tensor of this name that the model has no use for."""
+        is_tied_head = self.config.tie_word_embeddings and tensor == "lm_head.weight"
+        return is_tied_head or tensor.endswith("rotary_emb.inv_freq")

@@ -11,19 +11,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvcli.errors import LoadError
+from nvcli.errors import ConfigError, LoadError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_PATTERNS = [
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "tokenizer.model",
-    "additional_chat_templates/*",
-]
+_HUB_FILES = {
+    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
+    "ignore_patterns": ["*/*.safetensors", "consolidated*"],  # second copies of the weights, in other layouts
+}
 _HUB_TIMEOUT = 5.0
 """Seconds to find out whether there is a network at all."""
 
@@ -45,7 +41,9 @@ def resolve_model(name: str) -> Path:
         from nvcli.demo import demo_path
 
         return demo_path()
-    path = Path(name).expanduser()
+    if not name:
+        raise ConfigError("`model` is empty: give a folder, a Hugging Face id, or `demo`")
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if path.exists():
@@ -156,7 +154,7 @@ def _cached_in_hub(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        path = Path(snapshot_download(name, local_files_only=True, allow_patterns=_HUB_PATTERNS))
+        path = Path(snapshot_download(name, local_files_only=True, **_HUB_FILES))
     except (HFValidationError, OSError):
         return None
     return path if _is_complete(path) else None
@@ -168,7 +166,7 @@ def _download(name: str) -> Path:
 
     try:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT)  # answers at once whether the download can work
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(name, **_HUB_FILES))
     except hub.HFValidationError:
         problem = "neither a folder nor a valid Hugging Face id (`owner/name`)"
     except hub.OfflineModeIsEnabled:

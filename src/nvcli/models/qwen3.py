@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
@@ -47,8 +46,7 @@ class Qwen3Model(nn.Module):
 
 class Qwen3ForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        nn.Module.__init__(self)
-        self.config = config
+        super().__init__(config)
         self.model = Qwen3Model(config, build)
         self.lm_head = ParallelLMHead(
             build,
@@ -64,11 +62,3 @@ class Qwen3ForCausalLM(CausalLM):
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         logits: Tensor | None = self.lm_head(hidden)
         return logits
-
-    @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        return tuple(layer.self_attn.spec for layer in self.model.layers)  # type: ignore[union-attr,misc]
-
-    def is_ignored(self, tensor: str) -> bool:
-        tied_head = self.config.tie_word_embeddings and tensor == "lm_head.weight"
-        return tied_head or tensor.endswith("rotary_emb.inv_freq")

@@ -6,11 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from nvcli.models.causal_lm import CausalLM
     from nvcli.models.config import ModelConfig
-    from nvcli.models.parallel import LinearMethod, TensorParallelGroup
+    from nvcli.models.parallel import BuildContext, LinearMethod, TensorParallelGroup
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "nvcli.models.qwen3:Qwen3ForCausalLM"}
 
@@ -34,7 +36,7 @@ def build_model(
 
     config.check_tensor_parallel(group.size)
     module_name, _, class_name = ARCHITECTURES[config.architecture].partition(":")
-    model_class: type[CausalLM] = getattr(import_module(module_name), class_name)
+    model_class: Callable[[ModelConfig, BuildContext], CausalLM] = getattr(import_module(module_name), class_name)
     build = BuildContext(
         group=group,
         dtype=dtype,

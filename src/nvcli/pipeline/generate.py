@@ -32,7 +32,7 @@ from nvcli.pipeline.prepare import ModelLimits
 from nvcli.pipeline.progress import Progress, RunView
 from nvcli.pipeline.resolve import resolve_engine_config, sampling_defaults
 from nvcli.pipeline.summary import Summary
-from nvcli.pipeline.tokenizer import Tokenizer
+from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 
 MIN_ROWS_AHEAD = 1024
 
@@ -74,6 +74,7 @@ def generate(
     check_output(inputs, output, overwrite=overwrite)
     model_path = resolve_model(run.model)
     model = load_model_config(model_path)
+    check_tokenizer_files(model_path)
     config = resolve_engine_config(run, model_path, model)
     reader = RowReader(inputs, RowParser(sampling_defaults(run, model)), limit=limit)
     limits = ModelLimits(
@@ -143,7 +144,7 @@ def generate(
 def _describe(ready: EngineReady, run: RunConfig) -> str:
     tokens = ready.num_blocks * ready.block_size
     return (
-        f"{run.model} is ready: attention {ready.attention_backend}, KV cache for {tokens:,} tokens "
+        f"{run.model} is ready: KV cache for {tokens:,} tokens "
         f"({ready.kv_cache_bytes / 2**20:,.0f} MiB a rank), weights {ready.weight_bytes / 2**20:,.0f} MiB a rank"
     )
 

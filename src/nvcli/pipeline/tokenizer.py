@@ -7,11 +7,32 @@ clean-up that some tokenizer configurations ask transformers for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nvcli.errors import LoadError, RowError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
+
+
+def check_tokenizer_files(model_path: Path) -> None:
+    """Raises LoadError where there is no tokenizer: transformers would make an empty one for some families."""
+    if not any(any(model_path.glob(pattern)) for pattern in _FILES):
+        raise LoadError(f"{model_path}: no tokenizer (such as tokenizer.json); copy the model's tokenizer files there")
+
+
+def _names_plain_class(model_path: Path) -> bool:
+    """Whether the checkpoint says that its tokenizer is what tokenizer.json describes and nothing else.
+
+    AutoTokenizer would choose the same class, but its import brings torch into this process, for seconds.
+    """
+    try:
+        config = json.loads((model_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return config.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in config
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 class Tokenizer:
@@ -30,12 +51,15 @@ class Tokenizer:
     @classmethod
     def load(cls, model_path: Path) -> Tokenizer:
         """Raises LoadError that names the folder."""
-        from transformers import AutoTokenizer
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
+        if _names_plain_class(model_path):
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
         try:
-            return cls(AutoTokenizer.from_pretrained(model_path, local_files_only=True))
+            return cls(Loader.from_pretrained(model_path, local_files_only=True))
         except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise LoadError(f"{model_path}: cannot load the tokenizer: {first_line}") from error
@@ -44,10 +68,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         eos = self._tokenizer.eos_token_id
         return eos if isinstance(eos, int) else None
-
-    def __len__(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return len(self._tokenizer)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int] | RowError]:
         """Ids of each text, or why this one text has none. `add_special_tokens`: as the tokenizer does by default."""

@@ -86,7 +86,8 @@ class ModelRunner:
     def _open_device(self) -> None:
         with self._phase("open device"):
             if self.config.device == "cuda":
-                self.device = torch.device("cuda", self._context.rank)
+                first = self.config.replica * self.config.tensor_parallel_size
+                self.device = torch.device("cuda", first + self._context.rank)
                 torch.cuda.set_device(self.device)
             else:
                 self.device = torch.device("cpu")

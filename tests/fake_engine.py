@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 
 from nvcli.config import EngineConfig
 from nvcli.engine.request import EngineStats, Request, RequestOutput
-from nvcli.errors import WorkerError
+from nvcli.errors import NvcliError, WorkerError
 from nvcli.messages import EngineReady, TokenLogprobs, pack, unpack
 
 
 class FakeEngine:
-    """Gives `tokens_per_poll` tokens of each running request with each poll, in random order."""
+    """Answers all running requests with each poll, in random order; streamed ones by `tokens_per_poll` tokens.
+
+    Polls count (`dies_after_polls`, `on_poll`) while there is something to run.
+    """
 
     def __init__(
         self,
@@ -24,6 +27,7 @@ class FakeEngine:
         polls_until_ready: int = 2,
         dies_after_polls: int | None = None,
         on_poll: Callable[[], None] = lambda: None,
+        load_error: NvcliError | None = None,
         fails: Callable[[Request], bool] = lambda request: False,
         seed: int = 0,
     ) -> None:
@@ -38,6 +42,7 @@ class FakeEngine:
         self._polls_until_ready = polls_until_ready
         self._polls_left = dies_after_polls
         self._on_poll = on_poll
+        self._load_error = load_error
         self._fails = fails
         self._running: dict[int, tuple[Request, list[int]]] = {}
         self._outputs: list[RequestOutput] = []
@@ -48,6 +53,8 @@ class FakeEngine:
         return self._readable
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None:
+        if self._load_error is not None:
+            raise self._load_error
         self._polls_until_ready -= 1
         if self._polls_until_ready > 0:
             return None
@@ -78,14 +85,15 @@ class FakeEngine:
                 self._outputs.append(RequestOutput(request_id=request_id, token_ids=b"", finish_reason="abort"))
 
     def poll(self, timeout: float) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, []
+        if not self._running:
+            time.sleep(0.001)
+            return outputs
         self._on_poll()
         if self._polls_left is not None:
             self._polls_left -= 1
             if self._polls_left < 0:
                 raise WorkerError("rank 0 (pid 1) was killed by signal 9")
-        outputs, self._outputs = self._outputs, []
-        if not self._running:
-            time.sleep(0.001)
         ids = list(self._running)
         self._random.shuffle(ids)
         for request_id in ids:
@@ -114,7 +122,7 @@ class FakeEngine:
         if request.stream:
             taken, self._running[request_id] = left[: self._tokens_per_poll], (request, left[self._tokens_per_poll :])
             if len(left) > self._tokens_per_poll:
-                return [RequestOutput(request_id=request_id, token_ids=pack(taken))]
+                return [RequestOutput(request_id=request_id, token_ids=pack(taken), logprobs=_logprobs(request, taken))]
         else:
             taken = left
         del self._running[request_id]
@@ -123,9 +131,6 @@ class FakeEngine:
         stopped = bool(request.stop_ids) and done + len(taken) < request.max_tokens
         if stopped:
             taken = [*taken, request.stop_ids[0]]
-        logprobs = []
-        if request.sampling.logprobs is not None:
-            logprobs = [TokenLogprobs(logprob=-0.5, top_ids=[token, 7], top_logprobs=[-0.5, -1.5]) for token in taken]
         return [
             RequestOutput(
                 request_id=request_id,
@@ -133,6 +138,12 @@ class FakeEngine:
                 finish_reason="stop" if stopped else "length",
                 stopped_by_id=stopped,
                 num_cached_tokens=4,
-                logprobs=logprobs,
+                logprobs=_logprobs(request, taken),
             )
         ]
+
+
+def _logprobs(request: Request, ids: Sequence[int]) -> list[TokenLogprobs]:
+    if request.sampling.logprobs is None:
+        return []
+    return [TokenLogprobs(logprob=-0.5, top_ids=[token, 7], top_logprobs=[-0.5, -1.5]) for token in ids]

@@ -1,0 +1,242 @@
+"""The command as a user runs it: exit codes, standard output, and what is not imported for a quick answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import nvcli
+from weightless_model import write_weightless_model
+
+SOURCES = Path(nvcli.__file__).parent.parent
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])}
+
+WITH_FAKES = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from fake_engine import FakeEngine
+from tokenizers import Tokenizer as Backend
+from nvcli import cli
+from nvcli.engine.client import EngineClient
+from nvcli.pipeline.tokenizer import Tokenizer
+
+class Loaded:  # spares each test the import of transformers
+    chat_template = eos_token_id = None
+    def __init__(self, path):
+        self.backend_tokenizer = Backend.from_file(str(path / "tokenizer.json"))
+
+Tokenizer.load = classmethod(lambda cls, path: cls(Loaded(path)))
+EngineClient.start = classmethod(lambda cls, config, name: FakeEngine(config, {options}))
+cli.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_weightless_model(tmp_path_factory.mktemp("model"))
+
+
+def nvcli_command(*arguments: str, cwd: Path, fakes: str | None = None) -> list[str]:
+    """The real command, or the same with fake engines (`fakes`: their options)."""
+    if fakes is None:
+        return [sys.executable, "-m", "nvcli", *arguments]
+    script = cwd / "with_fakes.py"
+    script.write_text(WITH_FAKES.format(tests=str(Path(__file__).parent), options=fakes))
+    return [sys.executable, str(script), *arguments]
+
+
+def run(*arguments: str, cwd: Path, fakes: str | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = nvcli_command(*arguments, cwd=cwd, fakes=fakes)
+    return subprocess.run(
+        command, cwd=cwd, env=ENVIRON, input=stdin, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def write_rows(path: Path, count: int, *extra: str) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"p{number}"}) + "\n" for number in range(count)) + "".join(extra))
+    return path
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    result = run("--version", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, f"nvcli {nvcli.__version__}\n")
+    result = run("--help", cwd=tmp_path)
+    assert result.returncode == 0
+    assert "generate" in result.stdout
+    result = run("generate", "--help", cwd=tmp_path)
+    assert result.returncode == 0
+    for part in ("--output", "--config", "--model", "--tp", "--dp", "--set", "--overwrite", "--order", "--limit"):
+        assert part in result.stdout
+    assert "Examples:" in result.stdout
+    assert "Exit codes:" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["generate", "--help"], ["generate", "in.jsonl"], ["generate", "no.jsonl", "-m", "demo"]],
+)
+def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    write_rows(tmp_path / "in.jsonl", 1)
+    script = tmp_path / "probe.py"
+    script.write_text(
+        "import os, sys\n"
+        "from nvcli import cli\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'rich', 'numpy', 'huggingface_hub', 'safetensors'}\n"
+        "def leave(code):\n"
+        "    found = heavy & sys.modules.keys()\n"
+        "    print('heavy:', sorted(found), file=sys.stderr)\n"
+        "    sys.exit(code)\n"
+        "cli._leave = leave\n"
+        "cli.main()\n"
+    )
+    command = [sys.executable, str(script), *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, check=False)
+    assert "heavy: []" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "Missing argument"),
+        (["generate", "in.jsonl", "--nonsense"], "--nonsense"),
+        (["generate", "in.jsonl", "--order", "random"], "random"),
+        (["generate", "in.jsonl", "-m", "demo", "--limit", "0"], "--limit"),
+        (["nonsense"], "nonsense"),
+        (["generate", "in.jsonl"], "no model given"),
+        (["generate", "in.jsonl", "-c", "no.yaml"], "no.yaml"),
+        (["generate", "in.jsonl", "-c", "bad.yaml"], "bad.yaml:2: unknown key `max_seqs`"),
+        (["generate", "in.jsonl", "-m", "demo", "--set", "dtype=fp16"], "--set dtype=fp16: `dtype`"),
+        (["generate", "in.jsonl", "-m", "demo", "--tp", "0"], "--tp 0"),
+        (["generate", "no.jsonl", "-m", "demo"], "there is no input file no.jsonl"),
+        (["generate", "in.jsonl", "-m", "demo", "-o", "no/out.jsonl"], "mkdir -p no"),
+        (["generate", "in.jsonl", "-m", "demo", "-o", "in.jsonl"], "also an input"),
+        (["generate", "in.jsonl", "-m", "demo", "-o", "old.jsonl"], "--overwrite"),
+        (["generate", "in.jsonl", "old.jsonl", "-m", "demo"], "-o FILE"),
+        (["generate", "in.jsonl", "-m", "./nowhere"], "nowhere"),
+        (["generate", "in.jsonl", "-m", "model", "--set", "max_model_len=100"], "`max_model_len` is 100"),
+        (["generate", "in.jsonl", "-m", "model", "--tp", "3"], "tensor_parallel_size 3"),
+    ],
+)
+def test_mistakes_end_with_code_2_and_a_line_that_names_them(
+    tmp_path: Path, model_folder: Path, arguments: list[str], message: str
+) -> None:
+    write_rows(tmp_path / "in.jsonl", 1)
+    (tmp_path / "old.jsonl").write_text("precious")
+    (tmp_path / "bad.yaml").write_text("model: demo\nmax_seqs: 3\n")
+    (tmp_path / "model").symlink_to(model_folder)
+    result = run(*arguments, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert (tmp_path / "old.jsonl").read_text() == "precious"
+
+
+def test_a_job_from_file_to_file(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 5)
+    (tmp_path / "nvcli.yaml").write_text(f"model: {model_folder}\ndevice: cpu\n")
+    result = run("generate", "in.jsonl", "--order", "input", cwd=tmp_path, fakes="")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    rows = [json.loads(line) for line in (tmp_path / "in.out.jsonl").read_text().splitlines()]
+    assert [row["choices"][0]["text"] for row in rows] == ["0p", "1p", "2p", "3p", "4p"]
+    assert "using the configuration in nvcli.yaml" in result.stderr
+    assert "5 of 5 rows answered" in result.stderr
+    again = run("generate", "in.jsonl", cwd=tmp_path, fakes="")
+    assert again.returncode == 2
+    assert "--overwrite" in again.stderr
+
+
+def test_rows_with_errors_make_code_1(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 3, "not json\n")
+    result = run("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
+    assert result.returncode == 1, result.stderr
+    assert "3 of 4 rows answered" in result.stderr
+    assert "invalid_json 1" in result.stderr
+
+
+def test_from_pipe_to_pipe_only_results_on_standard_output(tmp_path: Path, model_folder: Path) -> None:
+    noisy = "on_poll=lambda: (print('chatter'), os.write(1, b'chatter'))"
+    result = run(
+        *("generate", "-", "-o", "-", "-m", str(model_folder)), cwd=tmp_path, fakes=noisy, stdin='{"prompt": "ab"}\n'
+    )
+    assert result.returncode == 0, result.stderr
+    assert [json.loads(line)["choices"][0]["text"] for line in result.stdout.splitlines()] == ["ba"]
+
+
+def test_a_dead_engine_makes_code_3(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 2000)
+    result = run("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="dies_after_polls=3")
+    assert result.returncode == 3, result.stderr
+    assert "rank 0" in result.stderr
+    assert "--overwrite" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_makes_code_130(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 2000)
+    command = nvcli_command(
+        "generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="polls_until_ready=10**9"
+    )
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRON, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "in.out.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_ctrl_c_while_standard_input_is_waited_for(tmp_path: Path, model_folder: Path) -> None:
+    command = nvcli_command("generate", "-", "-o", "out.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRON, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write('{"prompt": "ab"}\n')
+        process.stdin.flush()
+        assert "is ready" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+        stderr = process.stderr.read()
+        process.stdin.close()
+        process.stderr.close()
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert "Fatal" not in stderr
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 20_000)
+    command = nvcli_command(
+        *("generate", "in.jsonl", "-o", "-", "-m", str(model_folder), "--progress", "none"), cwd=tmp_path, fakes=""
+    )
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b'{"id":')
+        process.stdout.close()
+        process.wait(timeout=60)
+        assert process.stderr is not None
+        stderr = process.stderr.read()
+        process.stderr.close()
+    finally:
+        process.kill()
+    assert process.returncode == 141, stderr
+    assert b"Traceback" not in stderr

@@ -1,0 +1,272 @@
+"""The real command, real processes, the built-in model: every answer is right or wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_tasks import Example, messages, raw_prompt, sample, sample_lookups
+
+COMMAND = [sys.executable, "-P", "-m", "nvcli", "generate"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def nvcli(*args: object, stdin: bytes = b"", **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """`nvcli generate … -m demo`; output captured."""
+    return subprocess.run(
+        [*COMMAND, *map(str, args), "-m", "demo"],
+        input=stdin,
+        capture_output=True,
+        env=ENVIRONMENT,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return sorted(map(json.loads, path.read_text().splitlines()), key=lambda row: row["index"])
+
+
+def question(example: Example, number: int) -> dict[str, Any]:
+    form = {"prompt": raw_prompt(example)} if number % 2 else {"messages": messages(example)}
+    return {**form, "expected": example.answer, "task": example.task}
+
+
+def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Held-out questions of every kind, several about one long list."""
+    rng = random.Random(seed)
+    examples = [sample(rng, split="heldout") for _ in range(count - 12)]
+    examples += sample_lookups(rng, 12, 40)
+    return [question(example, number) for number, example in enumerate(examples)]
+
+
+def share_right(rows: list[dict[str, Any]]) -> float:
+    return sum(row["choices"][0]["text"].strip() == row["expected"] for row in rows) / len(rows)
+
+
+def descendants(pid: int) -> list[int]:
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return children + [pid for child in children for pid in descendants(child)]
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["--set", "block_size=4", "--set", "max_num_batched_tokens=24", "--set", "max_num_seqs=16"],
+        ["--set", "block_size=8", "--set", "kv_cache_memory=12MiB", "--set", "max_model_len=1024"],
+        ["--tp", "2"],
+        ["--dp", "2", "--set", "max_num_seqs=8"],
+    ],
+    ids=["defaults", "small-chunks", "little-memory", "tp2", "dp2"],
+)
+def test_answers_are_right(tmp_path: Path, settings: list[str]) -> None:
+    """Paging, chunking, prefix reuse, preemption and sharding leave the answers as they are."""
+    count = 120
+    path = write_rows(tmp_path / "in.jsonl", questions(count))
+    done = nvcli(path, *settings)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout == b""
+    rows = read_rows(tmp_path / "in.out.jsonl")
+    assert [row["index"] for row in rows] == list(range(count))
+    assert share_right(rows) >= 0.97
+    assert all(row["choices"][0]["finish_reason"] == "stop" for row in rows)
+
+
+def test_good_and_bad_rows(tmp_path: Path) -> None:
+    """A bad row becomes an error row that says why; its neighbours are answered; the exit code tells."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(
+        b'{"id": "a", "prompt": "What is 2 + 3?\\n", "tag": {"kept": [1, null]}}\n'
+        b"not json\n"
+        b'{"id": "a", "prompt": "same id"}\n'
+        b'{"id": 7, "prompt": "x", "messages": []}\n'
+        b'{"prompt_token_ids": [1, 99999]}\n'
+        b'{"prompt": "x", "sampling": {"temprature": 0}}\n'
+        b'{"prompt": "x", "sampling": {"temperature": NaN}}\n'
+        b'{"prompt": "' + b"word " * 5000 + b'"}\n'
+        b'{"prompt": "x", "sampling": {"max_tokens": 100000}}\n'
+        b'\xff\xfe{"prompt": "x"}\n'
+        b"\n"
+        b'{"id": "z", "prompt": "What is 4 + 4?\\n", "sampling": {"return_token_ids": true}}\n'
+    )
+    done = nvcli(path)
+    assert done.returncode == 1, done.stderr.decode()
+    rows = read_rows(tmp_path / "in.out.jsonl")
+    assert len(rows) == 11
+    good = [row for row in rows if row["error"] is None]
+    assert [row["id"] for row in good] == ["a", "z"]
+    assert [row["choices"][0]["text"].strip() for row in good] == ["5", "8"]
+    assert good[0]["tag"] == {"kept": [1, None]}
+    assert good[0]["usage"]["completion_tokens"] >= 2
+    token_ids = good[1]["choices"][0]["token_ids"]
+    assert len(token_ids) == good[1]["usage"]["completion_tokens"]
+    for row in rows:
+        if row["error"] is not None:
+            assert row["choices"] == []
+            assert row["error"]["type"]
+            assert row["error"]["message"]
+    assert len({row["error"]["type"] for row in rows if row["error"]}) >= 6
+    assert b"Traceback" not in done.stderr
+
+
+def test_from_a_pipe_to_a_pipe() -> None:
+    rows = questions(30, seed=3)
+    done = nvcli("-", "-o", "-", "--order", "input", stdin="".join(json.dumps(r) + "\n" for r in rows).encode())
+    assert done.returncode == 0, done.stderr.decode()
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["index"] for row in answers] == list(range(30))
+    assert share_right(answers) >= 0.95
+
+
+def test_stop_strings_and_many_samples(tmp_path: Path) -> None:
+    """A stop string that spans tokens ends the text before it; n samples of one row differ by their number alone."""
+    rows = [
+        {"prompt": "Count from 3 to 30.\n", "sampling": {"stop": " 12 1"}},
+        {"prompt": "Count from 3 to 30.\n", "sampling": {"max_tokens": 5}},
+        {"prompt": "What is 5 + 5?\n", "sampling": {"n": 3}},
+        {"prompt": "zebra", "sampling": {"n": 4, "temperature": 2.0, "max_tokens": 12, "ignore_eos": True, "seed": 1}},
+        {"prompt": "zebra", "sampling": {"n": 4, "temperature": 2.0, "max_tokens": 12, "ignore_eos": True, "seed": 1}},
+        {"prompt": "zebra", "sampling": {"n": 4, "temperature": 2.0, "max_tokens": 12, "ignore_eos": True}},
+        {"prompt": "What is 5 + 5?\n", "sampling": {"logprobs": 2}},
+    ]
+    done = nvcli(write_rows(tmp_path / "in.jsonl", rows))
+    assert done.returncode == 0, done.stderr.decode()
+    counted, cut, three, seeded, again, unseeded, logprobs = read_rows(tmp_path / "in.out.jsonl")
+    assert counted["choices"][0]["text"] == "3 4 5 6 7 8 9 10 11"
+    assert counted["choices"][0]["finish_reason"] == "stop"
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert cut["usage"]["completion_tokens"] == 5
+    assert [c["text"] for c in three["choices"]] == ["10"] * 3
+    assert [c["index"] for c in three["choices"]] == [0, 1, 2]
+    assert seeded["choices"] == again["choices"] != unseeded["choices"]
+    assert len({c["text"] for c in seeded["choices"]}) == 4
+    for token, alternatives in zip(
+        logprobs["choices"][0]["logprobs"]["token_logprobs"],
+        logprobs["choices"][0]["logprobs"]["top_logprobs"],
+        strict=True,
+    ):
+        assert -0.2 < token <= 0  # the model is sure of itself
+        assert max(alternatives.values()) == token
+        assert len(alternatives) == 2
+
+
+def test_sampled_answers_do_not_depend_on_how_they_were_computed(tmp_path: Path) -> None:
+    rows = [{**row, "sampling": {"temperature": 1.5, "max_tokens": 20, "ignore_eos": True}} for row in questions(40)]
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    outputs = []
+    for number, settings in enumerate(
+        (["--set", "seed=5"], ["--set", "seed=5", "--set", "max_num_seqs=3"], ["--set", "seed=5", "--tp", "2"])
+    ):
+        output = tmp_path / f"{number}.jsonl"
+        assert nvcli(path, "-o", output, *settings).returncode == 0
+        outputs.append([row["choices"] for row in read_rows(output)])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_existing_output_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", questions(13))
+    (tmp_path / "in.out.jsonl").write_text("precious\n")
+    done = nvcli(path)
+    assert done.returncode == 2
+    assert b"--overwrite" in done.stderr
+    assert (tmp_path / "in.out.jsonl").read_text() == "precious\n"
+
+
+def start_long_job(tmp_path: Path, *args: str) -> subprocess.Popen[bytes]:
+    """A job that would take minutes; returns once some rows are answered."""
+    rows = [{"prompt": "a b c", "sampling": {"max_tokens": 1500 if i > 3 else 5, "ignore_eos": True}} for i in range(99)]
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    process = subprocess.Popen(
+        [*COMMAND, str(path), "-m", "demo", *args], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output = tmp_path / "in.out.jsonl"
+    deadline = time.monotonic() + 60
+    while not (output.exists() and output.read_text().count("\n") >= 4):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("victim", ["engine", "rank 0", "rank 1"])
+def test_killed_process_ends_the_run_with_its_name(tmp_path: Path, victim: str) -> None:
+    shm = set(os.listdir("/dev/shm"))
+    process = start_long_job(tmp_path, "--tp", "2")
+    engine, *ranks = descendants(process.pid)
+    assert len(ranks) == 2
+    os.kill({"engine": engine, "rank 0": min(ranks), "rank 1": max(ranks)}[victim], signal.SIGKILL)
+    start = time.monotonic()
+    _, stderr = process.communicate(timeout=10)
+    assert time.monotonic() - start < 5
+    assert process.returncode == 3
+    assert victim.encode() in stderr
+    assert b"SIGKILL" in stderr
+    assert b"Traceback" not in stderr
+    assert gone([engine, *ranks])
+    assert set(os.listdir("/dev/shm")) == shm
+    assert len(read_rows(tmp_path / "in.out.jsonl")) >= 4
+
+
+def test_killed_parent_leaves_nothing_but_the_output(tmp_path: Path) -> None:
+    process = start_long_job(tmp_path, "--tp", "2")
+    pids = descendants(process.pid)
+    process.kill()
+    process.communicate(timeout=10)
+    assert gone(pids)
+    assert len(read_rows(tmp_path / "in.out.jsonl")) >= 4
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    process = start_long_job(tmp_path)
+    pids = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert b"interrupted" in stderr
+    assert b"Traceback" not in stderr
+    assert gone(pids)
+    assert len(read_rows(tmp_path / "in.out.jsonl")) >= 4
+
+
+def test_ctrl_c_while_the_model_loads(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "in.jsonl", questions(13))
+    process = subprocess.Popen(
+        [*COMMAND, str(path), "-m", "demo"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 30
+    while len(descendants(process.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    pids = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr
+    assert gone(pids)
