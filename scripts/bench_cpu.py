@@ -209,7 +209,9 @@ def main() -> None:
         baseline = statistics.median(seconds[args.engines[0]])
         for engine, values in seconds.items():
             median = statistics.median(values)
-            print(f"{engine:>15}: {median:7.1f} s, {num_tokens / median:7.0f} tokens/s, {median / baseline:5.2f}x the time")
+            print(
+                f"{engine:>15}: {median:7.1f} s, {num_tokens / median:7.0f} tokens/s, {median / baseline:5.2f}x the time"
+            )
 
 
 if __name__ == "__main__":

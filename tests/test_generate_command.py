@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from demo_tasks import Example, messages, raw_prompt, sample, sample_lookups
 
 COMMAND = [sys.executable, "-P", "-m", "nvcli", "generate"]
@@ -201,7 +202,9 @@ def test_existing_output_is_refused(tmp_path: Path) -> None:
 
 def start_long_job(tmp_path: Path, *args: str) -> subprocess.Popen[bytes]:
     """A job that would take minutes; returns once some rows are answered."""
-    rows = [{"prompt": "a b c", "sampling": {"max_tokens": 1500 if i > 3 else 5, "ignore_eos": True}} for i in range(99)]
+    rows = [
+        {"prompt": "a b c", "sampling": {"max_tokens": 1500 if i > 3 else 5, "ignore_eos": True}} for i in range(99)
+    ]
     path = write_rows(tmp_path / "in.jsonl", rows)
     process = subprocess.Popen(
         [*COMMAND, str(path), "-m", "demo", *args], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE

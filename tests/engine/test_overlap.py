@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 
 from fake_runners import BLOCK_SIZE
-from requests_factory import make_request
-
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.messages import StepInput, StepOutput, pack, unpack
+from requests_factory import make_request
 
 
 class SlowExecutor:

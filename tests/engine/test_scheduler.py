@@ -6,9 +6,8 @@ import random
 
 import msgspec
 import pytest
-from fake_runners import BLOCK_SIZE, CountingRunner, engine_config
-from requests_factory import make_request
 
+from fake_runners import BLOCK_SIZE, CountingRunner, engine_config
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import RequestOutput
@@ -22,6 +21,7 @@ from nvcli.messages import (
 )
 from nvcli.runner.interface import RankContext
 from nvcli.sampling_params import SamplingParams
+from requests_factory import make_request
 
 
 class CheckingExecutor:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_runners import engine_config
-from requests_factory import make_request
 
+from fake_runners import engine_config
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import RequestOutput
 from nvcli.errors import LoadError, WorkerError
 from nvcli.messages import unpack
+from requests_factory import make_request
 
 DETECTION_SECONDS = 2.0
 

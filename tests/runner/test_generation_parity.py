@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from checkpoints import write_tiny_qwen3
 from fake_runners import engine_config
-from requests_factory import make_request
-
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.messages import unpack
 from nvcli.sampling_params import SamplingParams
+from requests_factory import make_request
 
 EOS = 1
 MAX_TOKENS = 24
@@ -59,7 +59,14 @@ def requests() -> list[Request]:
     greedy = [make_request(i, prompt, MAX_TOKENS, stop_ids=[EOS]) for i, prompt in enumerate(prompts())]
     sampled = [
         make_request(
-            1000 + 10 * i + j, prompt, MAX_TOKENS, stop_ids=[EOS], sampling=params, seed=params.seed or 0, row=i, sample=j
+            1000 + 10 * i + j,
+            prompt,
+            MAX_TOKENS,
+            stop_ids=[EOS],
+            sampling=params,
+            seed=params.seed or 0,
+            row=i,
+            sample=j,
         )
         for i, prompt in enumerate(prompts()[::3])
         for j, params in enumerate(SAMPLED)

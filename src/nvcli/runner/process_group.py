@@ -26,7 +26,8 @@ def join_process_group(config: EngineConfig, context: RankContext, device: torch
     is_master = context.rank == 0
     port = 0 if is_master else context.wait_for_port()
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        _LOCALHOST, port, size, is_master, timeout=timeout, wait_for_workers=False)
+        _LOCALHOST, port, size, is_master, timeout=timeout, wait_for_workers=False
+    )
     if is_master:
         context.publish_port(store.port)
     if device.type == "cuda":
