@@ -23,9 +23,9 @@ from nvcli.messages import EngineReady, StepInput, StepOutput, max_step_input_by
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 
-_RANK_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Idle OpenMP threads sleep instead of spinning: on a CPU they would take the cores from the engine, the parent and
-each other (measured on two cores beside one busy process: 1.2 ms a step against 7 to 160 ms)."""
+_RANK_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
+"""Idle OpenMP threads spin for some microseconds and then sleep. Left to spin on a CPU they take the cores from the
+engine, the parent and each other: a small model's step beside one busy process took 7 to 160 ms, and 2 so."""
 
 _CULPRIT_SECONDS = 0.3
 """After a first failure, how long to listen for others: a rank that dies takes its peers' collectives with it."""
