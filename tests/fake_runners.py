@@ -84,6 +84,15 @@ class SlowRunner(CountingRunner):
         return super().launch(step)
 
 
+class LaggingRunner(CountingRunner):
+    """Rank 1 takes its time; nothing makes rank 0 wait for it."""
+
+    def launch(self, step: StepInput) -> Output | None:
+        if self.context.rank == 1:
+            time.sleep(0.02)
+        return super().launch(step)
+
+
 class FailingRunner(CountingRunner):
     """Rank 1 (or the only rank) fails in step 5."""
 

@@ -55,8 +55,10 @@ def test_unread_messages_are_never_overwritten() -> None:
     spec = ChannelSpec.create(10, num_readers=1, num_slots=2)
     writer = ChannelWriter(spec)
     writer.send(b"1")
+    assert writer.has_room
     writer.send(b"2")
-    with pytest.raises(AssertionError, match="behind"):
+    assert not writer.has_room
+    with pytest.raises(AssertionError, match="overwrite"):
         writer.send(b"3")
     writer.close()
     close_fds((*spec.read_fds, spec.memory_fd))

@@ -85,14 +85,19 @@ class ChannelWriter:
         self._write_fds = spec.write_fds
         self._sequence = 0
 
+    @property
+    def has_room(self) -> bool:
+        """Whether every reader is far enough for one more message."""
+        acknowledged = (_ACK.unpack_from(self._memory, r * _ALIGN)[0] for r in range(len(self._write_fds)))
+        return self._sequence < min(acknowledged) + self._spec.num_slots
+
     def send(self, message: bytes) -> None:
-        """Raises ChannelClosed when a reader is gone."""
+        """Needs room. Raises ChannelClosed when a reader is gone."""
         spec = self._spec
         sequence = self._sequence + 1
         if len(message) > spec.capacity:
             raise ValueError(f"message of {len(message)} bytes is larger than the channel's {spec.capacity}")
-        oldest = min(_ACK.unpack_from(self._memory, r * _ALIGN)[0] for r in range(len(spec.read_fds)))
-        assert oldest + spec.num_slots >= sequence, "a reader is further behind than steps can be in flight"
+        assert self.has_room, "it would overwrite a message that was not read"
         start = spec.slot_offset(sequence) + _HEADER.size
         self._memory[start : start + len(message)] = message
         _HEADER.pack_into(self._memory, start - _HEADER.size, sequence, len(message))
