@@ -210,7 +210,7 @@ def main() -> None:
         for engine, values in seconds.items():
             median = statistics.median(values)
             print(
-                f"{engine:>15}: {median:7.1f} s, {num_tokens / median:7.0f} tokens/s, {median / baseline:5.2f}x the time"
+                f"{engine:>15}: {median:6.1f} s, {num_tokens / median:6.0f} tokens/s, {median / baseline:.2f}x the time"
             )
 
 

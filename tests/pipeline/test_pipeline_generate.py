@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
 
+from fake_engine import FakeEngine
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import CapacityError, ConfigError, LoadError, WorkerError
