@@ -17,8 +17,10 @@ import select
 import struct
 from dataclasses import dataclass
 
-_HEADER = struct.Struct("<QQ")  # sequence number, length
-_ACK = struct.Struct("<Q")
+_HEADER = struct.Struct("@QQ")  # sequence number, length
+# Native and aligned: written and read in one piece. With "<" it would go byte by byte, and a reader that looks in
+# between 255 and 256 would see 0.
+_ACK = struct.Struct("@Q")
 _ALIGN = 64
 
 
@@ -88,8 +90,8 @@ class ChannelWriter:
     @property
     def has_room(self) -> bool:
         """Whether every reader is far enough for one more message."""
-        acknowledged = (_ACK.unpack_from(self._memory, r * _ALIGN)[0] for r in range(len(self._write_fds)))
-        return self._sequence < min(acknowledged) + self._spec.num_slots
+        last_read: list[int] = [_ACK.unpack_from(self._memory, r * _ALIGN)[0] for r in range(len(self._write_fds))]
+        return self._sequence < min(last_read) + self._spec.num_slots
 
     def send(self, message: bytes) -> None:
         """Needs room. Raises ChannelClosed when a reader is gone."""
