@@ -12,6 +12,9 @@ import pytest
 # Before torch is imported anywhere. Ranks inherit it; two of them on two cores must not fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before Triton is imported anywhere. Where there is no GPU, nothing but the tests of kernels uses it: interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

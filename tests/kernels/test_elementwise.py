@@ -7,7 +7,7 @@ import torch
 
 from nvcli.kernels.activation import silu_and_mul
 from nvcli.kernels.norm import add_rms_norm, rms_norm
-from nvcli.kernels.rotary import apply_rope, qk_norm_rope
+from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 
@@ -48,11 +48,23 @@ def test_rope_turns_pairs_by_their_angle() -> None:
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_qk_norm_rope_cuts_norms_and_rotates(normed: bool) -> None:
+def test_qk_norm_rope_store_cuts_norms_rotates_and_stores(normed: bool) -> None:
     qkv, angles = torch.randn(3, (4 + 2 + 2) * 8), torch.rand(3, 4)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     q_weight, k_weight = (torch.randn(8), torch.randn(8)) if normed else (None, None)
-    q, k, v = qk_norm_rope(qkv, cos_sin, num_heads=4, num_kv_heads=2, q_weight=q_weight, k_weight=k_weight, eps=1e-6)
+    k_cache, v_cache = torch.zeros(2, 4, 5, 2, 8)  # 4 blocks of 5 tokens
+    q, k, v = qk_norm_rope_store(
+        qkv.clone(),
+        cos_sin,
+        k_cache,
+        v_cache,
+        torch.tensor([13, 4, 5]),
+        num_heads=4,
+        num_kv_heads=2,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=1e-6,
+    )
     heads = qkv.view(3, 8, 8)
     raw_q, raw_k = heads[:, :4], heads[:, 4:6]
     if q_weight is not None and k_weight is not None:
@@ -60,3 +72,7 @@ def test_qk_norm_rope_cuts_norms_and_rotates(normed: bool) -> None:
     torch.testing.assert_close(q, apply_rope(raw_q, cos_sin))
     torch.testing.assert_close(k, apply_rope(raw_k, cos_sin))
     torch.testing.assert_close(v, heads[:, 6:])
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        expected = torch.zeros(4, 5, 2, 8)
+        expected[2, 3], expected[0, 4], expected[1, 0] = new
+        assert torch.equal(cache, expected)

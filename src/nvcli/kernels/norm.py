@@ -1,4 +1,5 @@
-"""RMSNorm, alone and fused with the addition to the residual stream. Plain torch: what every faster version must give.
+"""RMSNorm, alone and fused with the addition to the residual stream. Plain torch is the reference; CUDA tensors take
+the Triton kernels that are held to it.
 
 Computed in float32 whatever the storage type, weight included, and rounded once at the end.
 """
@@ -11,12 +12,23 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) × weight over the last dimension. x: [..., H], weight: [H] → [..., H]."""
+    if x.is_cuda:
+        from nvcli.kernels.triton import norm
+
+        return norm.rms_norm(x, weight, eps)
     x32 = x.float()
     mean_square = x32.square().mean(-1, keepdim=True)
     return (x32 * torch.rsqrt(mean_square + eps)).mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add `delta` to `residual` in place, and return the norm of the sum. delta, residual: [T, H] → [T, H]."""
-    residual.add_(delta)
+    """Add `delta` to `residual` in place, and return the norm of the sum. delta, residual: [T, H] → [T, H].
+
+    `delta` may be float32 parts [P, T, H], which are added up first (`linear.linear_parts`).
+    """
+    if residual.is_cuda:
+        from nvcli.kernels.triton import norm
+
+        return norm.add_rms_norm(delta, residual, weight, eps)
+    residual.add_(delta.sum(dim=0) if delta.dim() == 3 else delta)
     return rms_norm(residual, weight, eps)

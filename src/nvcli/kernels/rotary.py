@@ -1,4 +1,5 @@
-"""Rotary position embedding of queries and keys, with the norm of Qwen3's heads. Plain torch: the reference.
+"""From the fused q/k/v projection to attention: the norm of Qwen3's heads, rotary positions, and the store of k and v.
+Plain torch is the reference; CUDA tensors take the Triton kernel that is held to it.
 
 The rotation is the half-split kind (GPT-NeoX, and every Hugging Face Qwen or Llama): dimension i turns with i + D/2.
 """
@@ -21,9 +22,12 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def qk_norm_rope(
+def qk_norm_rope_store(
     qkv: Tensor,
     cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -31,11 +35,29 @@ def qk_norm_rope(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut the fused projection into q, k and v; norm each head of q and k where there are weights; rotate q and k.
+    """Cut the fused projection into q, k and v; norm each head of q and k where there are weights; rotate q and k;
+    store k and v in the cache.
 
-    qkv: [T, (num_heads + 2 num_kv_heads) × D]; cos_sin: [T, D] float32; weights: [D]
-    → q [T, num_heads, D], k and v [T, num_kv_heads, D]; v is a view of qkv.
+    qkv: [T, (num_heads + 2 num_kv_heads) × D], used up: what it holds afterwards is undefined, but for the views below;
+    cos_sin: [T, D] float32; caches: [num_blocks, block_size, num_kv_heads, D], contiguous; slot_mapping: [T] int64,
+    block id × block_size + offset of each token (several padding tokens may share one of the null block); weights: [D]
+    → q [T, num_heads, D], contiguous; k and v [T, num_kv_heads, D], which may be views of qkv.
     """
+    if qkv.is_cuda:
+        from nvcli.kernels.triton import rotary
+
+        return rotary.qk_norm_rope_store(
+            qkv,
+            cos_sin,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+        )
     head_dim = cos_sin.shape[-1]
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
@@ -43,4 +65,7 @@ def qk_norm_rope(
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps)
-    return apply_rope(q, cos_sin), apply_rope(k, cos_sin), v
+    q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
+    return q, k, v

@@ -1,4 +1,5 @@
-"""Choosing a token from logits, in plain torch. The definition that faster kernels are held to.
+"""Choosing a token from logits. `sample` and `likely_threshold` are what the sampler calls: CUDA tensors take the
+Triton kernels, others the plain torch below, which is the definition that the kernels are held to.
 
 Shapes: N rows, V vocabulary. Rows are independent: nothing here depends on how rows are batched.
 """
@@ -9,6 +10,73 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.philox import token_uniforms
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    samples: Tensor,
+    *,
+    slots: Tensor | None = None,
+    threshold: Tensor | None = None,
+) -> Tensor:
+    """One token for each row: the likeliest where `temperature` is 0, else drawn from softmax(logits / temperature).
+
+    logits: [N, V], rows may lie apart; positions: [N] int32 or int64, of the tokens to be sampled; temperature [N]
+    float32; seeds, rows and samples: [N] int64. With `slots` [N] int64 these four are tables instead, and logits row i
+    takes their row `slots[i]`. threshold: [N] float32 from `likely_threshold`; tokens whose logit / temperature is
+    below it are left out. → [N] int32. Of equally good tokens the first is taken; on CUDA a NaN never wins.
+
+    The kernels agree with `gumbel_max` bit for bit in the random numbers, and up to the last bits in their logarithms:
+    another token may come out where two scores are equal to about 1e-6 of their size.
+    """
+    if logits.is_cuda:
+        from nvcli.kernels.triton import sampling
+
+        return sampling.sample(logits, temperature, seeds, positions, rows, samples, slots=slots, threshold=threshold)
+    if slots is not None:
+        temperature, seeds, rows, samples = temperature[slots], seeds[slots], rows[slots], samples[slots]
+    logits = logits.float()
+    if threshold is not None:
+        scale = torch.where(temperature > 0, temperature, 1.0)
+        logits = logits.masked_fill(logits / scale[:, None] < threshold[:, None], -torch.inf)
+    if not (temperature > 0).any():
+        return greedy(logits).int()
+    return gumbel_max(logits, temperature, seeds, positions.long(), rows, samples).int()
+
+
+def likely_threshold(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """The smallest logit / temperature that top-k, top-p and min-p leave in (see `keep_likely`) for each row.
+
+    logits: [N, V], rows may lie apart, not yet divided; the others: [N] float32 (top_k int32), or with `slots` [N]
+    tables. → [N] float32, -inf where temperature is 0 or nothing limits. Rows without limits cost next to nothing.
+
+    The kernel's thresholds are exact, but for top-p's, which is exact up to the order in which probabilities are added:
+    a token may be in or out where the mass of the likelier ones equals top_p to about 1e-6.
+    """
+    if logits.is_cuda:
+        from nvcli.kernels.triton import threshold
+
+        return threshold.likely_threshold(logits, temperature, top_k, top_p, min_p, slots=slots)
+    if slots is not None:
+        temperature, top_k, top_p, min_p = temperature[slots], top_k[slots], top_p[slots], min_p[slots]
+    out = torch.full_like(temperature, -torch.inf)
+    limited = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero()[:, 0]
+    if len(limited):
+        scaled = logits[limited].float() / temperature[limited, None]
+        out[limited] = _scaled_threshold(scaled, top_k[limited], top_p[limited], min_p[limited])
+    return out
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -38,8 +106,14 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     it. min_p: [N], tokens less likely than min_p × the likeliest. Each limit is a threshold on the logit: tokens of
     equal logit are kept or dropped together, so no order among them is needed.
     """
-    vocab_size = logits.shape[-1]
-    descending = logits.sort(dim=-1, descending=True).values
+    threshold = _scaled_threshold(logits, top_k, top_p, min_p)
+    return logits.masked_fill(logits < threshold[:, None], -torch.inf)
+
+
+def _scaled_threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[N, V] logits, divided by the temperature → [N]: what is smaller is left out."""
+    vocab_size = scaled.shape[-1]
+    descending = scaled.sort(dim=-1, descending=True).values
     last = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long() - 1
     k_threshold = descending.gather(1, last[:, None])
     probabilities = torch.where(descending >= k_threshold, descending, -torch.inf).softmax(dim=-1)
@@ -50,8 +124,7 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
     p_threshold = torch.where((top_p >= 1)[:, None], -torch.inf, p_threshold)
     # log(0) is -inf: off.
     m_threshold = descending[:, :1] + min_p.log()[:, None]
-    threshold = torch.maximum(torch.maximum(k_threshold, p_threshold), m_threshold)
-    return logits.masked_fill(logits < threshold, -torch.inf)
+    return torch.maximum(torch.maximum(k_threshold, p_threshold), m_threshold)[:, 0]
 
 
 def apply_penalties(

@@ -1,7 +1,8 @@
 """The building blocks of decoder models. They know no requests, no device and no config but ModelConfig.
 
-Residual stream: a block takes `delta`, what the block before it computed, and `residual`, the stream; its first norm
-adds the one to the other (in place) and norms the sum in one go. Shapes: T tokens, H hidden, D head_dim.
+Residual stream: a block takes `delta`, what the block before it computed (whole, or in parts that add up to it), and
+`residual`, the stream; its first norm adds the one to the other (in place) and norms the sum in one go. Shapes: T
+tokens, H hidden, D head_dim.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from torch import Tensor, nn
 
 from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.kernels.activation import silu_and_mul
 from nvcli.kernels.norm import add_rms_norm, rms_norm
-from nvcli.kernels.rotary import qk_norm_rope
+from nvcli.kernels.rotary import qk_norm_rope_store
 from nvcli.models.config import ModelConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, Projection, RowParallelLinear
 from nvcli.models.weights import WeightModule, WeightSource, whole
@@ -58,7 +58,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(build, intermediate, hidden, name="down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.gate_up_proj.gated(x))
         return out
 
 
@@ -102,9 +102,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(build, head_dim, self.eps) if qk_norm else None
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: ForwardBatch) -> Tensor:
-        q, k, v = qk_norm_rope(
+        k_cache, v_cache = batch.kv_cache.layer(self.spec.layer)
+        q, k, v = qk_norm_rope_store(
             self.qkv_proj(x),
             cos_sin,
+            k_cache,
+            v_cache,
+            batch.slot_mapping,
             num_heads=self.spec.num_heads,
             num_kv_heads=self.spec.num_kv_heads,
             q_weight=None if self.q_norm is None else self.q_norm.weight,

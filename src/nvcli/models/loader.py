@@ -63,6 +63,19 @@ def load_weights(model: CausalLM, path: Path, device: torch.device) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
+def make_up_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
+    """Random weights of a usual size instead of a checkpoint's, alike in every run; for benchmarks. Returns bytes."""
+    materialize(model, device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Memory on `device` for every parameter, uninitialised; shared parameters stay shared. Buffers are computed."""
     made: dict[int, nn.Parameter] = {}

@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.linear import gated_linear, linear, linear_parts
 from nvcli.models.weights import WeightModule, WeightSource, whole
 
 
@@ -115,6 +117,14 @@ class LinearMethod(ABC):
     def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
         """[T, columns] → [T, rows] of this rank."""
 
+    def apply_gated(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        """For a layer that fuses gate and up: silu(gate) × up. [T, columns] → [T, rows / 2]."""
+        return silu_and_mul(self.apply(layer, x, with_bias=True))
+
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        """[T, columns] → [T, rows], or float32 parts [P, T, rows] of it, for a sum that takes either."""
+        return self.apply(layer, x, with_bias=True)
+
 
 class PlainLinearMethod(LinearMethod):
     """Weights as they are, in the model's dtype."""
@@ -148,7 +158,13 @@ class PlainLinearMethod(LinearMethod):
             start = end
 
     def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
-        return F.linear(x, layer.weight, layer.bias if with_bias else None)
+        return linear(x, layer.weight, layer.bias if with_bias else None)
+
+    def apply_gated(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        return gated_linear(x, layer.weight) if layer.bias is None else super().apply_gated(layer, x)
+
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        return linear_parts(x, layer.weight) if layer.bias is None else super().apply_for_sum(layer, x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +214,16 @@ class ColumnParallelLinear(ShardedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(self, x, with_bias=True)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(first projection) × second: [T, in] → [T, this rank's outputs / 2]."""
+        return self.method.apply_gated(self, x)
+
 
 class RowParallelLinear(ShardedLinear):
-    """A projection cut by inputs, summed over the ranks. [T, this rank's inputs] → [T, out]."""
+    """A projection cut by inputs, summed over the ranks. [T, this rank's inputs] → [T, out].
+
+    With one rank it may give float32 parts [P, T, out], for the residual sum to add up.
+    """
 
     def __init__(
         self, build: BuildContext, in_features: int, out_features: int, *, name: str, bias: bool = False
@@ -217,6 +240,8 @@ class RowParallelLinear(ShardedLinear):
         super().__init__(build, [piece], bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return self.method.apply_for_sum(self, x)
         # Every rank holds the bias, one adds it: it must enter the sum once.
         return self.group.all_reduce(self.method.apply(self, x, with_bias=self.group.rank == 0))
 

@@ -1,0 +1,54 @@
+"""Matrix products of linear layers. cuBLAS does nearly all of them; where a step has few rows and the weight is small,
+launches and the tail of each product cost more than the product, and Triton kernels that split and fuse win.
+
+Shapes: T rows, `in` and `out` features.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nvcli.kernels.activation import silu_and_mul
+
+_SMALL_WEIGHT = 8 << 20
+"""Elements. Qwen3-0.6B's largest layer has 6.3 M, and gains; Qwen3-8B's smallest has 16.8 M, and does not."""
+_FEW_ROWS = 128
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b. x: [T, in]; weight: [out, in] → [T, out]."""
+    if bias is None and _is_small(x, weight):
+        from nvcli.kernels.triton import linear as kernels
+
+        return kernels.linear(x, weight)
+    return F.linear(x, weight, bias)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ, or float32 parts that add up to it: [T, out] or [P, T, out]. `add_rms_norm` takes either."""
+    if _is_small(x, weight):
+        from nvcli.kernels.triton import linear as kernels
+
+        return kernels.linear_parts(x, weight)
+    return F.linear(x, weight)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. weight: [2 × out, in] → [T, out]."""
+    if _is_small(x, weight):
+        from nvcli.kernels.triton import linear as kernels
+
+        return kernels.gated_linear(x, weight)
+    return silu_and_mul(F.linear(x, weight))
+
+
+def _is_small(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.is_cuda
+        and 0 < x.shape[0] <= _FEW_ROWS
+        and weight.numel() <= _SMALL_WEIGHT
+        and weight.element_size() == 2
+        and weight.shape[0] % 64 == 0
+        and weight.shape[1] % 256 == 0
+    )

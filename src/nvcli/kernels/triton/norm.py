@@ -1,0 +1,82 @@
+"""RMSNorm and add+RMSNorm: one program for each row, the whole row in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_THREAD_ELEMENTS = 16
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    x_part_stride,
+    x_row_stride,
+    residual_row_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+):
+    """out = norm(x) × weight; with ADD: residual += x, rounded as it is stored, and the norm is that of the sum.
+    x is the sum of NUM_PARTS parts."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    # Both loads are on their way before either is waited for.
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        part_ptrs = x_ptr + part * x_part_stride + row * x_row_stride + columns
+        x += tl.load(part_ptrs, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        residual_ptrs = residual_ptr + row * residual_row_stride + columns
+        total = (tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, total, mask=inside)
+        x = total.to(tl.float32)
+    mean_square = tl.sum(x * x, axis=0) / SIZE
+    normed = x * tl.rsqrt(mean_square + eps) * weight
+    tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `nvcli.kernels.norm.rms_norm`. x: [..., H], its last dimension dense → [..., H], contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(rows.unsqueeze(0), rows, weight, out, eps, add=False)
+    return out
+
+
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `nvcli.kernels.norm.add_rms_norm`. The last dimensions are dense → [T, H], contiguous."""
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    _launch(delta if delta.dim() == 3 else delta.unsqueeze(0), residual, weight, out, eps, add=True)
+    return out
+
+
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool) -> None:
+    num_parts, num_rows, size = x.shape
+    assert x.stride(-1) == residual.stride(-1) == 1
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        x.stride(0),
+        x.stride(1),
+        residual.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        ADD=add,
+        NUM_PARTS=num_parts,
+        num_warps=min(max(block // (32 * _THREAD_ELEMENTS), 1), 16),
+    )

@@ -1,0 +1,49 @@
+"""The counter-based random numbers of `nvcli.kernels.philox`, bit for bit, inside kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def quad_uniforms(quads, seed, position, row, sample):
+    """Uniform numbers of the tokens 4 q to 4 q + 3 for each q of `quads` [Q] int32 → [Q, 4] float32.
+
+    The other arguments are scalars. `tl.philox` is Philox4x32-10 with the same order of key and counter words as ours.
+    """
+    words = tl.philox(
+        seed, quads.to(tl.uint32, bitcast=True), position.to(tl.uint32), row.to(tl.uint32), sample.to(tl.uint32)
+    )
+    even = tl.join(words[0], words[2])
+    odd = tl.join(words[1], words[3])
+    word = tl.reshape(tl.join(even, odd), (quads.shape[0], 4))  # [q, i, j] is word 2 i + j
+    # The top 23 bits as the mantissa of a number in [1, 2); what is then taken away leaves them and a half, exactly.
+    return ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+
+
+@triton.jit
+def _token_uniforms_kernel(seeds_ptr, positions_ptr, rows_ptr, samples_ptr, out_ptr, vocab_size, QUADS: tl.constexpr):
+    index = tl.program_id(0)
+    quads = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
+    uniforms = quad_uniforms(
+        quads,
+        tl.load(seeds_ptr + index),
+        tl.load(positions_ptr + index),
+        tl.load(rows_ptr + index),
+        tl.load(samples_ptr + index),
+    )
+    tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out_ptr + index.to(tl.int64) * vocab_size + tokens, uniforms, mask=tokens < vocab_size)
+
+
+def token_uniforms(seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor, vocab_size: int) -> Tensor:
+    """See `nvcli.kernels.philox.token_uniforms`. The sampler makes these numbers where it uses them; this one shows
+    them to tests."""
+    quads = 256
+    out = torch.empty(len(seeds), vocab_size, dtype=torch.float32, device=seeds.device)
+    grid = (len(seeds), triton.cdiv(vocab_size, 4 * quads))
+    _token_uniforms_kernel[grid](seeds, positions, rows, samples, out, vocab_size, QUADS=quads)
+    return out

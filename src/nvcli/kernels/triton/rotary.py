@@ -1,0 +1,144 @@
+"""q/k norm, RoPE and the store into the paged cache in one kernel: a program for each token and a few of its heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS_PER_PROGRAM = 16
+"""Measured on an H200 with 16 and 32 heads: within 0.1 us of the best for any number of tokens."""
+
+
+@triton.jit
+def _norm_and_turn(
+    first, second, weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
+):
+    """Both halves of some heads: [heads, D/2] float32 each → the same, normed where NORM and turned by the angles."""
+    if NORM:
+        mean_square = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM
+        scale = tl.rsqrt(mean_square + eps)[:, None]
+        weight = weight_ptr + halves
+        first = first * scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
+        second = second * scale * tl.load(weight + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _qk_norm_rope_store_kernel(
+    qkv_ptr,
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    eps,
+    qkv_row_stride,
+    cache_slot_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+):
+    """Program (token, group of heads); groups of q come first, then those of k, then those of v."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
+    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    halves = tl.arange(0, BLOCK_HALF)
+    inside = halves < HALF
+    lanes = tl.arange(0, HEADS_PER_PROGRAM)
+    angles = cos_sin_ptr + token * HEAD_DIM + halves
+    qkv_row = qkv_ptr + token * qkv_row_stride
+    if group < Q_GROUPS:
+        heads = group * HEADS_PER_PROGRAM + lanes
+        mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
+        offsets = heads[:, None] * HEAD_DIM + halves[None, :]
+        first = tl.load(qkv_row + offsets, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(qkv_row + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+        cos = tl.load(angles, mask=inside, other=0.0)[None, :]
+        sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
+        first, second = _norm_and_turn(first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_Q)
+        target = q_out_ptr + token * (NUM_HEADS * HEAD_DIM) + offsets
+        tl.store(target, first.to(q_out_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + HALF, second.to(q_out_ptr.dtype.element_ty), mask=mask)
+    else:
+        is_key = group < Q_GROUPS + KV_GROUPS
+        heads = (group - Q_GROUPS) % KV_GROUPS * HEADS_PER_PROGRAM + lanes
+        mask = (heads < NUM_KV_HEADS)[:, None] & inside[None, :]
+        offsets = heads[:, None] * HEAD_DIM + halves[None, :]
+        cached = tl.load(slot_mapping_ptr + token) * cache_slot_stride + offsets
+        if is_key:
+            source = qkv_row + NUM_HEADS * HEAD_DIM + offsets
+            first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+            cos = tl.load(angles, mask=inside, other=0.0)[None, :]
+            sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
+            first, second = _norm_and_turn(first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_K)
+            # Rounded once, to the model's type; the cache may hold another.
+            k_first, k_second = first.to(qkv_ptr.dtype.element_ty), second.to(qkv_ptr.dtype.element_ty)
+            tl.store(source, k_first, mask=mask)
+            tl.store(source + HALF, k_second, mask=mask)
+            tl.store(k_cache_ptr + cached, k_first.to(k_cache_ptr.dtype.element_ty), mask=mask)
+            tl.store(k_cache_ptr + cached + HALF, k_second.to(k_cache_ptr.dtype.element_ty), mask=mask)
+        else:
+            source = qkv_row + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + offsets
+            v_first = tl.load(source, mask=mask, other=0.0).to(v_cache_ptr.dtype.element_ty)
+            v_second = tl.load(source + HALF, mask=mask, other=0.0).to(v_cache_ptr.dtype.element_ty)
+            tl.store(v_cache_ptr + cached, v_first, mask=mask)
+            tl.store(v_cache_ptr + cached + HALF, v_second, mask=mask)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`, where k is turned in place."""
+    num_tokens, head_dim = cos_sin.shape
+    assert qkv.stride(1) == 1
+    assert cos_sin.is_contiguous()
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    heads_per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    kv_groups = triton.cdiv(num_kv_heads, heads_per_program)
+    block_half = triton.next_power_of_2(head_dim // 2)
+    _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, heads_per_program) + 2 * kv_groups)](
+        qkv,
+        cos_sin,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        q,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        eps,
+        qkv.stride(0),
+        k_cache.stride(1),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_HALF=block_half,
+        HEADS_PER_PROGRAM=heads_per_program,
+        NORM_Q=q_weight is not None,
+        NORM_K=k_weight is not None,
+        num_warps=max(1, heads_per_program * block_half // 256),  # 16 elements a thread
+    )
+    heads = qkv.unflatten(1, (-1, head_dim))
+    return q, heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]

@@ -1,0 +1,31 @@
+"""Where Triton kernels are tested: compiled on the GPU if there is one, else interpreted on the CPU, in float32.
+
+Without Triton the test module that imports this is skipped. `MARKS` is for its `pytestmark`: on a GPU machine these
+tests are GPU tests like the others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+HAS_GPU = torch.cuda.is_available()
+# conftest.py sets it, before Triton is imported.
+assert HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+INTERPRETED_MARKS = [
+    # The interpreter counts loops with arrays of one element, and numpy warns where a kernel meets a NaN.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+]
+MARKS = [pytest.mark.gpu] if HAS_GPU else INTERPRETED_MARKS
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if HAS_GPU else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Absolute and relative, for numbers of about 1: two units in the last place of the half types."""

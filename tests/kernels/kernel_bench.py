@@ -1,0 +1,259 @@
+"""Times the Triton kernels against torch operations and memory bandwidth: `python tests/kernels/kernel_bench.py`.
+
+Each call is one of 20 in a CUDA graph, so that launches cost what they cost in a decode step; inputs are in L2 where
+they fit, as in a step, where the kernel before has just written them. `floor` is bytes / bandwidth.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from nvcli.kernels import activation, norm, rotary, sampling
+from nvcli.kernels.decode_inputs import DecodeInputs, decode_inputs
+
+VOCAB_SIZE = 151_936
+MODELS = {"0.6B": (1024, 16, 8, 3072), "8B": (4096, 32, 8, 12288)}
+ROWS = (1, 64, 256, 1024)
+BYTES_PER_US = 4.3e6 if "H200" in torch.cuda.get_device_name() else 3.0e6
+
+
+def microseconds(function: Callable[[], object], calls: int = 20) -> float:
+    """Of one call, the least of five replays."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(6):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return min(times[1:])
+
+
+def row(name: str, times: list[tuple[float, float, float]]) -> None:
+    cells = " | ".join(f"{here:7.1f} {there:8.1f} {floor:6.1f}" for here, there, floor in times)
+    print(f"{name:28s} | {cells}", flush=True)
+
+
+def bench_layers(model: str) -> None:
+    hidden, heads, kv_heads, intermediate = MODELS[model]
+    times: dict[str, list[tuple[float, float, float]]] = {
+        "add_rms_norm": [],
+        "silu_and_mul": [],
+        "qk_norm_rope_store": [],
+    }
+    for n in ROWS:
+
+        def bf16(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+        delta, residual, weight = bf16(n, hidden), bf16(n, hidden), bf16(hidden)
+
+        def torch_norm(delta=delta, residual=residual, weight=weight):  # type: ignore[no-untyped-def]
+            residual.add_(delta)
+            return F.rms_norm(residual, (weight.shape[0],), weight, 1e-6)
+
+        times["add_rms_norm"].append(
+            (
+                microseconds(lambda: norm.add_rms_norm(delta, residual, weight, 1e-6)),  # noqa: B023
+                microseconds(torch_norm),
+                n * hidden * 2 * 4 / BYTES_PER_US,
+            )
+        )
+        gate_up = bf16(n, 2 * intermediate)
+        times["silu_and_mul"].append(
+            (
+                microseconds(lambda: activation.silu_and_mul(gate_up)),  # noqa: B023
+                microseconds(lambda: F.silu(gate_up[:, :intermediate]) * gate_up[:, intermediate:]),  # noqa: B023
+                n * intermediate * 2 * 3 / BYTES_PER_US,
+            )
+        )
+        width = (heads + 2 * kv_heads) * 128
+        qkv, cos_sin, head_weight = bf16(n, width), torch.randn(n, 128, device="cuda"), bf16(128)
+        cache, slots = torch.zeros(2, 512, 16, kv_heads, 128, device="cuda", dtype=torch.bfloat16), torch.randperm(8192)
+        slots = slots[:n].cuda()
+        q, k, v = qkv.unflatten(1, (-1, 128)).split((heads, kv_heads, kv_heads), dim=1)
+
+        def torch_rope():  # type: ignore[no-untyped-def]
+            for x in (q, k):  # noqa: B023
+                rotary.apply_rope(F.rms_norm(x, (128,), head_weight, 1e-6), cos_sin)  # noqa: B023
+            cache[0].flatten(0, 1).index_copy_(0, slots, k)  # noqa: B023
+            cache[1].flatten(0, 1).index_copy_(0, slots, v)  # noqa: B023
+
+        times["qk_norm_rope_store"].append(
+            (
+                microseconds(
+                    lambda: rotary.qk_norm_rope_store(
+                        qkv,  # noqa: B023
+                        cos_sin,  # noqa: B023
+                        cache[0],  # noqa: B023
+                        cache[1],  # noqa: B023
+                        slots,  # noqa: B023
+                        num_heads=heads,
+                        num_kv_heads=kv_heads,
+                        q_weight=head_weight,  # noqa: B023
+                        k_weight=head_weight,  # noqa: B023
+                        eps=1e-6,
+                    )
+                ),
+                microseconds(torch_rope),
+                n * (2 * width + kv_heads * 128 + 256) * 2 / BYTES_PER_US,
+            )
+        )
+    for name, cells in times.items():
+        row(f"{name} {model}", cells)
+
+
+def sampler_inputs(n: int, scale: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logits = torch.randn(n, VOCAB_SIZE, device="cuda").mul_(scale).to(torch.bfloat16)
+    ints = torch.arange(n, device="cuda")
+    return logits, {"seeds": ints, "positions": ints.int(), "rows": ints, "samples": ints}
+
+
+def bench_sampler() -> None:
+    greedy, gumbel, limited = [], [], []
+    for n in ROWS:
+        logits, keys = sampler_inputs(n, 3.0)
+        floor = logits.nbytes / BYTES_PER_US
+        zero, warm = torch.zeros(n, device="cuda"), torch.full((n,), 0.6, device="cuda")
+
+        def torch_sampler(logits=logits, warm=warm):  # type: ignore[no-untyped-def]
+            p = (logits.float() / warm[:, None]).softmax(-1)
+            return p.div_(torch.empty_like(p).exponential_(1)).argmax(-1)
+
+        greedy.append(
+            (
+                microseconds(lambda: sampling.sample(logits, zero, **keys), 4),  # noqa: B023
+                microseconds(lambda: logits.argmax(-1), 4),  # noqa: B023
+                floor,
+            )
+        )
+        sampled = microseconds(lambda: sampling.sample(logits, warm, **keys), 4)  # noqa: B023
+        gumbel.append((sampled, microseconds(torch_sampler, 4), floor))
+        if n > 256:
+            continue
+        limits = {
+            "off": (0, 1.0, 0.0),
+            "k50": (50, 1.0, 0.0),
+            "p.95": (0, 0.95, 0.0),
+            "k50 p.95": (50, 0.95, 0.0),
+            "m.05": (0, 1.0, 0.05),
+        }
+        for name, (top_k, top_p, min_p) in limits.items():
+            k = torch.full((n,), top_k, device="cuda", dtype=torch.int32)
+            p, m = torch.full((n,), top_p, device="cuda"), torch.full((n,), min_p, device="cuda")
+            here = microseconds(lambda: sampling.likely_threshold(logits, warm, k, p, m), 4)  # noqa: B023
+            limited.append((n, name, here))
+        sort = microseconds(lambda: sampling.keep_likely(logits.float() / warm[:, None], k, p, m), 2)  # noqa: B023
+        limited.append((n, "by sort", sort))
+        threshold = torch.zeros(n, device="cuda")
+        masked = microseconds(lambda: sampling.sample(logits, warm, **keys, threshold=threshold), 4)  # noqa: B023
+        limited.append((n, "sample with threshold", masked))
+    row("sample, all greedy", greedy)
+    row("sample, temperature 0.6", gumbel)
+    for n in sorted({n for n, _, _ in limited}):
+        print(f"likely_threshold, {n} rows: " + ", ".join(f"{name} {t:.1f}" for m, name, t in limited if m == n))
+
+
+def bench_decode_inputs() -> None:
+    times = []
+    for n in ROWS:
+        ints = torch.zeros(n, dtype=torch.int32, device="cuda")
+        out = DecodeInputs(
+            input_ids=ints,
+            positions=ints.clone(),
+            slot_mapping=ints.long(),
+            seq_lens=ints.clone(),
+            block_tables=torch.zeros(n, 256, dtype=torch.int32, device="cuda"),
+        )
+        tables = [torch.zeros(n + 1, width, dtype=torch.int32, device="cuda") for width in (4096, 256)]
+        computed, slots = torch.zeros(n + 1, dtype=torch.int32, device="cuda"), torch.arange(n, device="cuda")
+        here = microseconds(
+            lambda: decode_inputs(slots, computed, *tables, out, block_size=16, padding_slot=n)  # noqa: B023
+        )
+        times.append((here, 0.0, n * 2048 / BYTES_PER_US))
+    row("decode_inputs", times)
+
+
+def tune() -> None:
+    """Other launch parameters, for rows 1 / 16 / 32 / 64 / 256 / 1024."""
+    from nvcli.kernels.triton import activation as activation_kernels
+    from nvcli.kernels.triton import norm as norm_kernels
+    from nvcli.kernels.triton import rotary as rotary_kernels
+    from nvcli.kernels.triton import sampling as sampling_kernels
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    for hidden in (1024, 4096):
+        for elements in (8, 16, 32):
+            norm_kernels._THREAD_ELEMENTS = elements
+            cells = []
+            for n in (1, 16, 32, 64, 256, 1024):
+                delta, residual, weight = bf16(n, hidden), bf16(n, hidden), bf16(hidden)
+                cells.append(microseconds(lambda: norm.add_rms_norm(delta, residual, weight, 1e-6)))  # noqa: B023
+            print(f"tune norm H={hidden} elements={elements}", [f"{t:.2f}" for t in cells])
+    for intermediate in (3072, 12288):
+        for block in (512, 1024, 2048):
+            activation_kernels._BLOCK = block
+            cells = []
+            for n in (1, 16, 32, 64, 256, 1024):
+                gate_up = bf16(n, 2 * intermediate)
+                cells.append(microseconds(lambda: activation.silu_and_mul(gate_up)))  # noqa: B023
+            print(f"tune silu I={intermediate} block={block}", [f"{t:.2f}" for t in cells])
+    for heads in (16, 32):
+        for per_program in (1, 2, 8, 16):
+            rotary_kernels._HEADS_PER_PROGRAM = per_program
+            cells = []
+            for n in (1, 16, 32, 64, 256, 1024):
+                qkv, cos_sin, weight = bf16(n, (heads + 16) * 128), torch.randn(n, 128, device="cuda"), bf16(128)
+                cache, slots = bf16(2, 512, 16, 8, 128), torch.randperm(8192, device="cuda")[:n]
+                cells.append(
+                    microseconds(
+                        lambda: rotary.qk_norm_rope_store(
+                            qkv,  # noqa: B023
+                            cos_sin,  # noqa: B023
+                            cache[0],  # noqa: B023
+                            cache[1],  # noqa: B023
+                            slots,  # noqa: B023
+                            num_heads=heads,  # noqa: B023
+                            num_kv_heads=8,
+                            q_weight=weight,  # noqa: B023
+                            k_weight=weight,  # noqa: B023
+                            eps=1e-6,
+                        )
+                    )
+                )
+            print(f"tune rope heads={heads} per program={per_program}", [f"{t:.2f}" for t in cells])
+    for quads in (256, 512, 1024):
+        sampling_kernels._QUADS = quads
+        cells = []
+        for n in (1, 16, 32, 64, 256, 1024):
+            logits, keys = sampler_inputs(n, 3.0)
+            warm = torch.full((n,), 0.6, device="cuda")
+            cells.append(microseconds(lambda: sampling.sample(logits, warm, **keys), 4))  # noqa: B023
+        print(f"tune sampler quads={quads}", [f"{t:.2f}" for t in cells])
+
+
+if __name__ == "__main__":
+    print(torch.cuda.get_device_name(), torch.__version__)
+    print(f"us: kernel, torch, floor for rows {' | '.join(map(str, ROWS))}")
+    for model in MODELS:
+        bench_layers(model)
+    bench_sampler()
+    bench_decode_inputs()
+    if "--tune" in sys.argv:
+        tune()

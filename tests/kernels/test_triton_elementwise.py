@@ -1,0 +1,106 @@
+"""The Triton kernels of a layer against their plain-torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
+from nvcli.kernels import norm as norm_reference
+from nvcli.kernels import rotary as rotary_reference
+from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.triton import activation, norm, rotary
+
+pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
+
+
+def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """On the CPU, where the reference is computed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 48, 64, 1000, 1024, 5120])
+def test_rms_norm(size: int, dtype: torch.dtype) -> None:
+    x, weight = rand(3, size, dtype=dtype), rand(size, dtype=dtype, seed=1)
+    out = norm.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6)
+    assert_close(out, norm_reference.rms_norm(x, weight, 1e-6))
+
+
+def test_rms_norm_of_rows_that_lie_apart(dtype: torch.dtype) -> None:
+    wide, weight = rand(2, 3, 96, dtype=dtype), rand(40, dtype=dtype, seed=1)
+    out = norm.rms_norm(wide.to(DEVICE)[..., 8:48], weight.to(DEVICE), 1e-6)
+    assert_close(out, norm_reference.rms_norm(wide[..., 8:48], weight, 1e-6))
+
+
+@pytest.mark.parametrize("size", [1, 100, 2048])
+def test_add_rms_norm_updates_the_residual(size: int, dtype: torch.dtype) -> None:
+    delta, residual, weight = rand(4, size, dtype=dtype), rand(4, size, dtype=dtype, seed=1), rand(size, dtype=dtype)
+    residual_here = residual.to(DEVICE, copy=True)
+    out = norm.add_rms_norm(delta.to(DEVICE), residual_here, weight.to(DEVICE), 1e-5)
+    expected = norm_reference.add_rms_norm(delta, residual, weight, 1e-5)
+    assert torch.equal(residual_here.cpu(), residual)  # rounded as torch rounds
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("size", [1, 20, 1024, 1500])
+def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
+    gate_up = rand(3, 2 * size, dtype=dtype)
+    assert_close(activation.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(2, 1, 8), (4, 4, 64), (14, 2, 64), (40, 20, 16), (5, 5, 80), (6, 3, 96), (16, 8, 128), (8, 1, 128), (2, 1, 256)],
+)
+def test_qk_norm_rope_store(num_heads: int, num_kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    num_tokens, num_blocks, block_size = 5, 4, 16
+    qkv = rand(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = torch.rand(num_tokens, head_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    caches = rand(2, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, seed=2)
+    slots = torch.tensor([3 * 16 + 15, 2 * 16, 0, 16 + 7, 5])
+    weights = rand(2, head_dim, dtype=dtype, seed=3)
+
+    def call(function, device):  # type: ignore[no-untyped-def]
+        moved = caches.to(device, copy=True)
+        q_weight, k_weight = weights.to(device) if normed else (None, None)
+        q, k, v = function(
+            qkv.to(device, copy=True),
+            cos_sin.to(device),
+            moved[0],
+            moved[1],
+            slots.to(device),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=1e-6,
+        )
+        return q, k, v, moved
+
+    q, k, v, stored = call(rotary.qk_norm_rope_store, DEVICE)
+    expected_q, expected_k, expected_v, expected_stored = call(rotary_reference.qk_norm_rope_store, "cpu")
+    assert q.is_contiguous()
+    assert_close(q, expected_q)
+    assert_close(k, expected_k)
+    assert torch.equal(v.cpu(), expected_v)
+    assert_close(stored, expected_stored)
+    assert torch.equal(stored.cpu()[1], expected_stored[1])
+    # What attention reads later is what it is given now, and no other slot was touched.
+    assert torch.equal(stored[0].flatten(0, 1)[slots.to(DEVICE)], k)
+    others = torch.ones(num_blocks * block_size, dtype=torch.bool)
+    others[slots] = False
+    assert torch.equal(stored.cpu().flatten(1, 2)[:, others], caches.flatten(1, 2)[:, others])
+
+
+def test_no_rows_are_no_work(dtype: torch.dtype) -> None:
+    nothing, weight = torch.empty(0, 64, dtype=dtype, device=DEVICE), torch.ones(64, dtype=dtype, device=DEVICE)
+    assert norm.add_rms_norm(nothing, nothing.clone(), weight, 1e-6).shape == (0, 64)
+    assert activation.silu_and_mul(nothing).shape == (0, 32)
