@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from nvcli.attention.backend import AttentionBackend
@@ -59,19 +60,22 @@ def make_batch(
     mode = ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND
     if num_decodes == len(work):
         mode = ForwardMode.DECODE if work else ForwardMode.IDLE
+    device = kv_cache.data.device
     batch = ForwardBatch(
         mode=mode,
-        input_ids=torch.tensor(ids, dtype=torch.int32),
-        positions=torch.tensor(positions, dtype=torch.int32),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        block_tables=torch.tensor(tables, dtype=torch.int32).view(len(work), width),
-        seq_lens=torch.tensor([request.length for request, _ in work], dtype=torch.int32),
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        logits_rows=torch.arange(len(ids)),
+        input_ids=torch.tensor(ids, dtype=torch.int32, device=device),
+        positions=torch.tensor(positions, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device).view(len(work), width),
+        seq_lens=torch.tensor([request.length for request, _ in work], dtype=torch.int32, device=device),
+        seq_lens_host=np.array([request.length for request, _ in work], dtype=np.int64),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        logits_rows=torch.arange(len(ids), device=device),
         num_decodes=num_decodes,
         extend_lens=[len(tokens) for _, tokens in work[num_decodes:]],
         kv_cache=kv_cache,
         backend=backend,
     )
     backend.plan(batch)
+    backend.plan_on_device(batch)
     return batch

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import yaml
 
-from nvcli.config import EngineConfig, RunConfig, find_config_file, load_run_config, parse_size
+from nvcli.config import AttentionBackends, EngineConfig, RunConfig, find_config_file, load_run_config, parse_size
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import SamplingParams
 
@@ -58,6 +58,15 @@ ERRORS_IN_FILES = [
     ("model: m\nmax_model_len: 1", r"`max_model_len` is 1; allowed: an integer of at least 2 or null"),
     ("model: m\nseed: 9223372036854775808", r"run.yaml:2: `seed` is 9223372036854775808; allowed"),
     ("model: m\nattention_backend: fa3", r"allowed: auto, flash-attn, flashinfer, torch, triton"),
+    ("model: m\nattention_backend: 3", r"allowed: auto, .*triton or a mapping with the keys prefill, decode"),
+    (
+        "model: m\nattention_backend: {prefill: fa3}",
+        r'run.yaml:2: `attention_backend.prefill` is "fa3"; allowed: auto, flash-attn, flashinfer, torch, triton',
+    ),
+    (
+        "model: m\nattention_backend: {decod: triton}",
+        r"run.yaml:2: unknown key `attention_backend.decod`; did you mean `decode`\?",
+    ),
     ("model: m\njob: 3", r"run.yaml:2: `job` is 3; allowed: a mapping with the keys order, on_too_long"),
     ("model: m\njob:\n  order: random", r'run.yaml:3: `job.order` is "random"; allowed: completion, input'),
     ("model: m\nsampling: [1]", r"run.yaml:2: `sampling` is \[1\]; allowed: a mapping"),
@@ -131,6 +140,14 @@ def test_values_of_overrides_are_yaml(tmp_path: Path) -> None:
     )
     assert run.sampling == {"stop": ["a", "b c"], "top_p": 0.1}
     assert run.job.order == "input"
+
+
+def test_prompts_and_decode_steps_may_have_their_own_attention_backend(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: m\nattention_backend: {prefill: flash-attn}\n")
+    both = AttentionBackends(prefill="flash-attn", decode="triton")
+    assert load_run_config(path).attention_backend == AttentionBackends(prefill="flash-attn")
+    assert load_run_config(path, ["attention_backend.decode=triton"]).attention_backend == both
+    assert load_run_config(path, ["attention_backend=torch"]).attention_backend == "torch"
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

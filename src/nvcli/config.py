@@ -25,6 +25,7 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Order = Literal["completion", "input"]
+AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
 DEFAULT_CONFIG_FILE = "nvcli.yaml"
@@ -47,6 +48,13 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     on_too_long: OnTooLong = "error"
     """A prompt that leaves no room for its answer in `max_model_len`: an error row, or the prompt is cut at its left
     or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
+
+
+class AttentionBackends(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`attention_backend` where prompts and decode steps are to be attended by different ones."""
+
+    prefill: AttentionName = "auto"
+    decode: AttentionName = "auto"
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,8 +84,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Tokens in one block of the KV cache."""
     kv_cache_dtype: Literal["auto"] = "auto"
     """auto: the model's dtype."""
-    attention_backend: Literal["auto", "torch", "triton", "flash-attn", "flashinfer"] = "auto"
-    """auto: the fastest that works here."""
+    attention_backend: AttentionName | AttentionBackends = "auto"
+    """One for all work, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
     enable_prefix_caching: bool = True
     """Prompts that begin alike share the KV cache of what they have in common."""
     enforce_eager: bool = False
@@ -109,11 +117,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes for each rank; None: decided by the rank."""
     block_size: int
     attention_backend: str
+    """A name or `auto`; `prefill:decode`, each side one of those, where they differ."""
     enable_prefix_caching: bool
     enforce_eager: bool
     step_timeout: float
     replica: int = 0
     """Which data-parallel copy this is; on a GPU its rank r has device `replica * tensor_parallel_size + r`."""
+    load_format: Literal["checkpoint", "random"] = "checkpoint"
+    """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
+    record_steps: bool = False
+    """Report the times of every step to the parent."""
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -203,6 +216,8 @@ def parse_size(size: str | int | None) -> int | None:
 __all__ = [
     "DEFAULT_CONFIG_FILE",
     "FLAG_KEYS",
+    "AttentionBackends",
+    "AttentionName",
     "Device",
     "Dtype",
     "EngineConfig",

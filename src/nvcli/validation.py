@@ -75,7 +75,7 @@ def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:
         key = unknown["name"]
         full = under + path + (key,)
         return InvalidValue(
-            full, f"unknown key `{join_path(full)}`; {suggest(key, _field_names(info))}", unknown_key=True
+            full, f"unknown key `{join_path(full)}`; {suggest(key, _field_names(_container(info)))}", unknown_key=True
         )
     if not match["reason"].startswith(("Expected ", "Invalid enum value", "Object missing")):
         return InvalidValue(under + path, match["reason"])  # a struct's own __post_init__: complete as it is

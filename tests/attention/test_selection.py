@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_bench import Bench, History
 
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionCase
-from nvcli.attention.selection import select_backend
+from nvcli.attention.pair import PairedBackend
+from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.errors import ConfigError
 
@@ -24,16 +26,31 @@ class Picky(TorchBackend):
         return [f"head size {case.head_dim} is not 64", "no GPU"]
 
 
+class Other(TorchBackend):
+    name = "other"
+    captures_decode = True
+
+
 @pytest.fixture
 def _picky_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends = {"picky": f"{Picky.__module__}:Picky", "torch": selection.BACKENDS["torch"]}
+    backends = {
+        "picky": f"{Picky.__module__}:Picky",
+        "other": f"{Other.__module__}:Other",
+        "torch": BACKENDS["torch"],
+    }
     monkeypatch.setattr(selection, "BACKENDS", backends)
+    monkeypatch.setattr(selection, "AUTO_ORDER", {"cpu": ("picky", "torch")})
 
 
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_a_cpu_gets_torch(name: str) -> None:
-    backend, _ = select_backend(name, CASE)
+@pytest.mark.parametrize("choice", ["auto", "torch", "torch:auto", "auto:torch"])
+def test_a_cpu_gets_torch(choice: str) -> None:
+    backend, _ = select_backend(choice, CASE)
     assert backend.name == "torch"
+
+
+def test_auto_asks_or_explains_all_that_a_gpu_may_use() -> None:
+    assert sorted([*AUTO_ORDER["cuda"], *NOT_ASKED["cuda"]]) == sorted(BACKENDS)
+    assert AUTO_ORDER["cuda"][-1] == "torch", "what serves everything comes last"
 
 
 @pytest.mark.usefixtures("_picky_first")
@@ -41,14 +58,44 @@ def test_auto_says_why_it_passed_one_over() -> None:
     backend, notes = select_backend("auto", CASE)
     assert backend.name == "torch"
     assert any("picky" in note and "head size 16 is not 64" in note and "no GPU" in note for note in notes)
+    assert len(notes) == len(set(notes)), "prompts and decode steps were passed over for the same reason"
 
 
 @pytest.mark.usefixtures("_picky_first")
-def test_an_explicit_choice_that_cannot_work_is_an_error_with_the_reasons() -> None:
+@pytest.mark.parametrize("choice", ["picky", "torch:picky", "picky:torch"])
+def test_an_explicit_choice_that_cannot_work_is_an_error_with_the_reasons(choice: str) -> None:
     with pytest.raises(ConfigError, match=r"picky.*head size 16 is not 64; no GPU"):
-        select_backend("picky", CASE)
+        select_backend(choice, CASE)
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"'flsh'.*auto, torch"):
+    with pytest.raises(ConfigError, match=r"'flsh'.*auto, triton.*torch"):
         select_backend("flsh", CASE)
+
+
+@pytest.mark.parametrize("name", ["triton", "flash-attn", "flashinfer"])
+def test_gpu_backends_say_that_they_need_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} cannot serve this run: needs an NVIDIA GPU.*use `auto`"):
+        select_backend(name, CASE)
+
+
+@pytest.mark.usefixtures("_picky_first")
+def test_prompts_and_decode_steps_may_go_to_different_backends() -> None:
+    backend, notes = select_backend("torch:other", CASE)
+    assert (backend.name, backend.captures_decode, notes) == ("torch:other", True, [])
+
+
+def test_a_pair_sends_each_half_to_its_own() -> None:
+    class Prefill(TorchBackend):
+        def decode(self, *args: object) -> torch.Tensor:
+            raise AssertionError
+
+    class Decode(TorchBackend):
+        def extend(self, *args: object) -> torch.Tensor:
+            raise AssertionError
+
+    bench = Bench(lambda case: PairedBackend(Prefill(case), Decode(case)), num_kv_heads=2, ratio=2)  # type: ignore[arg-type]
+    a, b = History(), History()
+    bench.step((a, 30), (b, 5))
+    bench.step((a, 1), (b, 17))
+    bench.step((a, 1), (b, 1))

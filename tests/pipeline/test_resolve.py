@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nvcli.config import RunConfig
+from nvcli.config import AttentionBackends, RunConfig
 from nvcli.errors import ConfigError
 from nvcli.pipeline import resolve
 from nvcli.pipeline.resolve import detect_device, resolve_engine_config, sampling_defaults
@@ -52,6 +52,19 @@ def test_lengths_and_sizes() -> None:
         resolve_engine_config(RunConfig(model="m", max_model_len=4097), Path("/m"), Model(), found_device="cpu")
     with pytest.raises(ConfigError, match="3 does not divide"):
         resolve_engine_config(RunConfig(model="m", tensor_parallel_size=3), Path("/m"), Model(), found_device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ("torch", "torch"),
+        (AttentionBackends(prefill="torch"), "torch:auto"),
+        (AttentionBackends(prefill="triton", decode="triton"), "triton"),
+    ],
+)
+def test_the_attention_backend_is_passed_on_as_a_choice(choice: Any, told: str) -> None:
+    run = RunConfig(model="m", attention_backend=choice)
+    assert resolve_engine_config(run, Path("/m"), Model(), found_device="cpu").attention_backend == told
 
 
 def test_sampling_defaults_lie_over_those_of_the_checkpoint() -> None:

@@ -1,7 +1,21 @@
 """The interface of attention backends.
 
-A backend says why it cannot serve a given case (`unsupported`), prepares a step outside any CUDA graph (`plan`) and
-stores and attends inside it (`forward`). The `torch` backend defines the semantics; the others are held to it.
+A backend says why it cannot serve a given case (`unsupported`), prepares each step (`plan`, `plan_on_device`) and
+attends in each layer (`forward`). Keys and values of all the batch's tokens are in the cache by then: storing them is
+the layer's work. The `torch` backend defines the semantics; the others are held to it.
+
+A step, as the runner drives it:
+
+    backend.plan(batch)              host work; never inside a CUDA graph; before every step, replayed ones included
+    backend.plan_on_device(batch)    device work only; the first of what a graph of the step captures
+    model.forward(batch)             each layer stores k and v, then calls backend.forward
+
+A decode step may be captured where `captures_decode` is true: after `prepare_capture(batch)`, which is called once
+for each captured batch, outside the graph and before its first warm-up run. The graph then serves any lengths, as
+long as the batch's tensors stay where they are. Padding rows have a sequence length of 0 or 1 and a block table of
+null blocks; they get finite values that nobody reads.
+
+A backend implements two halves, decode rows and prompt slices, so that two backends can share a run (`pair.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +38,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     scale: float
-    """Scores are multiplied by it before the softmax."""
+    """Scores are multiplied by it before the softmax; positive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +51,16 @@ class AttentionCase:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    max_num_seqs: int = 256
+    """Most decode rows of a step, padding included; workspaces are sized by it."""
 
 
 class AttentionBackend(ABC):
-    """One run's attention. Stateless between steps except for what `plan` prepares."""
+    """One run's attention. Stateless between steps except for what the plans prepare; used on one stream."""
 
     name: str
+    captures_decode: bool = False
+    """Whether the decode half may be captured in a CUDA graph."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
@@ -52,13 +70,69 @@ class AttentionBackend(ABC):
     def unsupported(cls, case: AttentionCase) -> list[str]:
         """Reasons why this backend cannot serve `case`; empty when it can. Imports nothing heavy when it cannot."""
 
-    @abstractmethod
+    # ------------------------------------------------------------------ what the runner and the layers call
+
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepare for the step's layers; called once a step, outside CUDA graphs."""
+        """Prepare for a step on the host, from host values alone; called outside CUDA graphs."""
+        if batch.num_decodes:
+            self.plan_decode(batch)
+        if batch.extend_lens:
+            self.plan_extend(batch)
+
+    def plan_on_device(self, batch: ForwardBatch) -> None:
+        """Prepare for a step on the device, behind `plan` and before the first layer; may be captured."""
+        if batch.num_decodes:
+            self.plan_decode_on_device(batch)
+
+    def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attend causally to each request's whole past, the batch's own tokens included.
+
+        K/V of all tokens of the batch are in the cache already. q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads,
+        head_dim]; they may be strided views of one buffer, each token's heads contiguous.
+        → [T, num_heads, head_dim], contiguous.
+        """
+        num_decodes = batch.num_decodes
+        if num_decodes and not batch.extend_lens:
+            return self.decode(spec, q, batch, None)
+        if batch.extend_lens and not num_decodes:
+            return self.extend(spec, q, k, v, batch, None)
+        out = new_or(None, q)
+        if not num_decodes:  # an idle step
+            return out
+        self.decode(spec, q[:num_decodes], batch, out[:num_decodes])
+        self.extend(spec, q[num_decodes:], k[num_decodes:], v[num_decodes:], batch, out[num_decodes:])
+        return out
+
+    # ------------------------------------------------------------------ the halves
+
+    def prepare_capture(self, batch: ForwardBatch) -> None:  # noqa: B027  (most need nothing)
+        """Before a graph of this decode batch is captured: set aside what its replays will use."""
+
+    def plan_decode(self, batch: ForwardBatch) -> None:  # noqa: B027
+        """`plan` for the decode rows."""
+
+    def plan_extend(self, batch: ForwardBatch) -> None:  # noqa: B027
+        """`plan` for the prompt slices."""
+
+    def plan_decode_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
+        """`plan_on_device` for the decode rows."""
 
     @abstractmethod
-    def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Store k and v at `batch.slot_mapping`, then attend causally to each request's whole past.
+    def decode(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        """Attend the decode rows. q: [num_decodes, num_heads, head_dim] → the same, in `out` where it is given."""
 
-        q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim] → [T, num_heads, head_dim].
-        """
+    @abstractmethod
+    def extend(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+    ) -> Tensor:
+        """Attend the prompt slices. q, k, v: their tokens' rows → like q, in `out` where it is given."""
+
+
+def new_or(out: Tensor | None, q: Tensor) -> Tensor:
+    """`out`, or a new contiguous tensor of q's shape."""
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+
+
+def copied_to(out: Tensor | None, result: Tensor) -> Tensor:
+    """`result`, in `out` where that is given: for libraries that allocate what they return."""
+    return result if out is None else out.copy_(result)

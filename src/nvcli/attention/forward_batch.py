@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from nvcli.attention.kv_cache import KVCache
@@ -38,6 +39,9 @@ class ForwardBatch:
     """[S, max_blocks] int32, KV block ids; entries behind a request's last block are 0, the null block."""
     seq_lens: Tensor
     """[S] int32, tokens of each request in the cache once this step is stored."""
+    seq_lens_host: np.ndarray
+    """[S] integers: `seq_lens` as far as the host knows them; at least as large, and equal unless steps whose outcome
+    the host does not know yet accept a number of tokens of their own."""
     query_start_loc: Tensor
     """[S + 1] int32, first row of each request in the [T] tensors; the last entry is T."""
     logits_rows: Tensor

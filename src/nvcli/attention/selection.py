@@ -1,32 +1,64 @@
-"""Which attention backend serves a run: by name, or the fastest that can."""
+"""Which attention backend serves a run: by name, or the fastest that can.
+
+A choice is `auto`, a backend's name, or `prefill:decode`, each side one of those.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase
+from nvcli.attention.pair import PairedBackend
 from nvcli.errors import ConfigError
 
-BACKENDS = {"torch": "nvcli.attention.torch_backend:TorchBackend"}
-"""Fastest first: the order in which `auto` asks them."""
+BACKENDS = {
+    "triton": "nvcli.attention.triton_backend:TritonBackend",
+    "flash-attn": "nvcli.attention.flash_attn_backend:FlashAttnBackend",
+    "flashinfer": "nvcli.attention.flashinfer_backend:FlashInferBackend",
+    "torch": "nvcli.attention.torch_backend:TorchBackend",
+}
+AUTO_ORDER = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
+"""By device, fastest first: whom `auto` asks."""
+NOT_ASKED = {
+    "cuda": {
+        "flash-attn": "slower than triton where measured (version 2 on an H200)",
+        "flashinfer": "compiles its kernels for a minute or more at first use",
+    },
+    "cpu": {},
+}
+"""Whom `auto` does not ask, and why; they serve where they are named."""
 
 
-def select_backend(name: str, case: AttentionCase) -> tuple[AttentionBackend, list[str]]:
-    """(the backend `name`, notes for the log). `auto` takes the first that can serve `case`.
+def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, list[str]]:
+    """(the backend that `choice` stands for, notes for the log). `auto` takes the first that can serve `case`.
 
     Raises ConfigError for an unknown name, and for a backend that cannot serve `case`, with its reasons.
     """
-    if name != "auto":
-        backend = _load(name)
-        if reasons := backend.unsupported(case):
-            raise ConfigError(f"attention_backend {name} cannot serve this run: {'; '.join(reasons)}; use `auto`")
-        return backend(case), []
+    prefill, _, decode = choice.partition(":")
+    decode = decode or prefill
     notes: list[str] = []
-    for candidate in BACKENDS:
-        backend = _load(candidate)
-        reasons = backend.unsupported(case)
+    prefill_name = _choose(prefill, case, notes)
+    decode_name = _choose(decode, case, notes)
+    backend = _load(prefill_name)(case)
+    if decode_name != prefill_name:
+        backend = PairedBackend(backend, _load(decode_name)(case))
+    if "auto" in (prefill, decode):
+        notes.append(f"attention backend: {backend.name}")
+    return backend, list(dict.fromkeys(notes))
+
+
+def _choose(name: str, case: AttentionCase, notes: list[str]) -> str:
+    """The name of the backend that `name` stands for; adds to the notes what was passed over."""
+    if name != "auto":
+        if reasons := _load(name).unsupported(case):
+            raise ConfigError(f"attention_backend {name} cannot serve this run: {'; '.join(reasons)}; use `auto`")
+        return name
+    for candidate in AUTO_ORDER[case.device.type]:
+        reasons = _load(candidate).unsupported(case)
         if not reasons:
-            return backend(case), [*notes, f"attention backend: {candidate}"]
+            others = NOT_ASKED[case.device.type]
+            notes.extend(f"attention backend {other} passed over: {reason}" for other, reason in others.items())
+            return candidate
         notes.append(f"attention backend {candidate} passed over: {'; '.join(reasons)}")
     raise ConfigError(f"no attention backend can serve this run; {'; '.join(notes)}")
 

@@ -3,21 +3,25 @@
 Speed matters on the CPU, where it is the backend of choice. Decode rows are sorted by length and cut into groups of
 similar length, small enough that a group's keys and values stay in the processor's cache between being gathered from
 their blocks and being read by `scaled_dot_product_attention`. The query heads that share a KV head stand in the
-query-length dimension, so that keys and values are never repeated. All of it is laid out once a step, in `plan`.
+query-length dimension, so that keys and values are never repeated. All of it is laid out once a step, in `plan`, from
+lengths read off the device.
 
 Shapes: T tokens, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each, L longest of a group.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
+from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
 from nvcli.attention.forward_batch import ForwardBatch
 
 _GROUP_BYTES_CPU = 4 << 20
@@ -42,7 +46,7 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A prompt slice: rows [start, end) of the [T] tensors, behind `prefix` tokens that are in the cache."""
+    """A prompt slice: tokens [start, end) of those in slices, behind `prefix` tokens that were in the cache before."""
 
     start: int
     end: int
@@ -52,13 +56,12 @@ class _Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    decode_order: Tensor
+class _Decodes:
+    order: Tensor
     """[decodes] int64: rows, longest first."""
-    decode_rank: Tensor
+    rank: Tensor
     """[decodes] int64: its inverse."""
     groups: list[_DecodeGroup]
-    slices: list[_Slice]
 
 
 class TorchBackend(AttentionBackend):
@@ -66,7 +69,8 @@ class TorchBackend(AttentionBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         self._case = case
-        self._plan: _Plan | None = None
+        self._decodes: _Decodes | None = None
+        self._slices: list[_Slice] = []
         self._scratch = torch.empty(0)
         self._causal_mask = torch.empty(0, 0)
 
@@ -76,23 +80,41 @@ class TorchBackend(AttentionBackend):
             return [f"{case.num_heads} heads do not divide by {case.num_kv_heads} KV heads"]
         return []
 
-    def plan(self, batch: ForwardBatch) -> None:
-        seq_lens = batch.seq_lens.tolist()
-        order, rank, groups = self._plan_decodes(batch, seq_lens[: batch.num_decodes])
-        slices = self._plan_slices(batch, seq_lens[batch.num_decodes :])
-        self._plan = _Plan(order, rank, groups, slices)
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        self._decodes = self._lay_out_decodes(batch, batch.seq_lens[: batch.num_decodes].tolist())
 
-    def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        assert self._plan is not None, "plan comes before forward"
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        self._slices = self._lay_out_slices(batch, batch.seq_lens[batch.num_decodes :].tolist())
+
+    def decode(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        assert self._decodes is not None, "plan comes before forward"
         k_cache, v_cache = batch.kv_cache.layer(spec.layer)
-        k_cache.view(-1, *k.shape[1:]).index_copy_(0, batch.slot_mapping, k)
-        v_cache.view(-1, *v.shape[1:]).index_copy_(0, batch.slot_mapping, v)
-        decoded = self._decode(spec, q[: batch.num_decodes], k_cache, v_cache, self._plan)
-        if not self._plan.slices:
-            return decoded
-        out = torch.empty_like(q)
-        out[: batch.num_decodes] = decoded
-        for piece in self._plan.slices:
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        sorted_q = q.index_select(0, self._decodes.order).view(q.shape[0], num_kv_heads, -1, head_dim)
+        sorted_out = torch.empty_like(sorted_q)  # [decodes, KV, G, D], longest first
+        for group in self._decodes.groups:
+            num_blocks = group.block_ids.shape[0]
+            k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
+            torch.index_select(k_cache, 0, group.block_ids, out=k)
+            torch.index_select(v_cache, 0, group.block_ids, out=v)
+            shape = (group.size, -1, num_kv_heads, head_dim)
+            rows = slice(group.start, group.start + group.size)
+            with _sound_kernels(q.device):
+                sorted_out[rows] = F.scaled_dot_product_attention(
+                    sorted_q[rows],
+                    k.view(shape)[:, : group.max_len].transpose(1, 2),
+                    v.view(shape)[:, : group.max_len].transpose(1, 2),
+                    attn_mask=group.mask,
+                    scale=spec.scale,
+                )
+        return torch.index_select(sorted_out.flatten(1, 2), 0, self._decodes.rank, out=new_or(out, q))
+
+    def extend(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+    ) -> Tensor:
+        k_cache, v_cache = batch.kv_cache.layer(spec.layer)
+        out = new_or(out, q)
+        for piece in self._slices:
             rows = slice(piece.start, piece.end)
             if piece.block_ids is None:
                 out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None)
@@ -107,7 +129,7 @@ class TorchBackend(AttentionBackend):
                 out[start:end] = _attend(spec, q[start:end], past_k[:visible], past_v[:visible], mask=mask)
         return out
 
-    def _plan_decodes(self, batch: ForwardBatch, lens: list[int]) -> tuple[Tensor, Tensor, list[_DecodeGroup]]:
+    def _lay_out_decodes(self, batch: ForwardBatch, lens: list[int]) -> _Decodes:
         """Sort by length and cut into groups. Padding rows of length 0 read one token of the null block."""
         case, device = self._case, batch.seq_lens.device
         order = sorted(range(len(lens)), key=lens.__getitem__, reverse=True)
@@ -135,7 +157,7 @@ class TorchBackend(AttentionBackend):
             most_blocks = max(most_blocks, size * num_blocks)
             start += size
         self._reserve_scratch(most_blocks, device)
-        return order_t, rank, groups
+        return _Decodes(order_t, rank, groups)
 
     def _reserve_scratch(self, num_blocks: int, device: torch.device) -> None:
         case = self._case
@@ -144,32 +166,9 @@ class TorchBackend(AttentionBackend):
             with torch.inference_mode(False):  # so that it may be written in either mode
                 self._scratch = torch.empty(numel, dtype=case.dtype, device=device)
 
-    def _decode(self, spec: AttentionSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: _Plan) -> Tensor:
-        """One query token for each row. q: [decodes, num_heads, D] → the same."""
-        if not plan.groups:
-            return q
-        num_kv_heads, head_dim = k_cache.shape[2:]
-        q = q.index_select(0, plan.decode_order).view(q.shape[0], num_kv_heads, -1, head_dim)
-        out = torch.empty_like(q)  # [decodes, KV, G, D], longest first
-        for group in plan.groups:
-            num_blocks = group.block_ids.shape[0]
-            k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
-            torch.index_select(k_cache, 0, group.block_ids, out=k)
-            torch.index_select(v_cache, 0, group.block_ids, out=v)
-            shape = (group.size, -1, num_kv_heads, head_dim)
-            rows = slice(group.start, group.start + group.size)
-            out[rows] = F.scaled_dot_product_attention(
-                q[rows],
-                k.view(shape)[:, : group.max_len].transpose(1, 2),
-                v.view(shape)[:, : group.max_len].transpose(1, 2),
-                attn_mask=group.mask,
-                scale=spec.scale,
-            )
-        return out.flatten(1, 2).index_select(0, plan.decode_rank)
-
-    def _plan_slices(self, batch: ForwardBatch, lens: list[int]) -> list[_Slice]:
+    def _lay_out_slices(self, batch: ForwardBatch, lens: list[int]) -> list[_Slice]:
         case = self._case
-        ends = list(accumulate(batch.extend_lens, initial=batch.num_decodes))
+        ends = list(accumulate(batch.extend_lens, initial=0))
         slices, longest = [], 0
         for i, (extend_len, seq_len) in enumerate(zip(batch.extend_lens, lens, strict=True)):
             prefix = seq_len - extend_len
@@ -195,7 +194,8 @@ class TorchBackend(AttentionBackend):
     def _chunk_mask(self, num_queries: int, num_visible: int) -> Tensor:
         """[num_queries, num_visible]: the last query sees all, each one before it one token less."""
         end = self._causal_mask.shape[1] - _QUERY_CHUNK + num_queries
-        return self._causal_mask[:num_queries, end - num_visible : end]
+        mask = self._causal_mask[:num_queries, end - num_visible : end]
+        return mask.contiguous() if mask.is_cuda else mask  # GPU kernels read masks from aligned addresses
 
 
 def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
@@ -208,5 +208,14 @@ def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tenso
     q = q.view(q.shape[0], -1, group, q.shape[-1]).permute(1, 2, 0, 3)  # [KV, G, n, D]
     k = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)  # [KV, G, m, D]
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.scale)
+    with _sound_kernels(q.device):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.scale)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _sound_kernels(device: torch.device) -> AbstractContextManager[None]:
+    """On a GPU, all of torch's attention but cuDNN's, which faults on masks of odd widths (seen with torch 2.11)."""
+    if device.type != "cuda":
+        return nullcontext()
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return cast(AbstractContextManager[None], sdpa_kernel(kernels))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from nvcli.config import EngineConfig, RunConfig, parse_size
+from nvcli.config import AttentionBackends, EngineConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import InvalidValue, convert
@@ -56,11 +56,17 @@ def resolve_engine_config(
         gpu_memory_utilization=run.gpu_memory_utilization,
         kv_cache_memory=parse_size(run.kv_cache_memory),
         block_size=run.block_size,
-        attention_backend=run.attention_backend,
+        attention_backend=_attention_choice(run.attention_backend),
         enable_prefix_caching=run.enable_prefix_caching,
         enforce_eager=run.enforce_eager,
         step_timeout=run.step_timeout,
     )
+
+
+def _attention_choice(choice: str | AttentionBackends) -> str:
+    if isinstance(choice, str):
+        return choice
+    return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
 
 
 def sampling_defaults(run: RunConfig, model: ModelFacts) -> dict[str, Any]:

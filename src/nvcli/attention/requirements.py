@@ -1,0 +1,41 @@
+"""What GPU backends ask of a run, in words for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+
+from nvcli.attention.backend import AttentionCase
+
+
+def unmet_requirements(
+    case: AttentionCase, *, capability: tuple[int, int], dtypes: Sequence[torch.dtype], head_dims: Sequence[int]
+) -> list[str]:
+    """Reasons why a backend that needs at least this compute capability, and is made for these, cannot serve."""
+    if case.device.type != "cuda":
+        return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
+    reasons = []
+    found = torch.cuda.get_device_capability(case.device)
+    if found < capability:
+        wanted = ".".join(map(str, capability))
+        reasons.append(f"needs compute capability {wanted}, and this GPU has {'.'.join(map(str, found))}")
+    if case.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        reasons.append(f"serves {names}, not {str(case.dtype).removeprefix('torch.')}")
+    if case.head_dim not in head_dims:
+        reasons.append(f"head size {case.head_dim} is not one of {', '.join(map(str, head_dims))}")
+    if case.num_heads % case.num_kv_heads:
+        reasons.append(f"{case.num_heads} heads do not divide by {case.num_kv_heads} KV heads")
+    return reasons
+
+
+def import_failure(module: str, package: str) -> str | None:
+    """Why `module` cannot be imported, with what to install; None when it can."""
+    try:
+        import_module(module)
+    except Exception as error:  # a build for another torch fails with an OSError or a RuntimeError, not an ImportError
+        lines = str(error).strip().splitlines()
+        return f"{module} cannot be imported ({type(error).__name__}: {lines[0] if lines else ''}); install {package}"
+    return None
