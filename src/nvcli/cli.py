@@ -149,6 +149,61 @@ def generate(
     raise typer.Exit(1 if summary.rows_failed else 0)
 
 
+@app.command(
+    help="""Measure how fast a model runs here: throughput, time to ready, step times, idle time of the device.
+
+    The default workload is nano-vllm's: 256 requests, prompts and answers of 100 to 1024 tokens, temperature 0.6.
+
+    \b
+    Examples:
+      nvcli bench --model demo --num-requests 32
+      nvcli bench --shape qwen3-0.6b --repeat 3
+      nvcli bench --shape qwen3-8b --tp 2 --json > result.json
+    """,
+)
+def bench(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="PATH|NAME", help="Folder, Hugging Face id, or `demo`.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", metavar="NAME", help="Made-up weights of a known shape, such as qwen3-0.6b; no files."),
+    ] = None,
+    num_requests: Annotated[int, typer.Option("--num-requests", metavar="N", min=1)] = 256,
+    input_len: Annotated[str, typer.Option("--input-len", metavar="A:B", help="Prompt tokens.")] = "100:1024",
+    output_len: Annotated[str, typer.Option("--output-len", metavar="A:B", help="Answer tokens.")] = "100:1024",
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.6,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Passes over the workload.")] = 1,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
+    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for the model.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration; may be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")] = False,
+) -> None:
+    from nvcli.bench.command import parse_range, run_bench
+    from nvcli.bench.report import format_json, format_result
+    from nvcli.bench.workload import Workload
+    from nvcli.config import find_config_file, load_run_config
+
+    flags = {"--model": model or shape, "--tp": tp}
+    run = load_run_config(find_config_file(config), overrides or (), flags)
+    workload = Workload(
+        num_requests=num_requests,
+        input_len=parse_range("--input-len", input_len),
+        output_len=parse_range("--output-len", output_len),
+        temperature=temperature,
+        seed=seed,
+    )
+    result = run_bench(run, workload, shape=shape, repeat=repeat, say=_say)
+    typer.echo(format_json(result) if as_json else format_result(result))
+
+
 class _Interrupted(Exception):
     pass
 

@@ -125,7 +125,10 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Packed; empty: one token each."""
     logprobs: list[TokenLogprobs | None] = []
     """One for each token where any request of the batch asked; else empty."""
-    forward_seconds: float = 0.0
+    seconds: float = 0.0
+    """The device's time for the step, from its first kernel to its last."""
+    idle_seconds: float = 0.0
+    """How long the device had nothing to do before it."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

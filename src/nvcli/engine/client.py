@@ -20,7 +20,7 @@ from nvcli.engine.protocol import (
     ReadyReport,
     ToEngine,
 )
-from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.errors import WorkerError
 from nvcli.executor.executor import MODEL_RUNNER
 from nvcli.executor.process import ChildProcess
@@ -35,6 +35,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._stats = EngineStats()
+        self._steps: list[StepRecord] = []
         self._ready: EngineReady | None = None
 
     @classmethod
@@ -68,6 +69,7 @@ class EngineClient:
             assert isinstance(message, OutputBatch)
             outputs += message.outputs
             self._stats = message.stats
+            self._steps += message.steps
             timeout = 0
         return outputs
 
@@ -83,6 +85,11 @@ class EngineClient:
     def stats(self) -> EngineStats:
         """The latest snapshot that the engine sent."""
         return self._stats
+
+    def take_steps(self) -> list[StepRecord]:
+        """Steps that were reported since the last call, where `record_steps` is on."""
+        steps, self._steps = self._steps, []
+        return steps
 
     def close(self) -> None:
         """End the engine and its ranks. Idempotent."""

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.engine.scheduler import ScheduledStep, Scheduler
-from nvcli.messages import StepInput, StepOutput
+from nvcli.messages import StepInput, StepOutput, unpack
 
 MAX_STEPS_IN_FLIGHT = 2
 """One that runs and one that waits behind it, so that the device goes from step to step without waiting for us."""
@@ -25,7 +25,8 @@ class StepExecutor(Protocol):
 class EngineCore:
     """Requests in, outputs out, one step at a time."""
 
-    def __init__(self, scheduler: Scheduler, executor: StepExecutor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: StepExecutor, *, record_steps: bool = False) -> None:
+        self._records: list[StepRecord] | None = [] if record_steps else None
         self._scheduler = scheduler
         self._executor = executor
         self._in_flight: deque[ScheduledStep] = deque()
@@ -44,6 +45,13 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return self._scheduler.stats
 
+    def take_records(self) -> list[StepRecord]:
+        """Of the steps since the last call; empty unless they are recorded."""
+        records = self._records or []
+        if records:
+            self._records = []
+        return records
+
     def step(self) -> list[RequestOutput]:
         """Submit the next step, then take in the oldest one's output.
 
@@ -55,5 +63,18 @@ class EngineCore:
             self._in_flight.append(step)
         if self._in_flight and (step is None or len(self._in_flight) == MAX_STEPS_IN_FLIGHT):
             oldest = self._in_flight.popleft()
-            self._scheduler.process(oldest, self._executor.collect())
+            output = self._executor.collect()
+            if self._records is not None:
+                self._records.append(_record(oldest.input, output))
+            self._scheduler.process(oldest, output)
         return self._scheduler.take_outputs()
+
+
+def _record(step: StepInput, output: StepOutput) -> StepRecord:
+    return StepRecord(
+        mode=step.mode,
+        num_decodes=len(unpack(step.decode_slots)),
+        num_extend_tokens=len(unpack(step.token_ids)),
+        seconds=output.seconds,
+        idle_seconds=output.idle_seconds,
+    )

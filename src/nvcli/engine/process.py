@@ -54,7 +54,7 @@ def main(start: EngineStart, control: Connection) -> None:
             block_size=config.block_size,
         )
         blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-        core = EngineCore(Scheduler(limits, blocks), executor)
+        core = EngineCore(Scheduler(limits, blocks), executor, record_steps=config.record_steps)
         gc.collect()
         gc.freeze()
         last_stats = 0.0
@@ -62,7 +62,7 @@ def main(start: EngineStart, control: Connection) -> None:
             outputs = core.step()
             now = time.monotonic()
             if outputs or now - last_stats > _STATS_SECONDS:
-                send(OutputBatch(outputs, core.stats))
+                send(OutputBatch(outputs, core.stats, core.take_records()))
                 last_stats = now
     except NvcliError as error:
         with contextlib.suppress(OSError):

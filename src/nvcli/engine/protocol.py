@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from nvcli.config import EngineConfig
-from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.messages import EngineReady
 
 
@@ -38,6 +38,7 @@ class ReadyReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     outputs: list[RequestOutput]
     stats: EngineStats
+    steps: list[StepRecord] = []
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.messages import EngineReady, TokenLogprobs
+from nvcli.messages import EngineReady, ForwardMode, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
 
-__all__ = ["EngineReady", "EngineStats", "FinishReason", "Request", "RequestOutput"]
+__all__ = ["EngineReady", "EngineStats", "FinishReason", "Request", "RequestOutput", "StepRecord"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -65,3 +65,15 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     generated_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One step as it ran; sent where `record_steps` is on."""
+
+    mode: ForwardMode
+    num_decodes: int
+    num_extend_tokens: int
+    seconds: float
+    """The device's time for the step."""
+    idle_seconds: float
+    """How long the device had nothing to do before it."""

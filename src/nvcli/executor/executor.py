@@ -23,6 +23,9 @@ from nvcli.messages import EngineReady, StepInput, StepOutput, max_step_input_by
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 
+_BEHIND_SECONDS = 0.0005
+"""How often to look whether a rank that fell behind has caught up."""
+
 _RANK_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 """Idle OpenMP threads spin for some microseconds and then sleep. Left to spin on a CPU they take the cores from the
 engine, the parent and each other: a small model's step beside one busy process took 7 to 160 ms, and 2 so."""
@@ -52,7 +55,13 @@ class Executor:
         self._ranks: list[ChildProcess] = []
         for rank in range(size):
             start = RankStart(
-                config=config, rank=rank, runner=runner, steps=steps, outputs=outputs, status_fd=status_fd
+                config=config,
+                rank=rank,
+                runner=runner,
+                steps=steps,
+                outputs=outputs,
+                status_fd=status_fd,
+                spawned_at=time.time(),
             )
             output_fds = outputs.writer_fds() if rank == 0 else ()
             fds = (*steps.reader_fds(rank), *output_fds, status_fd)
@@ -95,7 +104,13 @@ class Executor:
     # ------------------------------------------------------------------ steps
 
     def submit(self, step: StepInput) -> None:
-        """Send a step to all ranks; returns at once."""
+        """Send a step to all ranks; returns at once unless a rank is several steps behind."""
+        deadline = time.monotonic() + self._timeout
+        while not self._steps.has_room:
+            self.check()
+            if time.monotonic() > deadline:
+                raise WorkerError(self._describe_stuck())
+            time.sleep(_BEHIND_SECONDS)
         try:
             self._steps.send(self._encoder.encode(step))
         except ChannelClosed:

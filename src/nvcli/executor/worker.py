@@ -37,6 +37,8 @@ class RankStart:
     steps: ChannelSpec
     outputs: ChannelSpec
     status_fd: int
+    spawned_at: float
+    """`time.time()` of the executor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def _run(start: RankStart, control: Connection) -> None:
         report_phase=lambda phase: status.report(rank, phase),
         publish_port=publish_port,
         wait_for_port=wait_for_port,
+        spawned_at=start.spawned_at,
     )
     status.report(rank, "import")
     module, function = start.runner.split(":")

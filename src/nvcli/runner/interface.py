@@ -41,3 +41,5 @@ class RankContext:
     """Rank 0: tell the other ranks where the rendezvous store listens."""
     wait_for_port: Callable[[], int]
     """Other ranks: wait for that."""
+    spawned_at: float = 0.0
+    """`time.time()` when the process was asked for."""

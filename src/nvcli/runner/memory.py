@@ -32,7 +32,8 @@ class MemoryPlan:
     """All that the run may use: GPU memory × gpu_memory_utilization, or the KV cache's own budget."""
     weights: int
     activations: int
-    """Peak of a forward pass of the largest batch, over the weights."""
+    """Peak of the largest batches, over the weights."""
+    graphs: int
     other: int
     """Held on the device by anything else: context, collectives, workspaces, other programs."""
     block_bytes: int
@@ -41,7 +42,7 @@ class MemoryPlan:
 
     @property
     def kv_cache(self) -> int:
-        return self.budget - self.weights - self.activations - self.other
+        return self.budget - self.weights - self.activations - self.graphs - self.other
 
     @property
     def num_blocks(self) -> int:
@@ -53,6 +54,7 @@ class MemoryPlan:
             ("budget", self.budget),
             ("weights", self.weights),
             ("activations", self.activations),
+            ("CUDA graphs", self.graphs),
             ("other", self.other),
             ("left for KV", self.kv_cache),
         ]
@@ -60,28 +62,28 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, spec: KVCacheSpec, device: torch.device, weight_bytes: int, activation_bytes: int
+    config: EngineConfig, spec: KVCacheSpec, device: torch.device, *, weights: int, activations: int, graphs: int
 ) -> MemoryPlan:
     """Raises CapacityError when not even one block beside the null block fits."""
     max_blocks = 1 + config.max_num_seqs * config.max_blocks_per_seq
     if config.kv_cache_memory is not None:
         fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"
-        weights = activations = other = 0
+        weights = activations = graphs = other = 0
         budget = config.kv_cache_memory
     elif device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
-        weights = activations = other = 0
+        weights = activations = graphs = other = 0
         budget = int(_available_ram() * _CPU_SHARE) // config.tensor_parallel_size
     else:
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
         free, total = torch.cuda.mem_get_info(device)
-        weights, activations = weight_bytes, activation_bytes
         budget = int(total * config.gpu_memory_utilization)
         other = total - free - torch.cuda.memory_reserved(device)
     plan = MemoryPlan(
         budget=budget,
         weights=weights,
         activations=activations,
+        graphs=graphs,
         other=other,
         block_bytes=spec.block_bytes,
         max_blocks=max_blocks,
@@ -92,6 +94,13 @@ def plan_memory(
             f"To make it fit: {fix}"
         )
     return plan
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a GPU has left, with torch's own cache given back."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _available_ram() -> int:

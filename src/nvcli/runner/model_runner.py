@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,16 +21,23 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
-from nvcli.messages import EngineReady, ForwardMode, NewSlot, SlotSampling, StepInput, StepOutput, TokenLogprobs, pack
+from nvcli.messages import EngineReady, ForwardMode, StepInput, StepOutput, TokenLogprobs
 from nvcli.models.config import load_model_config
-from nvcli.models.loader import load_weights
+from nvcli.models.loader import load_weights, make_up_weights
 from nvcli.models.registry import build_model
-from nvcli.runner.batch_builder import Batch, build_batch
+from nvcli.runner.batch_builder import build_batch
+from nvcli.runner.cuda_graph import GraphRunner
+from nvcli.runner.decode_step import DecodeOutput, DecodeStep
 from nvcli.runner.interface import RankContext
-from nvcli.runner.memory import plan_memory
+from nvcli.runner.memory import free_bytes, plan_memory
 from nvcli.runner.process_group import join_process_group
-from nvcli.runner.sampler import Sampler
-from nvcli.runner.slot_table import SlotTable
+from nvcli.runner.sampler import Sampler, SamplingPlan
+from nvcli.runner.slot_table import SlotTable, unpack_ids
+from nvcli.runner.step_clock import StepClock, StepTime
+from nvcli.runner.uploader import Uploader
+from nvcli.runner.warm_up import warm_up_steps
+
+_STEPS_IN_FLIGHT = 2  # the engine's bound; two more may be with the thread that posts them
 
 
 def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
@@ -43,15 +51,19 @@ class SampledTokens:
 
     step_id: int
     ids: Tensor
-    """[N] int32."""
+    """[N] int32, on the host once the step is over."""
     logprobs: list[TokenLogprobs | None]
-    copied: torch.cuda.Event | None
-    """Set once a copy from the device is complete; None where nothing needs to be waited for."""
+    time: StepTime
 
     def result(self) -> StepOutput:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return StepOutput(step_id=self.step_id, token_ids=self.ids.numpy().tobytes(), logprobs=self.logprobs)
+        self.time.wait()
+        return StepOutput(
+            step_id=self.step_id,
+            token_ids=self.ids.numpy().tobytes(),
+            logprobs=self.logprobs,
+            seconds=self.time.seconds,
+            idle_seconds=self.time.idle_seconds,
+        )
 
 
 class ModelRunner:
@@ -60,7 +72,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         self.config = config
         self._context = context
-        self._seconds: dict[str, float] = {}
+        self._seconds = {"spawn and import": time.time() - context.spawned_at}
         with torch.inference_mode():
             self._open_device()
             self._join_process_group()
@@ -69,8 +81,10 @@ class ModelRunner:
             self._make_slots()
             self._select_attention()
             self._warm_up()
+            self._measure_graphs()
             self._size_kv_cache()
             self._allocate_kv_cache()
+            self._capture_graphs()
         self.ready = EngineReady(
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
             block_size=config.block_size,
@@ -95,6 +109,7 @@ class ModelRunner:
                     num_cores = len(os.sched_getaffinity(0))
                     torch.set_num_threads(max(1, num_cores // self.config.tensor_parallel_size))
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+            self._clock = StepClock(self.device)
 
     def _join_process_group(self) -> None:
         with self._phase("process group"):
@@ -107,11 +122,24 @@ class ModelRunner:
 
     def _load_weights(self) -> None:
         with self._phase("load weights"):
-            self._weight_bytes = load_weights(self.model, Path(self.config.model_path), self.device)
+            if self.config.load_format == "random":
+                self._weight_bytes = make_up_weights(self.model, self.device)
+            else:
+                self._weight_bytes = load_weights(self.model, Path(self.config.model_path), self.device)
 
     def _make_slots(self) -> None:
-        self.slots = SlotTable(self.config, self.device)
-        self.sampler = Sampler(self.slots)
+        config = self.config
+        self.slots = SlotTable(config, self.device)
+        self.sampler = Sampler(self.slots, self.group)
+        self._pinned_ids = [
+            torch.empty(config.max_num_seqs, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            for _ in range(_STEPS_IN_FLIGHT + 2)
+        ]
+        self.upload = Uploader(
+            8 * (config.max_num_batched_tokens + config.max_model_len)
+            + 3 * config.max_num_seqs * (config.max_blocks_per_seq + 64),
+            self.device,
+        )
 
     def _select_attention(self) -> None:
         spec = self.model.attention_specs[0]
@@ -122,6 +150,7 @@ class ModelRunner:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
         )
         self.backend, self._notes = select_backend(self.config.attention_backend, case)
         self._kv_spec = KVCacheSpec(
@@ -133,29 +162,86 @@ class ModelRunner:
         )
 
     def _warm_up(self) -> None:
-        """Run the largest batch once, on the null block, and measure what it needs over the weights."""
+        """Run the largest batches once, on the null block, and measure what they need over the weights."""
         with self._phase("warm up"):
-            self.kv_cache = KVCache(self._kv_spec, 1, self.device)
-            on_gpu = self.device.type == "cuda"
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device) if on_gpu else 0
-            # A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
-            num_tokens = self.config.max_num_batched_tokens if on_gpu else 16
-            self.launch(_warm_up_step(self.config, num_tokens))
-            self._activation_bytes = torch.cuda.max_memory_allocated(self.device) - before if on_gpu else 0
+            self._use_kv_cache(1)
+            self.graphs: GraphRunner | None = None
+            with self._peak_memory() as peak:
+                # A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
+                on_gpu = self.device.type == "cuda"
+                num_tokens = self.config.max_num_batched_tokens if on_gpu else 16
+                num_seqs = self.config.max_num_seqs if on_gpu else 1
+                for step in warm_up_steps(self.config, num_tokens, num_seqs):
+                    self.launch(step)
+            self._activation_bytes = peak()
             self._make_slots()
-            if on_gpu:
+
+    def _measure_graphs(self) -> None:
+        """Capture the largest graph on the null block, to know what all will take: the others share its pool."""
+        self._graph_bytes = 0
+        if self._uses_graphs:
+            with self._phase("measure graphs"):
+                self._use_kv_cache(1)
+                graphs = self._make_graphs()
+                before = free_bytes(self.device)
+                graphs.capture(graphs.sizes[-1:])
+                largest = before - free_bytes(self.device)
+                graphs.capture(graphs.sizes[:1])
+                smallest = before - largest - free_bytes(self.device)
+                self._graph_bytes = largest + smallest * (len(graphs.sizes) - 1)
+                graphs.release()
+                del graphs
                 torch.cuda.empty_cache()
 
     def _size_kv_cache(self) -> None:
-        plan = plan_memory(self.config, self._kv_spec, self.device, self._weight_bytes, self._activation_bytes)
-        self.memory_plan = plan
-        self._num_blocks = self.group.min(plan.num_blocks)
+        self.memory_plan = plan_memory(
+            self.config,
+            self._kv_spec,
+            self.device,
+            weights=self._weight_bytes,
+            activations=self._activation_bytes,
+            graphs=self._graph_bytes,
+        )
+        self._num_blocks = self.group.min(self.memory_plan.num_blocks)
 
     def _allocate_kv_cache(self) -> None:
         with self._phase("kv cache"):
-            self.kv_cache = KVCache(self._kv_spec, self._num_blocks, self.device)
+            self._use_kv_cache(self._num_blocks)
+
+    def _use_kv_cache(self, num_blocks: int) -> None:
+        self.kv_cache = KVCache(self._kv_spec, num_blocks, self.device)
+        self.decode_step = DecodeStep(self.model, self.slots, self.kv_cache, self.backend, self.sampler)
+
+    def _capture_graphs(self) -> None:
+        if self._uses_graphs:
+            with self._phase("capture graphs"):
+                graphs = self._make_graphs()
+                graphs.capture()
+                self.graphs = graphs
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.config.enforce_eager and self.backend.captures_decode
+
+    def _make_graphs(self) -> GraphRunner:
+        def decode(slots: Tensor) -> DecodeOutput:
+            batch = self.decode_step.batch(np.ones(len(slots), dtype=np.int64))
+            self.backend.prepare_capture(batch)
+            self.decode_step.advance(slots)
+            return self.decode_step.compute(slots, batch, sample=True)
+
+        return GraphRunner(decode, self.config.max_num_seqs, self.slots.padding_slot, self.device)
+
+    @contextmanager
+    def _peak_memory(self) -> Iterator[Callable[[], int]]:
+        """Bytes that torch's allocator took at most within, over what it held before; 0 on a CPU."""
+        if self.device.type == "cpu":
+            yield lambda: 0
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield lambda: torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -169,84 +255,58 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> SampledTokens | None:
-        """Run one step. On a GPU it is queued; nothing here waits for the device."""
-        self.slots.apply(step)
-        batch = build_batch(step, self.slots, self.kv_cache, self.backend)
-        logits = self._forward(batch)
-        ids, logprobs = self._sample(batch, logits, slots_changed=bool(step.new_slots))
-        self._keep_ids(batch, ids)
-        return self._post(step.step_id, ids, logprobs) if self._context.rank == 0 else None
+        """Run one step. On a GPU it is queued; nothing here waits for the device but a row that wants logprobs."""
+        step_time = self._clock.start()
+        self.slots.apply(step, self.upload)
+        run = self._run_decode if step.mode == ForwardMode.DECODE else self._run_extend
+        ids, logprobs = run(step)
+        host_ids = self._to_host(ids)
+        self._clock.stop(step_time)
+        return SampledTokens(step.step_id, host_ids, logprobs, step_time) if self._context.rank == 0 else None
 
-    def _forward(self, batch: Batch) -> Tensor | None:
-        """Logits [N, V] of the rows that sample, on rank 0."""
+    def _run_decode(self, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
+        """One token for each request."""
+        host_slots = unpack_ids(step.decode_slots)
+        self.slots.num_computed_host[host_slots] += 1
+        (slots32,) = self.upload(host_slots)
+        slots = slots32.long()
+        batch = self.decode_step.batch(self.slots.num_computed_host[host_slots])
+        plan = self.sampler.plan(tuple(host_slots.tolist()), slots_changed=bool(step.new_slots))
+        if self.graphs is not None:
+            self.backend.plan(batch)
+            output = self.graphs.replay(slots)
+            if plan.is_simple:
+                assert output.ids is not None
+                return output.ids, []
+        else:
+            self.decode_step.advance(slots)
+            self.backend.plan(batch)
+            output = self.decode_step.compute(slots, batch, sample=False)
+        return self._sample(output.logits, slots, output.positions, plan)
+
+    def _run_extend(self, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
+        """Prompt slices, beside decode rows or alone."""
+        batch = build_batch(step, self.slots, self.kv_cache, self.backend, self.upload)
         self.backend.plan(batch.forward)
+        self.backend.plan_on_device(batch.forward)
         hidden = self.model.forward(batch.forward)
-        return self.model.compute_logits(hidden[batch.forward.logits_rows])
+        if not batch.sampling_slots_host:
+            return torch.empty(0, dtype=torch.int32, device=self.device), []
+        logits = self.model.compute_logits(hidden[batch.forward.logits_rows])
+        plan = self.sampler.plan(batch.sampling_slots_host, slots_changed=bool(step.new_slots))
+        return self._sample(logits, batch.sampling_slots, batch.positions, plan)
 
     def _sample(
-        self, batch: Batch, logits: Tensor | None, *, slots_changed: bool
+        self, logits: Tensor | None, slots: Tensor, positions: Tensor, plan: SamplingPlan
     ) -> tuple[Tensor, list[TokenLogprobs | None]]:
-        """Token ids [N] int32, the same on every rank; log-probabilities on rank 0 where a row asked for them."""
-        if logits is None:
-            ids = torch.empty(len(batch.sampling_slots), dtype=torch.int32, device=self.device)
-            return self.group.broadcast(ids), []
-        collected: list[TokenLogprobs | None] = []
-        slots = batch.slots[batch.sampling_rows]
-        positions = batch.forward.seq_lens[batch.sampling_rows].long()
-        if not batch.sampling_slots:
-            return torch.empty(0, dtype=torch.int32, device=self.device), collected
-        chosen, logprobs = self.sampler.sample(
-            logits, slots, positions, batch.sampling_slots, slots_changed=slots_changed
-        )
-        if logprobs is not None:
-            collected = self.sampler.collect_logprobs(chosen, logprobs, batch.sampling_slots)
-        return self.group.broadcast(chosen.int()), collected
+        """Choose ids, and put them where the next step looks for its input."""
+        ids, logprobs = self.sampler.sample(logits, slots, positions, plan)
+        self.slots.keep(slots, positions, ids)
+        return ids, logprobs
 
-    def _keep_ids(self, batch: Batch, ids: Tensor) -> None:
-        """Put sampled ids where the next step looks for its input."""
-        rows = batch.sampling_rows
-        self.slots.token_ids[batch.slots[rows], batch.forward.seq_lens[rows].long()] = ids
-
-    def _post(self, step_id: int, ids: Tensor, logprobs: list[TokenLogprobs | None]) -> SampledTokens:
+    def _to_host(self, ids: Tensor) -> Tensor:
+        """A copy that is complete when the step is."""
         if self.device.type == "cpu":
-            return SampledTokens(step_id, ids, logprobs, None)
-        host_ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        host_ids.copy_(ids, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return SampledTokens(step_id, host_ids, logprobs, copied)
-
-
-def _warm_up_step(config: EngineConfig, num_tokens: int) -> StepInput:
-    """A batch of `num_tokens` tokens in as few requests as may be; their blocks are all the null block."""
-    longest = config.max_model_len - 1
-    num_seqs = min(-(-num_tokens // longest), config.max_num_seqs)
-    lens = [min(longest, num_tokens - i * longest) for i in range(num_seqs)]
-    sampling = SlotSampling(
-        seed=0,
-        row=0,
-        sample=0,
-        prompt_len=0,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        min_tokens=0,
-        num_logprobs=-1,
-        stop_ids=[],
-        bias_ids=[],
-        bias_values=[],
-    )
-    slots = range(num_seqs)
-    return StepInput(
-        step_id=-1,
-        mode=ForwardMode.EXTEND,
-        new_slots=[NewSlot(slot=slot, num_cached_tokens=0, prefix_ids=b"", sampling=sampling) for slot in slots],
-        extend_slots=pack(slots),
-        extend_lens=pack(lens),
-        extend_samples=pack([1] * num_seqs),
-        token_ids=pack([0] * sum(lens)),
-    )
+            return ids
+        self._pinned_ids = self._pinned_ids[1:] + self._pinned_ids[:1]
+        return self._pinned_ids[0][: len(ids)].copy_(ids, non_blocking=True)

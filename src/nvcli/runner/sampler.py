@@ -1,4 +1,4 @@
-"""Sampler: hidden rows' logits → token ids, each row by its slot's parameters. Runs on rank 0.
+"""Sampler: logits → token ids, each row by its slot's parameters. Rank 0 has the logits and chooses; all ranks learn.
 
 A row's outcome depends on its logits, its parameters and its counter alone, never on the rest of the batch. Work that
 few rows ask for (filters, penalties, log-probabilities) is done for those rows only.
@@ -11,16 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvcli.kernels.sampling import apply_penalties, greedy, gumbel_max, keep_likely
+from nvcli.kernels.sampling import apply_penalties, likely_threshold, sample
 from nvcli.messages import SlotSampling, TokenLogprobs
+from nvcli.models.parallel import TensorParallelGroup
 from nvcli.runner.slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """Which rows of a batch need what; row numbers as device tensors, None where no row does."""
+class SamplingPlan:
+    """Which rows of a batch need more than greedy or temperature; row numbers as device tensors, None for no row."""
 
-    random: bool
+    slots: tuple[int, ...]
+    """Of the batch this was made for."""
     filtered: Tensor | None
     penalised: Tensor | None
     adjusted: list[tuple[int, SlotSampling]]
@@ -28,80 +30,95 @@ class _Plan:
     num_logprobs: int
     """Most alternatives that a row wants; -1: none wants any."""
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether `sample_simply` on a GPU does all that the rows ask for."""
+        return self.penalised is None and not self.adjusted and self.num_logprobs < 0
+
 
 class Sampler:
-    """Samples for the slots of one table."""
+    """Samples for the slots of one table. Its methods are collective: every rank calls them alike."""
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: SlotTable, group: TensorParallelGroup) -> None:
         self._table = table
-        self._planned: tuple[tuple[int, ...], _Plan] | None = None
+        self._group = group
+        self._last_plan: SamplingPlan | None = None
+
+    def plan(self, slots: tuple[int, ...], *, slots_changed: bool) -> SamplingPlan:
+        """What a batch of these slots needs. `slots_changed`: slots were filled since the last call."""
+        if slots_changed or self._last_plan is None or self._last_plan.slots != slots:
+            self._last_plan = self._make_plan(slots)
+        return self._last_plan
+
+    def sample_simply(self, logits: Tensor | None, slots: Tensor, positions: Tensor) -> Tensor:
+        """Ids [N] int32 by temperature, top-k, top-p and min-p, on a GPU: it launches kernels only, for a CUDA graph.
+
+        logits: [N, V] on rank 0, else None; slots: [N] int64; positions: [N] of the tokens to be sampled.
+        """
+        return self._share(slots, None if logits is None else self._choose(logits, slots, positions, None))
 
     def sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, host_slots: tuple[int, ...], *, slots_changed: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Token ids [N] int64, and where a row asks the log-probabilities [N, V] of the unmodified distribution.
-
-        logits: [N, V]; slots: [N] int64, `host_slots` the same on the host; positions: [N] int64 of the tokens to be
-        sampled. `slots_changed`: slots were filled since the last call.
-        """
+        self, logits: Tensor | None, slots: Tensor, positions: Tensor, plan: SamplingPlan
+    ) -> tuple[Tensor, list[TokenLogprobs | None]]:
+        """Ids [N] int32, and on rank 0 the log-probabilities that rows asked for (empty where none did)."""
+        if logits is None:
+            return self._share(slots, None), []
         table = self._table
-        if slots_changed or self._planned is None or self._planned[0] != host_slots:
-            self._planned = (host_slots, self._plan(host_slots))
-        plan = self._planned[1]
-        logits = logits.float()
-        logprobs = logits.log_softmax(dim=-1) if plan.num_logprobs >= 0 else None
+        original = logits
         if plan.penalised is not None or plan.adjusted:
-            logits = logits.clone()
+            logits = logits.float().clone()
         if plan.penalised is not None:
             at = plan.penalised
-            longest = max(int(table.num_computed_host[slot]) for slot in host_slots)
-            logits[at] = self._penalise(logits[at], slots[at], positions[at], longest)
+            longest = int(table.num_computed_host[list(plan.slots)].max())
+            logits[at] = self._penalise(logits[at], slots[at], positions[at].long(), longest)
         for row, sampling in plan.adjusted:
             self._adjust(logits[row], sampling, positions[row])
-        if not plan.random:
-            return greedy(logits), logprobs
-        temperature = table.temperature[slots]
-        if plan.filtered is not None:
-            at = plan.filtered
-            chosen = slots[at]
-            scale = temperature[at, None]
-            kept = keep_likely(logits[at] / scale, table.top_k[chosen], table.top_p[chosen], table.min_p[chosen])
-            logits = logits.index_copy(0, at, torch.where(kept == -torch.inf, kept, logits[at]))
-        ids = gumbel_max(logits, temperature, table.seed[slots], positions, table.row[slots], table.sample[slots])
-        return ids, logprobs
+        ids = self._share(slots, self._choose(logits, slots, positions, plan.filtered))
+        if plan.num_logprobs < 0:
+            return ids, []
+        return ids, self._collect_logprobs(ids.long(), original.float().log_softmax(dim=-1), plan)
 
-    def collect_logprobs(
-        self, ids: Tensor, logprobs: Tensor, host_slots: tuple[int, ...]
-    ) -> list[TokenLogprobs | None]:
-        """What each row asked for, None where it asked for nothing. Waits for the device."""
-        wanted = [s.num_logprobs if (s := self._table.sampling[slot]) else -1 for slot in host_slots]
-        chosen = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-        top = logprobs.topk(max(1, max(wanted)), dim=-1)
-        top_ids, top_values = top.indices.tolist(), top.values.tolist()
-        return [
-            None
-            if count < 0
-            else TokenLogprobs(logprob=chosen[i], top_ids=top_ids[i][:count], top_logprobs=top_values[i][:count])
-            for i, count in enumerate(wanted)
-        ]
+    def _choose(self, logits: Tensor, slots: Tensor, positions: Tensor, filtered: Tensor | None) -> Tensor:
+        """`filtered`: the rows that need a threshold, on a CPU; a GPU's kernel passes over the others by itself."""
+        table = self._table
+        threshold: Tensor | None = None
+        limits = (table.temperature, table.top_k, table.top_p, table.min_p)
+        if logits.is_cuda:
+            threshold = likely_threshold(logits, *limits, slots=slots)
+        elif filtered is not None:
+            threshold = torch.full((len(slots),), -torch.inf)
+            threshold[filtered] = likely_threshold(logits[filtered], *limits, slots=slots[filtered])
+        return sample(
+            logits,
+            table.temperature,
+            table.seed,
+            positions,
+            table.row,
+            table.sample,
+            slots=slots,
+            threshold=threshold,
+        )
 
-    def _plan(self, host_slots: tuple[int, ...]) -> _Plan:
-        filtered, penalised, adjusted = [], [], []
-        random, num_logprobs = False, -1
-        for row, slot in enumerate(host_slots):
+    def _share(self, slots: Tensor, ids: Tensor | None) -> Tensor:
+        """Rank 0's ids on every rank."""
+        if ids is None:
+            ids = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
+        return self._group.broadcast(ids)
+
+    def _make_plan(self, slots: tuple[int, ...]) -> SamplingPlan:
+        filtered, penalised, adjusted, num_logprobs = [], [], [], -1
+        for row, slot in enumerate(slots):
             s = self._table.sampling[slot]
             if s is None:
                 continue
-            if s.temperature > 0:
-                random = True
-                if s.top_k or s.top_p < 1 or s.min_p > 0:
-                    filtered.append(row)
+            if s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p > 0):
+                filtered.append(row)
             if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1:
                 penalised.append(row)
             if s.bias_ids or s.stop_ids:
                 adjusted.append((row, s))
             num_logprobs = max(num_logprobs, s.num_logprobs)
-        return _Plan(random, self._rows(filtered), self._rows(penalised), adjusted, num_logprobs)
+        return SamplingPlan(slots, self._rows(filtered), self._rows(penalised), adjusted, num_logprobs)
 
     def _rows(self, rows: list[int]) -> Tensor | None:
         return torch.tensor(rows, dtype=torch.int64, device=self._table.device) if rows else None
@@ -128,3 +145,16 @@ class Sampler:
             ids = torch.tensor(sampling.stop_ids, device=device)
             too_short = position < sampling.prompt_len + sampling.min_tokens
             logits[ids] = torch.where(too_short, -torch.inf, logits[ids])
+
+    def _collect_logprobs(self, ids: Tensor, logprobs: Tensor, plan: SamplingPlan) -> list[TokenLogprobs | None]:
+        """What each row asked for, None where it asked for nothing. Waits for the device."""
+        wanted = [s.num_logprobs if (s := self._table.sampling[slot]) else -1 for slot in plan.slots]
+        chosen = logprobs.gather(1, ids[:, None])[:, 0].tolist()
+        top = logprobs.topk(max(1, plan.num_logprobs), dim=-1)
+        top_ids, top_values = top.indices.tolist(), top.values.tolist()
+        return [
+            None
+            if count < 0
+            else TokenLogprobs(logprob=chosen[i], top_ids=top_ids[i][:count], top_logprobs=top_values[i][:count])
+            for i, count in enumerate(wanted)
+        ]

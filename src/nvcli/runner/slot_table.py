@@ -13,6 +13,9 @@ from torch import Tensor
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
 from nvcli.messages import NewSlot, SlotSampling, StepInput
+from nvcli.runner.uploader import Uploader
+
+_MAX_INT32 = 2**31 - 1
 
 
 def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -57,40 +60,46 @@ class SlotTable:
         self.num_computed_host = np.zeros(num_slots + 1, dtype=np.int64)
         """Upper bound of `num_computed` that needs no look at the device."""
 
-    def apply(self, step: StepInput) -> None:
-        """Take in what the step changes: freed and new slots, blocks, and the tokens of its prompt slices."""
+    def apply(self, step: StepInput, upload: Uploader) -> None:
+        """Take in what the step changes beside its tokens: freed and new slots, and blocks."""
         for slot in unpack_ids(step.freed_slots):
             self.sampling[slot] = None
         if step.new_slots:
-            self._fill(step.new_slots)
+            self._fill(step.new_slots, upload)
         if step.block_ids:
-            slots, columns = self._to_device(step.block_slots), self._to_device(step.block_columns)
-            self.block_table[slots.long(), columns.long()] = self._to_device(step.block_ids)
+            slots, columns, blocks = upload(
+                unpack_ids(step.block_slots), unpack_ids(step.block_columns), unpack_ids(step.block_ids)
+            )
+            self.block_table[slots.long(), columns.long()] = blocks
 
-    def _fill(self, new_slots: list[NewSlot]) -> None:
-        index = torch.tensor([new.slot for new in new_slots], dtype=torch.int64, device=self.device)
+    def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
+        self.token_ids[slots, positions.long()] = ids
+
+    def _fill(self, new_slots: list[NewSlot], upload: Uploader) -> None:
         samplings = [new.sampling for new in new_slots]
-        self.num_computed[index] = self._ints([new.num_cached_tokens for new in new_slots])
-        self.prompt_len[index] = self._ints([s.prompt_len for s in samplings])
-        self.top_k[index] = self._ints([s.top_k for s in samplings])
+        slots, cached, prompt_len, top_k = upload(
+            np.array([new.slot for new in new_slots]),
+            np.array([new.num_cached_tokens for new in new_slots]),
+            np.array([s.prompt_len for s in samplings]),
+            np.array([min(s.top_k, _MAX_INT32) for s in samplings]),
+        )
+        index = slots.long()
+        self.num_computed[index] = cached
+        self.prompt_len[index] = prompt_len
+        self.top_k[index] = top_k
         self.block_table[index] = NULL_BLOCK
-        for name in (
-            "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
-        ):  # fmt: skip
-            values = torch.tensor([getattr(s, name) for s in samplings], dtype=torch.float32)
-            getattr(self, name)[index] = values.to(self.device, non_blocking=True)
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            values = np.array([getattr(s, name) for s in samplings], dtype=np.float32)
+            (bits,) = upload(values.view(np.int32))
+            getattr(self, name)[index] = bits.view(torch.float32)
         for name in ("seed", "row", "sample"):
-            values = torch.tensor([getattr(s, name) for s in samplings], dtype=torch.int64)
-            getattr(self, name)[index] = values.to(self.device, non_blocking=True)
+            values = np.array([getattr(s, name) for s in samplings], dtype=np.int64)
+            (halves,) = upload(values.view(np.int32))
+            getattr(self, name)[index] = halves.view(torch.int64)
         for new in new_slots:
             self.sampling[new.slot] = new.sampling
             self.num_computed_host[new.slot] = new.num_cached_tokens
             if new.prefix_ids:
-                prefix = self._to_device(new.prefix_ids)
+                (prefix,) = upload(unpack_ids(new.prefix_ids))
                 self.token_ids[new.slot, : len(prefix)] = prefix
-
-    def _ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
-
-    def _to_device(self, data: bytes) -> Tensor:
-        return torch.from_numpy(unpack_ids(data).copy()).to(self.device, non_blocking=True)

@@ -1,0 +1,51 @@
+"""Known model shapes, so that anyone can measure without a download: config.json only, the weights are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+
+
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        **_QWEN3,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES = {
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
+}
+"""As the models' published config.json files have them."""
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """A folder that holds the shape's config.json."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
+    return folder

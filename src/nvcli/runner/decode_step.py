@@ -1,0 +1,108 @@
+"""DecodeStep: one decode step of a rank, from the slots that take part to their sampled ids in the slot table.
+
+Everything it reads and writes has a fixed address, and nothing comes from the host but the slots, so that a CUDA graph
+can hold the whole of it. On a CPU, and where graphs are off, the same code runs as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.kv_cache import KVCache
+from nvcli.kernels.decode_inputs import DecodeInputs, decode_inputs
+from nvcli.messages import ForwardMode
+from nvcli.models.causal_lm import CausalLM
+from nvcli.runner.sampler import Sampler
+from nvcli.runner.slot_table import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOutput:
+    """Of B decode rows."""
+
+    logits: Tensor | None
+    """[B, V] on rank 0."""
+    ids: Tensor | None
+    """[B] int32, by `Sampler.sample_simply`, and in the slot table already; None where not asked for."""
+    positions: Tensor
+    """[B] int32, of the tokens to be sampled."""
+
+    def head(self, num_rows: int) -> DecodeOutput:
+        """Views of the first rows."""
+        logits = None if self.logits is None else self.logits[:num_rows]
+        return DecodeOutput(logits, None if self.ids is None else self.ids[:num_rows], self.positions[:num_rows])
+
+
+class DecodeStep:
+    """Runs decode steps over one slot table and KV cache."""
+
+    def __init__(
+        self, model: CausalLM, table: SlotTable, kv_cache: KVCache, backend: AttentionBackend, sampler: Sampler
+    ) -> None:
+        self._model = model
+        self._table = table
+        self._kv_cache = kv_cache
+        self._backend = backend
+        self._sampler = sampler
+        max_rows, num_columns = table.padding_slot, table.block_table.shape[1]
+        ints = torch.zeros(max_rows, dtype=torch.int32, device=table.device)
+        self._inputs = DecodeInputs(
+            input_ids=ints,
+            positions=ints.clone(),
+            slot_mapping=ints.long(),
+            seq_lens=ints.clone(),
+            block_tables=torch.zeros(max_rows, num_columns, dtype=torch.int32, device=table.device),
+        )
+        self._row_numbers = torch.arange(max_rows + 1, device=table.device)
+
+    def batch(self, seq_lens_host: np.ndarray) -> ForwardBatch:
+        """The batch of a step over static tensors, for `seq_lens_host` [B]: lengths with the token to be computed."""
+        num_rows = len(seq_lens_host)
+        inputs = self._inputs
+        num_columns = inputs.block_tables.shape[1]
+        if self._table.device.type == "cpu":  # nothing is captured: leave out columns that no request has reached
+            num_columns = -(-int(seq_lens_host.max()) // self._table.block_size)
+        return ForwardBatch(
+            mode=ForwardMode.DECODE,
+            input_ids=inputs.input_ids[:num_rows],
+            positions=inputs.positions[:num_rows],
+            slot_mapping=inputs.slot_mapping[:num_rows],
+            block_tables=inputs.block_tables[:num_rows, :num_columns],
+            seq_lens=inputs.seq_lens[:num_rows],
+            seq_lens_host=seq_lens_host,
+            query_start_loc=self._row_numbers[: num_rows + 1],
+            logits_rows=self._row_numbers[:num_rows],
+            num_decodes=num_rows,
+            extend_lens=[],
+            kv_cache=self._kv_cache,
+            backend=self._backend,
+        )
+
+    def advance(self, slots: Tensor) -> None:
+        """Look up what each slot computes next, and count it as computed. slots: [B] int64 on the device."""
+        table = self._table
+        decode_inputs(
+            slots,
+            table.num_computed,
+            table.token_ids,
+            table.block_table,
+            self._inputs,
+            block_size=table.block_size,
+            padding_slot=table.padding_slot,
+        )
+
+    def compute(self, slots: Tensor, batch: ForwardBatch, *, sample: bool) -> DecodeOutput:
+        """The step itself, behind `advance` and the backend's `plan`; with `sample` ids are chosen and kept."""
+        self._backend.plan_on_device(batch)
+        logits = self._model.compute_logits(self._model.forward(batch))
+        if not sample:
+            return DecodeOutput(logits, None, batch.seq_lens)
+        ids = self._sampler.sample_simply(logits, slots, batch.seq_lens)
+        self._table.keep(slots, batch.seq_lens, ids)
+        return DecodeOutput(logits, ids, batch.seq_lens)

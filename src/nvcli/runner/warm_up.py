@@ -1,0 +1,50 @@
+"""Steps that exercise a rank before it serves: the largest batches, on the null block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nvcli.config import EngineConfig
+from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, pack
+
+_SAMPLING = SlotSampling(
+    seed=0,
+    row=0,
+    sample=0,
+    prompt_len=0,
+    temperature=1.0,
+    top_k=2,
+    top_p=0.9,
+    min_p=0.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    min_tokens=0,
+    num_logprobs=-1,
+    stop_ids=[],
+    bias_ids=[],
+    bias_values=[],
+)
+
+
+def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int) -> Iterator[StepInput]:
+    """A prompt batch of `num_tokens` tokens in as few requests as may be, then one token for each of `num_seqs`."""
+    longest = config.max_model_len - 1
+    num_prompts = min(-(-num_tokens // longest), config.max_num_seqs)
+    lens = [min(longest, num_tokens - i * longest) for i in range(num_prompts)]
+    yield _prompts(-2, lens)
+    # Slots filled again start at length 0: every request decodes its first token.
+    yield _prompts(-1, [1] * num_seqs)
+
+
+def _prompts(step_id: int, lens: list[int]) -> StepInput:
+    slots = range(len(lens))
+    return StepInput(
+        step_id=step_id,
+        mode=ForwardMode.EXTEND,
+        new_slots=[NewSlot(slot=slot, num_cached_tokens=0, prefix_ids=b"", sampling=_SAMPLING) for slot in slots],
+        extend_slots=pack(slots),
+        extend_lens=pack(lens),
+        extend_samples=pack([1] * len(lens)),
+        token_ids=pack([0] * sum(lens)),
+    )

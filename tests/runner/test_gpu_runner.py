@@ -1,0 +1,224 @@
+"""A rank on a real GPU: the same answers as on the CPU, graphs bit for bit like eager, nothing planned wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import write_tiny_qwen3
+from fake_runners import engine_config
+from nvcli.demo import demo_path
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.messages import unpack
+from nvcli.runner.batch_builder import build_batch
+from nvcli.runner.interface import RankContext
+from nvcli.runner.model_runner import ModelRunner
+from nvcli.sampling_params import SamplingParams
+from requests_factory import make_request
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ["triton", "torch", "flash-attn", "flashinfer"]
+
+
+def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunner:
+    values: dict[str, Any] = {
+        "model_path": path,
+        "device": device,
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "block_size": 64,
+        "gpu_memory_utilization": 0.2,
+    }
+    context = RankContext(
+        rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
+    )
+    return ModelRunner(engine_config(**{**values, **overrides}), context)
+
+
+def make_scheduler(runner: ModelRunner) -> Scheduler:
+    config = runner.config
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+    )
+    return Scheduler(limits, BlockManager(runner.ready.num_blocks))
+
+
+def generate(runner: ModelRunner, prompts: list[list[int]], max_tokens: int, **sampling: Any) -> list[list[int]]:
+    scheduler = make_scheduler(runner)
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    scheduler.add(make_request(i, prompt, max_tokens, sampling=params) for i, prompt in enumerate(prompts))
+    answers: dict[int, list[int]] = {}
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        assert step is not None
+        pending = runner.launch(step.input)
+        assert pending is not None
+        scheduler.process(step, pending.result())
+        answers.update({o.request_id: unpack(o.token_ids).tolist() for o in scheduler.take_outputs()})
+    return [answers[i] for i in range(len(prompts))]
+
+
+def prompts(count: int = 12, vocab_size: int = 640) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 200, (count,), generator=generator).tolist()
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def all_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
+    """[len(prompt), V] of a prompt computed in one step."""
+    scheduler = make_scheduler(runner)
+    scheduler.add([make_request(0, prompt, 1)])
+    step = scheduler.schedule()
+    assert step is not None
+    runner.slots.apply(step.input, runner.upload)
+    batch = build_batch(step.input, runner.slots, runner.kv_cache, runner.backend, runner.upload).forward
+    runner.backend.plan(batch)
+    runner.backend.plan_on_device(batch)
+    logits = runner.model.compute_logits(runner.model.forward(batch))
+    assert logits is not None
+    return logits.float().cpu()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_built_in_model_answers_like_the_cpu(backend: str, enforce_eager: bool) -> None:
+    """Held-out questions on every backend; greedy, so that each answer is right or wrong."""
+    import random
+
+    from transformers import AutoTokenizer
+
+    from demo_tasks import raw_prompt, sample
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_path())
+    rng = random.Random(1)
+    examples = [sample(rng, split="heldout") for _ in range(40)]
+    runner = make_runner(
+        demo_path(),
+        attention_backend=backend,
+        enforce_eager=enforce_eager,
+        block_size=256,
+        max_model_len=1024,
+        max_num_batched_tokens=300,
+    )
+    answers = generate(runner, [tokenizer.encode(raw_prompt(e)) for e in examples], 420 if backend != "torch" else 100)
+    texts = [tokenizer.decode(ids[: ids.index(0)] if 0 in ids else ids) for ids in answers]
+    right = [
+        text.strip() == e.answer
+        for text, e in zip(texts, examples, strict=True)
+        if backend != "torch" or e.task != "count"
+    ]
+    assert sum(right) >= 0.97 * len(right)
+
+
+def test_graph_equals_eager_bit_for_bit() -> None:
+    runner = make_runner(demo_path())
+    assert runner.graphs is not None
+    scheduler = make_scheduler(runner)
+    sampling = SamplingParams(temperature=0.8)
+    scheduler.add(make_request(i, prompt, 50, sampling=sampling) for i, prompt in enumerate(prompts(8)))
+    for _ in range(6):
+        step = scheduler.schedule()
+        assert step is not None
+        pending = runner.launch(step.input)
+        assert pending is not None
+        scheduler.process(step, pending.result())
+    table = runner.slots
+    with torch.inference_mode():
+        slots = torch.arange(8, device="cuda")
+        saved = table.num_computed.clone(), table.token_ids.clone()
+        batch = runner.decode_step.batch(table.num_computed_host[:8] + 1)
+        runner.backend.plan(batch)
+        graph = runner.graphs.replay(slots)
+        assert graph.logits is not None
+        assert graph.ids is not None
+        logits, ids = graph.logits.clone(), graph.ids.clone()
+        table.num_computed.copy_(saved[0])
+        table.token_ids.copy_(saved[1])
+        runner.decode_step.advance(slots)
+        runner.backend.plan(batch)
+        eager = runner.decode_step.compute(slots, batch, sample=True)
+        assert eager.logits is not None
+        assert eager.ids is not None
+        assert torch.equal(logits, eager.logits)
+        assert torch.equal(ids, eager.ids)
+
+
+def test_padding_leaves_real_slots_alone() -> None:
+    """Any number of requests up to max_num_seqs, also those between captured sizes, answers as alone."""
+    runner = make_runner(demo_path(), max_num_seqs=21)
+    some = prompts(21)
+    together = generate(runner, some, 30)
+    for count in (1, 3, 9, 19):
+        assert generate(runner, some[:count], 30) == together[:count]
+
+
+def test_sampled_answers_with_every_parameter_equal_the_cpus(tmp_path: Path) -> None:
+    """float32 on both: the random numbers are the same bits, so the tokens are the same."""
+    path = write_tiny_qwen3(tmp_path / "tiny", head_dim=64)
+    gpu = make_runner(path, dtype="float32", attention_backend="triton")
+    cpu = make_runner(path, device="cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    some = prompts(8, vocab_size=97)
+    same = total = 0
+    for sampling in (
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.5, "min_p": 0.02, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "min_tokens": 5, "logit_bias": {7: 3.0}},
+    ):
+        for ours, theirs in zip(generate(gpu, some, 20, **sampling), generate(cpu, some, 20, **sampling), strict=True):
+            same += ours == theirs
+            total += 1
+    assert same >= total - 1  # rounding may tip one
+
+
+def test_random_06b_logits_match_the_cpus(tmp_path: Path) -> None:
+    shape = {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    path = write_tiny_qwen3(tmp_path / "0.6b", **shape)
+    prompt = prompts(1, vocab_size=150_000)[0] + list(range(1000, 1100))
+    reference = all_logits(make_runner(path, device="cpu"), prompt)
+    for backend in BACKENDS:
+        logits = all_logits(make_runner(path, attention_backend=backend, block_size=256), prompt)
+        error = (logits - reference).norm() / reference.norm()
+        assert error < 0.05, backend
+        assert (logits.argmax(-1) == reference.argmax(-1)).float().mean() > 0.9, backend
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
+def test_memory_is_used_as_planned(tmp_path: Path, name: str) -> None:
+    """Planned against used within 2 % of the device, at the default settings of a run."""
+    from nvcli.bench.shapes import write_shape
+
+    runner = make_runner(
+        write_shape(name, tmp_path),
+        load_format="random",
+        max_model_len=40960,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.9,
+    )
+    generate(runner, [list(range(5, 8000)), *prompts(200)], 8)
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    assert abs((total - free) - runner.memory_plan.budget) < 0.02 * total
