@@ -9,7 +9,9 @@ from nvcli.bench.bench import BenchResult
 
 def format_json(result: BenchResult) -> str:
     """Everything that was measured, on one line."""
-    fields = msgspec.to_builtins(result) | {"output_tokens_per_second": result.median.output_rate}
+    fields = msgspec.to_builtins(result)
+    fields["ready"] = msgspec.structs.asdict(result.ready)  # its wire form is a list
+    fields["output_tokens_per_second"] = result.median.output_rate
     return msgspec.json.encode(fields).decode()
 
 
