@@ -10,13 +10,16 @@ replays of a CUDA graph over several layers' caches, so that no layer finds its 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
@@ -27,7 +30,7 @@ from nvcli.messages import ForwardMode
 
 DEVICE = torch.device("cuda")
 NUM_KV_HEADS, HEAD_DIM, DTYPE = 8, 128, torch.bfloat16
-CACHE_BYTES = 24 << 30
+CACHE_BYTES = 32 << 30
 """Of all layers together."""
 
 
@@ -43,27 +46,43 @@ def make_case(num_heads: int, block_size: int, max_num_seqs: int = 1024) -> Atte
     )
 
 
+@cache
+def memory_pool() -> Tensor:
+    """Random values that all caches are cut from: where memory lies physically changes times by some percent, so
+    backends are compared on the same memory."""
+    pool = torch.empty(CACHE_BYTES // DTYPE.itemsize, dtype=DTYPE, device=DEVICE)
+    for part in pool.split(1 << 28):
+        part.normal_()
+    return pool
+
+
+def make_cache(num_blocks: int, block_size: int) -> KVCache:
+    """Of as many layers as the pool has room for, 28 at most."""
+    block = (block_size, NUM_KV_HEADS, HEAD_DIM)
+    layer_size = 2 * num_blocks * math.prod(block)
+    num_layers = min(28, memory_pool().numel() // layer_size)
+    assert num_layers >= 2, "one layer would be timed in the L2 cache"
+    spec = KVCacheSpec(
+        num_layers=num_layers, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, block_size=block_size, dtype=DTYPE
+    )
+    kv_cache = KVCache(spec, 0, DEVICE)
+    kv_cache.num_blocks = num_blocks
+    kv_cache.data = memory_pool()[: num_layers * layer_size].view(num_layers, 2, num_blocks, *block)
+    return kv_cache
+
+
 def make_batch(
-    extend_lens: list[int], seq_lens: np.ndarray, block_size: int, backend: AttentionBackend
+    extend_lens: list[int], seq_lens: np.ndarray, block_size: int, backend: AttentionBackend, spread: int = 1
 ) -> ForwardBatch:
-    """Prompt slices of these lengths, or decode rows where there are none; blocks in random order."""
+    """Prompt slices of these lengths, or decode rows where there are none; blocks in random order among `spread` times
+    as many; in order where it is 0."""
     num_blocks = -(-seq_lens // block_size)
-    ids = np.random.default_rng(0).permutation(int(num_blocks.sum())) + 1
+    total = int(num_blocks.sum())
+    ids = np.random.default_rng(0).permutation(spread * total)[:total] + 1 if spread else np.arange(total) + 1
     tables = np.zeros((len(seq_lens), int(num_blocks.max())), dtype=np.int32)
     for row, (end, count) in enumerate(zip(np.cumsum(num_blocks), num_blocks, strict=True)):
         tables[row, :count] = ids[end - count : end]
     query_lens = extend_lens or [1] * len(seq_lens)
-    layer_bytes = 2 * (len(ids) + 1) * block_size * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
-    spec = KVCacheSpec(
-        num_layers=max(2, min(28, CACHE_BYTES // layer_bytes)),
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        block_size=block_size,
-        dtype=DTYPE,
-    )
-    kv_cache = KVCache(spec, len(ids) + 1, DEVICE)
-    for layer in kv_cache.data:
-        layer.normal_()
     nothing = torch.empty(0, device=DEVICE)
     return ForwardBatch(
         mode=ForwardMode.EXTEND if extend_lens else ForwardMode.DECODE,
@@ -77,7 +96,7 @@ def make_batch(
         logits_rows=nothing,
         num_decodes=0 if extend_lens else len(seq_lens),
         extend_lens=extend_lens,
-        kv_cache=kv_cache,
+        kv_cache=make_cache(max(spread, 1) * total + 1, block_size),
         backend=backend,
     )
 

@@ -82,6 +82,14 @@ def test_many_files_give_what_one_file_gives(single: Path, original_shards: Path
         assert torch.equal(parameter, many[0][name]), name
 
 
+def test_many_files_load_as_the_runner_loads(single: Path, original_shards: Path) -> None:
+    """The runner loads in inference mode, which is a thread's own; several files are read by several threads."""
+    with torch.inference_mode():
+        many = load(original_shards)[0]
+    for name, parameter in load(single)[0].items():
+        assert torch.equal(parameter, many[name]), name
+
+
 def test_weights_are_cast(tmp_path: Path) -> None:
     path = write_tiny_qwen3(tmp_path / "model", dtype="bfloat16")
     parameters, num_bytes = load(path)

@@ -25,7 +25,7 @@ MAX_TOKENS = 24
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa2": {"tie_word_embeddings": True},
-    "untied-mha": {"num_key_value_heads": 4},
+    "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "untied-gqa4": {"num_key_value_heads": 1, "head_dim": 32, "seed": 3},
 }
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {

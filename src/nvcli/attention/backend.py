@@ -10,10 +10,10 @@ A step, as the runner drives it:
     backend.plan_on_device(batch)    device work only; the first of what a graph of the step captures
     model.forward(batch)             each layer stores k and v, then calls backend.forward
 
-A decode step may be captured where `captures_decode` is true: after `prepare_capture(batch)`, which is called once
-for each captured batch, outside the graph and before its first warm-up run. The graph then serves any lengths, as
-long as the batch's tensors stay where they are. Padding rows have a sequence length of 0 or 1 and a block table of
-null blocks; they get finite values that nobody reads.
+A decode step may be captured where `captures_decode` is true, after `prepare_capture(batch)`. The graph then serves
+any lengths, as long as the batch's tensors stay where they are; `plan` before a replay is given the batch that was
+captured, padding rows included. Padding rows have a sequence length of 0 or 1 and a block table of null blocks; they
+get finite values that nobody reads.
 
 A backend implements two halves, decode rows and prompt slices, so that two backends can share a run (`pair.py`).
 """
@@ -21,8 +21,10 @@ A backend implements two halves, decode rows and prompt slices, so that two back
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +63,9 @@ class AttentionBackend(ABC):
     name: str
     captures_decode: bool = False
     """Whether the decode half may be captured in a CUDA graph."""
+    captures_extend: bool = False
+    """Whether both may be in one graph: the decode rows planned on the device alone, the slices by
+    `plan_captured_extend`."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
@@ -106,13 +111,23 @@ class AttentionBackend(ABC):
     # ------------------------------------------------------------------ the halves
 
     def prepare_capture(self, batch: ForwardBatch) -> None:  # noqa: B027  (most need nothing)
-        """Before a graph of this decode batch is captured: set aside what its replays will use."""
+        """Set aside what a graph of this decode batch will use, and plan its warm-up; called outside the graph,
+        before the first warm-up run. Calling it again, or while capturing, does no harm."""
 
     def plan_decode(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan` for the decode rows."""
 
     def plan_extend(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan` for the prompt slices."""
+
+    def plan_captured_extend(  # noqa: B027
+        self, first_request: int, extend_lens: Sequence[int], seq_lens: np.ndarray, num_tokens: int, max_slices: int
+    ) -> None:
+        """`plan_extend` for a graph that holds up to `max_slices` slices of up to `num_tokens` tokens in all.
+
+        Called before the capture, with no slices, and before each replay. The slices' rows in the request tensors
+        begin at `first_request`; the row behind the last possible one has a length of 0.
+        """
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan_on_device` for the decode rows."""

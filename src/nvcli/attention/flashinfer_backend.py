@@ -55,9 +55,13 @@ class FlashInferBackend(AttentionBackend):
         return []
 
     def prepare_capture(self, batch: ForwardBatch) -> None:
-        self._captured[batch.num_decodes] = _CapturedDecode(
-            self._package, self._workspace, batch.num_decodes, batch.block_tables.shape[1]
-        )
+        if torch.cuda.is_current_stream_capturing():
+            return
+        num_rows, max_blocks = batch.block_tables.shape
+        known = self._captured.get(num_rows)
+        if known is None or known.max_blocks != max_blocks:
+            self._captured[num_rows] = _CapturedDecode(self._package, self._workspace, num_rows, max_blocks)
+        self.plan_decode(batch)
 
     def plan_decode(self, batch: ForwardBatch) -> None:
         num_rows = batch.num_decodes

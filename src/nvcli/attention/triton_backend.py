@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ _MAX_ROWS = 64_000
 class TritonBackend(AttentionBackend):
     name = "triton"
     captures_decode = True
+    captures_extend = True
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
@@ -56,6 +60,11 @@ class TritonBackend(AttentionBackend):
 
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._prefill.plan(batch.num_decodes, batch.extend_lens, batch.seq_lens_host[batch.num_decodes :])
+
+    def plan_captured_extend(
+        self, first_request: int, extend_lens: Sequence[int], seq_lens: np.ndarray, num_tokens: int, max_slices: int
+    ) -> None:
+        self._prefill.plan_captured(first_request, extend_lens, seq_lens, num_tokens, max_slices)
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
         self._decode.plan(batch.seq_lens[: batch.num_decodes])

@@ -149,7 +149,8 @@ def _read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo])
 
 def _read_task(file: Path, assignments: list[_Assignment]) -> None:
     try:
-        with torch.no_grad(), safe_open(file, framework="pt", device="cpu") as handle:
+        # The mode is a thread's own, and parameters made in inference mode may be written in it alone.
+        with torch.inference_mode(), safe_open(file, framework="pt", device="cpu") as handle:
             for a in assignments:
                 a.target.copy_(handle.get_slice(a.source.tensor)[a.source.read])
     except (SafetensorError, OSError) as error:

@@ -26,10 +26,11 @@ from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights, make_up_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.batch_builder import build_batch
-from nvcli.runner.cuda_graph import GraphRunner
+from nvcli.runner.cuda_graph import DecodeGraphs, GraphPool
 from nvcli.runner.decode_step import DecodeOutput, DecodeStep
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import free_bytes, plan_memory
+from nvcli.runner.mixed_graph import MixedGraphs
 from nvcli.runner.process_group import join_process_group
 from nvcli.runner.sampler import Sampler, SamplingPlan
 from nvcli.runner.slot_table import SlotTable, unpack_ids
@@ -165,7 +166,8 @@ class ModelRunner:
         """Run the largest batches once, on the null block, and measure what they need over the weights."""
         with self._phase("warm up"):
             self._use_kv_cache(1)
-            self.graphs: GraphRunner | None = None
+            self.decode_graphs: DecodeGraphs | None = None
+            self.mixed_graphs: MixedGraphs | None = None
             with self._peak_memory() as peak:
                 # A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
                 on_gpu = self.device.type == "cuda"
@@ -177,20 +179,20 @@ class ModelRunner:
             self._make_slots()
 
     def _measure_graphs(self) -> None:
-        """Capture the largest graph on the null block, to know what all will take: the others share its pool."""
+        """Capture the largest graphs on the null block, to know what all will take: the others share their memory."""
         self._graph_bytes = 0
         if self._uses_graphs:
             with self._phase("measure graphs"):
                 self._use_kv_cache(1)
-                graphs = self._make_graphs()
+                decode, mixed = self._make_graphs()
                 before = free_bytes(self.device)
-                graphs.capture(graphs.sizes[-1:])
+                mixed.capture(mixed.sizes[-1:])
+                decode.capture(decode.sizes[-1:])
                 largest = before - free_bytes(self.device)
-                graphs.capture(graphs.sizes[:1])
+                decode.capture(decode.sizes[:1])
                 smallest = before - largest - free_bytes(self.device)
-                self._graph_bytes = largest + smallest * (len(graphs.sizes) - 1)
-                graphs.release()
-                del graphs
+                self._graph_bytes = largest + smallest * (len(decode.sizes) + len(mixed.sizes))
+                del decode, mixed
                 torch.cuda.empty_cache()
 
     def _size_kv_cache(self) -> None:
@@ -215,22 +217,36 @@ class ModelRunner:
     def _capture_graphs(self) -> None:
         if self._uses_graphs:
             with self._phase("capture graphs"):
-                graphs = self._make_graphs()
-                graphs.capture()
-                self.graphs = graphs
+                decode, mixed = self._make_graphs()
+                mixed.capture()  # first: the larger ones
+                decode.capture()
+                self.decode_graphs, self.mixed_graphs = decode, mixed
 
     @property
     def _uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.config.enforce_eager and self.backend.captures_decode
 
-    def _make_graphs(self) -> GraphRunner:
+    def _make_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
+        """Not captured yet."""
+
         def decode(slots: Tensor) -> DecodeOutput:
             batch = self.decode_step.batch(np.ones(len(slots), dtype=np.int64))
             self.backend.prepare_capture(batch)
             self.decode_step.advance(slots)
             return self.decode_step.compute(slots, batch, sample=True)
 
-        return GraphRunner(decode, self.config.max_num_seqs, self.slots.padding_slot, self.device)
+        config, pool = self.config, GraphPool()
+        mixed = MixedGraphs(
+            pool,
+            self.model,
+            self.slots,
+            self.kv_cache,
+            self.backend,
+            self.sampler,
+            self.upload,
+            max_num_batched_tokens=config.max_num_batched_tokens if self.backend.captures_extend else 0,
+        )
+        return DecodeGraphs(pool, decode, config.max_num_seqs, self.slots.padding_slot, self.device), mixed
 
     @contextmanager
     def _peak_memory(self) -> Iterator[Callable[[], int]]:
@@ -270,15 +286,17 @@ class ModelRunner:
         self.slots.num_computed_host[host_slots] += 1
         (slots32,) = self.upload(host_slots)
         slots = slots32.long()
-        batch = self.decode_step.batch(self.slots.num_computed_host[host_slots])
+        seq_lens = self.slots.num_computed_host[host_slots]
         plan = self.sampler.plan(tuple(host_slots.tolist()), slots_changed=bool(step.new_slots))
-        if self.graphs is not None:
-            self.backend.plan(batch)
-            output = self.graphs.replay(slots)
+        if self.decode_graphs is not None:
+            padding = self.decode_graphs.padded_size(len(seq_lens)) - len(seq_lens)
+            self.backend.plan(self.decode_step.batch(np.pad(seq_lens, (0, padding), constant_values=1)))
+            output = self.decode_graphs.replay(slots)
             if plan.is_simple:
                 assert output.ids is not None
                 return output.ids, []
         else:
+            batch = self.decode_step.batch(seq_lens)
             self.decode_step.advance(slots)
             self.backend.plan(batch)
             output = self.decode_step.compute(slots, batch, sample=False)
@@ -286,6 +304,8 @@ class ModelRunner:
 
     def _run_extend(self, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
         """Prompt slices, beside decode rows or alone."""
+        if self.mixed_graphs is not None and self.mixed_graphs.fits(step):
+            return self._run_mixed_graph(self.mixed_graphs, step)
         batch = build_batch(step, self.slots, self.kv_cache, self.backend, self.upload)
         self.backend.plan(batch.forward)
         self.backend.plan_on_device(batch.forward)
@@ -295,6 +315,14 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden[batch.forward.logits_rows])
         plan = self.sampler.plan(batch.sampling_slots_host, slots_changed=bool(step.new_slots))
         return self._sample(logits, batch.sampling_slots, batch.positions, plan)
+
+    def _run_mixed_graph(self, graphs: MixedGraphs, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
+        output, rows, host_slots = graphs.replay(step)
+        plan = self.sampler.plan(host_slots, slots_changed=bool(step.new_slots))
+        if plan.is_simple:
+            return output.ids[rows], []
+        chosen = output.rows(rows)
+        return self._sample(chosen.logits, chosen.slots, chosen.positions, plan)
 
     def _sample(
         self, logits: Tensor | None, slots: Tensor, positions: Tensor, plan: SamplingPlan

@@ -134,16 +134,17 @@ def prefill_attention_kernel(
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
     seen_by_all = (prefix + first_row // GROUP + 1) // KEYS * KEYS
     seen_by_any = prefix + last_token + 1
+    last_key = tl.maximum(seq_len - 1, 0)
     table = block_tables + request.to(tl.int64) * block_table_stride
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     highest, weight_sum, acc = _attend(
-        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, 0, seen_by_all, seq_len - 1, prefix + token,
+        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, 0, seen_by_all, last_key, prefix + token,
         scale_log2, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
     )  # fmt: skip
     highest, weight_sum, acc = _attend(
-        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, seen_by_all, seen_by_any, seq_len - 1,
+        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, seen_by_all, seen_by_any, last_key,
         prefix + token, scale_log2, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
     )  # fmt: skip
     acc = acc / weight_sum[:, None]
@@ -192,21 +193,51 @@ class PrefillAttention:
         self._head_dim, self._block_size, self._device = head_dim, block_size, device
         self._launch = _choose_launch(head_dim, dtype, device)
         self._tiles = torch.empty(0, _TILE_FIELDS, dtype=torch.int32)
+        self._captured_tiles = self._tiles
 
     def plan(self, first_request: int, extend_lens: Sequence[int], seq_lens: Sequence[int] | np.ndarray) -> None:
         """Host values. first_request: row of the first slice in the block tables; seq_lens: keys of each slice's
         request, by which the tiles are ordered (an upper bound serves)."""
+        tiles = self._list_tiles(first_request, extend_lens, seq_lens)
+        self._tiles = torch.from_numpy(tiles).to(self._device, non_blocking=True)
+
+    def plan_captured(
+        self,
+        first_request: int,
+        extend_lens: Sequence[int],
+        seq_lens: Sequence[int] | np.ndarray,
+        num_tokens: int,
+        max_slices: int,
+    ) -> None:
+        """`plan` into static memory, for a graph that was captured behind a call with the same `num_tokens` and
+        `max_slices`: any slices of no more tokens in all. The request row behind the slices' must have no keys: surplus
+        tiles are its."""
+        capacity = -(-num_tokens * self._group // self._launch.rows) + max_slices
+        tiles = np.zeros((capacity, _TILE_FIELDS), dtype=np.int32)
+        tiles[:, 0] = first_request + max_slices
+        listed = self._list_tiles(first_request, extend_lens, seq_lens)
+        tiles[: len(listed)] = listed
+        if len(self._captured_tiles) < capacity:  # the largest graph is captured first
+            self._captured_tiles = torch.empty(capacity, _TILE_FIELDS, dtype=torch.int32, device=self._device)
+        self._tiles = self._captured_tiles[:capacity]
+        self._tiles.copy_(torch.from_numpy(tiles), non_blocking=True)
+
+    def _list_tiles(
+        self, first_request: int, extend_lens: Sequence[int], seq_lens: Sequence[int] | np.ndarray
+    ) -> np.ndarray:
+        """[num_tiles, _TILE_FIELDS] int32."""
         lens = np.asarray(extend_lens, dtype=np.int64)
         num_rows = self._launch.rows
         tiles_of = -(-lens * self._group // num_rows)
         slice_of = np.repeat(np.arange(len(lens)), tiles_of)
         first_row = (np.arange(len(slice_of)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * num_rows
-        num_keys = (np.asarray(seq_lens) - lens)[slice_of] + first_row // self._group
+        num_keys = (np.asarray(seq_lens, dtype=np.int64) - lens)[slice_of] + first_row // self._group
         tiles = np.stack((first_request + slice_of, first_row, (np.cumsum(lens) - lens)[slice_of], lens[slice_of]), 1)
         # By length in steps of 512 keys, so that the tiles of short slices stay together: what one of them reads, the
         # next finds in the L2 cache.
         longest_first = np.lexsort((-first_row, slice_of, -(num_keys // 512)))
-        self._tiles = torch.from_numpy(tiles[longest_first].astype(np.int32)).to(self._device, non_blocking=True)
+        ordered: np.ndarray = tiles[longest_first].astype(np.int32)
+        return ordered
 
     def run(
         self,
