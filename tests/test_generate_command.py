@@ -182,13 +182,19 @@ def test_sampled_answers_do_not_depend_on_how_they_were_computed(tmp_path: Path)
     rows = [{**row, "sampling": {"temperature": 1.5, "max_tokens": 20, "ignore_eos": True}} for row in questions(40)]
     path = write_rows(tmp_path / "in.jsonl", rows)
     outputs = []
-    for number, settings in enumerate(
-        (["--set", "seed=5"], ["--set", "seed=5", "--set", "max_num_seqs=3"], ["--set", "seed=5", "--tp", "2"])
-    ):
+    for number, settings in enumerate((["--set", "block_size=64"], ["--set", "max_num_seqs=3"], ["--tp", "2"])):
         output = tmp_path / f"{number}.jsonl"
-        assert nvcli(path, "-o", output, *settings).returncode == 0
+        assert nvcli(path, "-o", output, "--set", "seed=5", "--set", "device=cpu", *settings).returncode == 0
         outputs.append([row["choices"] for row in read_rows(output)])
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_gpu_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+    done = nvcli(write_rows(tmp_path / "in.jsonl", questions(13)), "--set", "device=cuda")
+    assert done.returncode == 2
+    assert b"device: cpu" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_existing_output_is_refused(tmp_path: Path) -> None:
@@ -221,7 +227,7 @@ def start_long_job(tmp_path: Path, *args: str) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("victim", ["engine", "rank 0", "rank 1"])
 def test_killed_process_ends_the_run_with_its_name(tmp_path: Path, victim: str) -> None:
     shm = set(os.listdir("/dev/shm"))
-    process = start_long_job(tmp_path, "--tp", "2")
+    process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu")
     engine, *ranks = descendants(process.pid)
     assert len(ranks) == 2
     os.kill({"engine": engine, "rank 0": min(ranks), "rank 1": max(ranks)}[victim], signal.SIGKILL)
@@ -238,7 +244,7 @@ def test_killed_process_ends_the_run_with_its_name(tmp_path: Path, victim: str) 
 
 
 def test_killed_parent_leaves_nothing_but_the_output(tmp_path: Path) -> None:
-    process = start_long_job(tmp_path, "--tp", "2")
+    process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu")
     pids = descendants(process.pid)
     process.kill()
     process.communicate(timeout=10)

@@ -23,14 +23,18 @@ def check_tokenizer_files(model_path: Path) -> None:
         raise LoadError(f"{model_path}: no tokenizer (such as tokenizer.json); copy the model's tokenizer files there")
 
 
-def _names_plain_class(model_path: Path) -> bool:
-    """Whether the checkpoint says that its tokenizer is what tokenizer.json describes and nothing else.
+_PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}
 
-    AutoTokenizer would choose the same class, but its import brings torch into this process, for seconds.
+
+def _is_plain(model_path: Path) -> bool:
+    """Whether the checkpoint's tokenizer is what its tokenizer.json describes and nothing else.
+
+    AutoTokenizer gives the same ids, but its import brings torch into this process, for seconds.
     """
     try:
         config = json.loads((model_path / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return config.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in config
+        is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
+        return is_plain and (model_path / "tokenizer.json").is_file()
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -54,7 +58,7 @@ class Tokenizer:
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
-        if _names_plain_class(model_path):
+        if _is_plain(model_path):
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader

@@ -21,6 +21,7 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
+from nvcli.errors import ConfigError
 from nvcli.messages import EngineReady, ForwardMode, StepInput, StepOutput, TokenLogprobs
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights, make_up_weights
@@ -101,9 +102,7 @@ class ModelRunner:
     def _open_device(self) -> None:
         with self._phase("open device"):
             if self.config.device == "cuda":
-                first = self.config.replica * self.config.tensor_parallel_size
-                self.device = torch.device("cuda", first + self._context.rank)
-                torch.cuda.set_device(self.device)
+                self.device = _open_gpu(self.config.replica * self.config.tensor_parallel_size + self._context.rank)
             else:
                 self.device = torch.device("cpu")
                 if "OMP_NUM_THREADS" not in os.environ:
@@ -338,3 +337,22 @@ class ModelRunner:
             return ids
         self._pinned_ids = self._pinned_ids[1:] + self._pinned_ids[:1]
         return self._pinned_ids[0][: len(ids)].copy_(ids, non_blocking=True)
+
+
+def _open_gpu(index: int) -> torch.device:
+    """Raises ConfigError where there is no such GPU."""
+    if not torch.cuda.is_available():
+        build = "was built without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no GPU"
+        raise ConfigError(
+            f"`device` is cuda, but torch {torch.__version__} {build}: check `nvidia-smi` and that the driver is new "
+            "enough for this torch, or use `device: cpu`"
+        )
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"the run needs GPU number {index}, and {count} can be seen here: lower tensor_parallel_size (--tp) or "
+            "data_parallel_size (--dp), or look at CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
