@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_bench import Bench, History
+from attention_setup import Bench, History
 from torch import Tensor
 
 from nvcli.attention import selection

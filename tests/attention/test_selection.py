@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_bench import Bench, History
+from attention_setup import Bench, History
 
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionCase

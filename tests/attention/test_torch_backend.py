@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from attention_bench import Bench as AnyBench
-from attention_bench import History
+from attention_setup import Bench as AnyBench
+from attention_setup import History
 
 from nvcli.attention.torch_backend import TorchBackend
 

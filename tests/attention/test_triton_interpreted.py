@@ -15,8 +15,8 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined; without a GPU nothing else uses Triton
 
-from attention_bench import Bench as AnyBench
-from attention_bench import History
+from attention_setup import Bench as AnyBench
+from attention_setup import History
 
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.triton.decode_attention import plan_decode_kernel

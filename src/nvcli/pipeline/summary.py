@@ -6,6 +6,9 @@ import msgspec
 
 from nvcli.pipeline.progress import format_seconds
 
+_SHOWN_SECONDS = 0.05
+"""Parts of the start-up that took less are left out."""
+
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a finished run. Seconds are wall-clock; parts may overlap."""
@@ -48,7 +51,8 @@ def format_summary(summary: Summary) -> str:
             f"  speed     {summary.completion_tokens / seconds:,.0f} generated tokens/s, "
             f"{summary.rows / seconds:,.1f} rows/s"
         )
-    startup = ", ".join(f"{part} {format_seconds(value)}" for part, value in summary.startup.items())
+    parts = {part: seconds for part, seconds in summary.startup.items() if seconds >= _SHOWN_SECONDS}
+    startup = ", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in parts.items())
     lines.append(
         f"  time      generating {format_seconds(summary.generation_seconds)}"
         + (f", start-up ({startup})" if startup else "")

@@ -1,4 +1,4 @@
-"""Times the Triton kernels against torch operations and memory bandwidth: `python tests/kernels/kernel_bench.py`.
+"""Times the Triton kernels against torch operations and memory bandwidth: `python scripts/bench_kernels.py`.
 
 Each call is one of 20 in a CUDA graph, so that launches cost what they cost in a decode step; inputs are in L2 where
 they fit, as in a step, where the kernel before has just written them. `floor` is bytes / bandwidth.
