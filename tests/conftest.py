@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A slow machine is no failure; on CI the examples are the same every time, so that a red run can be repeated.
+settings.register_profile("nvcli", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("nvcli")
 
 # Before torch is imported anywhere. Ranks inherit it; two of them on two cores must not fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
