@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -117,7 +116,7 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            self.model_config = load_model_config(Path(self.config.model_path))
+            self.model_config = load_model_config(self.config.model_path)
             self.model = build_model(self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len)
 
     def _load_weights(self) -> None:
@@ -125,7 +124,7 @@ class ModelRunner:
             if self.config.load_format == "random":
                 self._weight_bytes = make_up_weights(self.model, self.device)
             else:
-                self._weight_bytes = load_weights(self.model, Path(self.config.model_path), self.device)
+                self._weight_bytes = load_weights(self.model, self.config.model_path, self.device)
 
     def _make_slots(self) -> None:
         config = self.config
@@ -286,7 +285,7 @@ class ModelRunner:
         (slots32,) = self.upload(host_slots)
         slots = slots32.long()
         seq_lens = self.slots.num_computed_host[host_slots]
-        plan = self.sampler.plan(tuple(host_slots.tolist()), slots_changed=bool(step.new_slots))
+        plan = self.sampler.plan(tuple(host_slots.tolist()))
         if self.decode_graphs is not None:
             padding = self.decode_graphs.padded_size(len(seq_lens)) - len(seq_lens)
             self.backend.plan(self.decode_step.batch(np.pad(seq_lens, (0, padding), constant_values=1)))
@@ -312,12 +311,12 @@ class ModelRunner:
         if not batch.sampling_slots_host:
             return torch.empty(0, dtype=torch.int32, device=self.device), []
         logits = self.model.compute_logits(hidden[batch.forward.logits_rows])
-        plan = self.sampler.plan(batch.sampling_slots_host, slots_changed=bool(step.new_slots))
+        plan = self.sampler.plan(batch.sampling_slots_host)
         return self._sample(logits, batch.sampling_slots, batch.positions, plan)
 
     def _run_mixed_graph(self, graphs: MixedGraphs, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
         output, rows, host_slots = graphs.replay(step)
-        plan = self.sampler.plan(host_slots, slots_changed=bool(step.new_slots))
+        plan = self.sampler.plan(host_slots)
         if plan.is_simple:
             return output.ids[rows], []
         chosen = output.rows(rows)

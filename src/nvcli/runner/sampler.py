@@ -22,7 +22,8 @@ class SamplingPlan:
     """Which rows of a batch need more than greedy or temperature; row numbers as device tensors, None for no row."""
 
     slots: tuple[int, ...]
-    """Of the batch this was made for."""
+    num_fills: int
+    """The batch this was made for, and the state of the slot table."""
     filtered: Tensor | None
     penalised: Tensor | None
     adjusted: list[tuple[int, SlotSampling]]
@@ -44,11 +45,12 @@ class Sampler:
         self._group = group
         self._last_plan: SamplingPlan | None = None
 
-    def plan(self, slots: tuple[int, ...], *, slots_changed: bool) -> SamplingPlan:
-        """What a batch of these slots needs. `slots_changed`: slots were filled since the last call."""
-        if slots_changed or self._last_plan is None or self._last_plan.slots != slots:
-            self._last_plan = self._make_plan(slots)
-        return self._last_plan
+    def plan(self, slots: tuple[int, ...]) -> SamplingPlan:
+        """What a batch of these slots needs. Kept from step to step, as long as no slot changes hands."""
+        last = self._last_plan
+        if last is None or last.slots != slots or last.num_fills != self._table.num_fills:
+            last = self._last_plan = self._make_plan(slots)
+        return last
 
     def sample_simply(self, logits: Tensor | None, slots: Tensor, positions: Tensor) -> Tensor:
         """Ids [N] int32 by temperature, top-k, top-p and min-p, on a GPU: it launches kernels only, for a CUDA graph.
@@ -118,7 +120,9 @@ class Sampler:
             if s.bias_ids or s.stop_ids:
                 adjusted.append((row, s))
             num_logprobs = max(num_logprobs, s.num_logprobs)
-        return SamplingPlan(slots, self._rows(filtered), self._rows(penalised), adjusted, num_logprobs)
+        return SamplingPlan(
+            slots, self._table.num_fills, self._rows(filtered), self._rows(penalised), adjusted, num_logprobs
+        )
 
     def _rows(self, rows: list[int]) -> Tensor | None:
         return torch.tensor(rows, dtype=torch.int64, device=self._table.device) if rows else None

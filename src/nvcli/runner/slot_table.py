@@ -57,6 +57,8 @@ class SlotTable:
         self.row = ints(dtype=torch.int64)
         self.sample = ints(dtype=torch.int64)
         self.sampling: list[SlotSampling | None] = [None] * (num_slots + 1)
+        self.num_fills = 0
+        """How often slots were filled: what was derived from `sampling` holds while it stays the same."""
         self.num_computed_host = np.zeros(num_slots + 1, dtype=np.int64)
         """Upper bound of `num_computed` that needs no look at the device."""
 
@@ -77,26 +79,31 @@ class SlotTable:
         self.token_ids[slots, positions.long()] = ids
 
     def _fill(self, new_slots: list[NewSlot], upload: Uploader) -> None:
+        self.num_fills += 1
         samplings = [new.sampling for new in new_slots]
-        slots, cached, prompt_len, top_k = upload(
+        float_names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        long_names = ("seed", "row", "sample")
+        floats: list[np.ndarray] = [
+            np.array([getattr(s, name) for s in samplings], dtype=np.float32) for name in float_names
+        ]
+        longs: list[np.ndarray] = [
+            np.array([getattr(s, name) for s in samplings], dtype=np.int64) for name in long_names
+        ]
+        slots, cached, prompt_len, top_k, *others = upload(
             np.array([new.slot for new in new_slots]),
             np.array([new.num_cached_tokens for new in new_slots]),
             np.array([s.prompt_len for s in samplings]),
             np.array([min(s.top_k, _MAX_INT32) for s in samplings]),
+            *(values.view(np.int32) for values in [*floats, *longs]),
         )
         index = slots.long()
         self.num_computed[index] = cached
         self.prompt_len[index] = prompt_len
         self.top_k[index] = top_k
         self.block_table[index] = NULL_BLOCK
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            values = np.array([getattr(s, name) for s in samplings], dtype=np.float32)
-            (bits,) = upload(values.view(np.int32))
-            getattr(self, name)[index] = bits.view(torch.float32)
-        for name in ("seed", "row", "sample"):
-            values = np.array([getattr(s, name) for s in samplings], dtype=np.int64)
-            (halves,) = upload(values.view(np.int32))
-            getattr(self, name)[index] = halves.view(torch.int64)
+        for name, bits in zip([*float_names, *long_names], others, strict=True):
+            column: Tensor = getattr(self, name)
+            column[index] = bits.view(column.dtype)
         for new in new_slots:
             self.sampling[new.slot] = new.sampling
             self.num_computed_host[new.slot] = new.num_cached_tokens

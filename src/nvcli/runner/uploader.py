@@ -14,6 +14,8 @@ IntArray = np.ndarray
 """One dimension of integers that fit int32."""
 
 _ALIGN = 32  # int32 words: views start at 128 bytes, so that kernels see one alignment
+_ARRAYS = 64
+"""More than a step uploads; each may be padded by _ALIGN words."""
 _STEPS_HELD = 4
 
 
@@ -24,7 +26,7 @@ class Uploader:
         self._device = device
         if device.type == "cpu":
             return
-        self._size = _STEPS_HELD * capacity
+        self._size = _STEPS_HELD * (capacity + _ARRAYS * _ALIGN)
         self._pinned = torch.empty(self._size, dtype=torch.int32, pin_memory=True)
         self._staging = self._pinned.numpy()
         self._on_device = torch.empty(self._size, dtype=torch.int32, device=device)
