@@ -49,28 +49,15 @@ def make_rows(count: int, input_len: tuple[int, int], output_len: tuple[int, int
 
 
 def run_nvcli(path: Path, rows: Rows, threads: int) -> float:
-    from nvcli.config import EngineConfig
+    from nvcli.config import RunConfig
     from nvcli.engine.client import EngineClient
     from nvcli.engine.request import Request
     from nvcli.messages import pack, unpack
+    from nvcli.models.config import load_model_config
+    from nvcli.pipeline.resolve import resolve_engine_config
     from nvcli.sampling_params import SamplingParams
 
-    config = EngineConfig(
-        model_path=path,
-        device="cpu",
-        dtype="float32",
-        tensor_parallel_size=1,
-        max_model_len=2048,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.9,
-        kv_cache_memory=None,
-        block_size=64,
-        attention_backend="auto",
-        enable_prefix_caching=True,
-        enforce_eager=False,
-        step_timeout=600,
-    )
+    config = resolve_engine_config(RunConfig(model=str(path), device="cpu"), path, load_model_config(path))
     client = EngineClient.start(config)
     client.wait_ready()
 

@@ -41,3 +41,9 @@ class RowError(NvcliError):
         super().__init__(message)
         self.type = type
         self.message = message
+
+
+def named(kind: str, message: str) -> NvcliError:
+    """The error of that class name, as another process reported it. RowErrors are never reported so."""
+    error: type[NvcliError] = globals()[kind]
+    return error(message)

@@ -113,6 +113,5 @@ class EngineClient:
                 f"the {self._process.name} (pid {self._process.pid}) {self._process.describe_exit()}"
             ) from None
         if isinstance(message, EngineFailed):
-            kind: type[errors.NvcliError] = getattr(errors, message.kind)
-            raise kind(message.message)
+            raise errors.named(message.kind, message.message)
         return message

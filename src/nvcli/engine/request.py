@@ -6,10 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.messages import EngineReady, ForwardMode, TokenLogprobs
+from nvcli.messages import ForwardMode, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
-
-__all__ = ["EngineReady", "EngineStats", "FinishReason", "Request", "RequestOutput", "StepRecord"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -133,8 +133,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed now."""
         deltas = _Deltas()
         preempted = self._grow_decoding(deltas)
-        decoding = self._decoding
-        sampling = decoding.copy()
+        sampling = self._decoding.copy()
         decode_slots = self._packed_decode_slots()
         self._advance_decoding()
 

@@ -14,7 +14,7 @@ import msgspec
 
 from nvcli import errors
 from nvcli.config import EngineConfig
-from nvcli.errors import NvcliError, WorkerError
+from nvcli.errors import WorkerError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
 from nvcli.executor.process import ChildProcess
 from nvcli.executor.status import StatusBoard
@@ -179,8 +179,7 @@ class Executor:
             time.sleep(min(left, 0.01))
         for failure in failed.values():
             if failure.kind != "WorkerError":
-                kind: type[NvcliError] = getattr(errors, failure.kind)
-                raise kind(failure.message)
+                raise errors.named(failure.kind, failure.message)
         for rank in sorted(dead):
             raise WorkerError(
                 f"rank {rank} (pid {self._ranks[rank].pid}) {self._ranks[rank].describe_exit()}; "
