@@ -41,10 +41,12 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        # One for all: the allocator keeps what was freed for the stream that used it.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], T]) -> CapturedGraph[T]:
         """`run` launches kernels only, on static tensors. It is run a few times before it is captured."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_RUNS):

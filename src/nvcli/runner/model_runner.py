@@ -219,6 +219,7 @@ class ModelRunner:
                 mixed.capture()  # first: the larger ones
                 decode.capture()
                 self.decode_graphs, self.mixed_graphs = decode, mixed
+                torch.cuda.empty_cache()  # of the runs before each capture
 
     @property
     def _uses_graphs(self) -> bool:
