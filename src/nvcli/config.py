@@ -122,11 +122,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool
     step_timeout: float
     replica: int = 0
-    """Which data-parallel copy this is; on a GPU its rank r has device `replica * tensor_parallel_size + r`."""
+    """Which data-parallel copy this is."""
     load_format: Literal["checkpoint", "random"] = "checkpoint"
     """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
     record_steps: bool = False
     """Report the times of every step to the parent."""
+
+    def gpu_index(self, rank: int) -> int:
+        """Of the GPUs that the process sees, the one that `rank` has."""
+        return self.replica * self.tensor_parallel_size + rank
 
     @property
     def max_blocks_per_seq(self) -> int:

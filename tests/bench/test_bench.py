@@ -66,6 +66,9 @@ def test_measures_a_real_engine() -> None:
     assert run["steps"]["EXTEND"]["count"] == 1
     assert result["output_tokens_per_second"] == pytest.approx(run["output_tokens"] / run["seconds"])
     assert 0 < run["peak_kv_share"] < 1
+    assert 0 < run["roofline_share"] < 1
+    assert 0 < run["limits"]["DECODE"]["limit_seconds"] < run["limits"]["DECODE"]["seconds"]
+    assert result["ceilings"]["bytes_per_second"] > 1e8
     assert {"spawn and import", "load weights", "warm up"} <= result["ready"]["seconds"].keys()
 
 

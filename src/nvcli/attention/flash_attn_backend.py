@@ -83,19 +83,38 @@ def _why_not_version_3(case: AttentionCase) -> str | None:
     return import_failure("flash_attn_interface", "FlashAttention 3, which takes any block size")
 
 
-class _Version2:
+class _Functions:
+    """What both versions share."""
+
+    module: str
+    tables_keyword: str
+    """Name of the argument that takes block tables."""
+
     def __init__(self) -> None:
-        package = import_module("flash_attn")
+        package = import_module(self.module)
         self._with_kvcache: Callable[..., Tensor] = package.flash_attn_with_kvcache
-        self._varlen: Callable[..., Tensor] = package.flash_attn_varlen_func
 
     def decode(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float
     ) -> Tensor:
         """q: [rows, 1, H, D] → the same."""
         return self._with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=seq_lens, block_table=block_tables, softmax_scale=scale, causal=True
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=seq_lens,
+            softmax_scale=scale,
+            causal=True,
+            **{self.tables_keyword: block_tables},
         )
+
+
+class _Version2(_Functions):
+    module, tables_keyword = "flash_attn", "block_table"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._varlen: Callable[..., Tensor] = import_module(self.module).flash_attn_varlen_func
 
     def extend(
         self,
@@ -125,19 +144,10 @@ class _Version2:
         )
 
 
-class _Version3:
+class _Version3(_Functions):
     """As documented in `hopper/flash_attn_interface.py` of the flash-attention repository."""
 
-    def __init__(self) -> None:
-        package = import_module("flash_attn_interface")
-        self._with_kvcache: Callable[..., Tensor] = package.flash_attn_with_kvcache
-
-    def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float
-    ) -> Tensor:
-        return self._with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=seq_lens, page_table=block_tables, softmax_scale=scale, causal=True
-        )
+    module, tables_keyword = "flash_attn_interface", "page_table"
 
     def extend(
         self,

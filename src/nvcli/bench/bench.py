@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from nvcli.bench.ceilings import measure_ceilings
+from nvcli.bench.roofline import Ceilings, ModelCosts, Roofline
 from nvcli.bench.workload import Workload
 from nvcli.config import EngineConfig
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import StepRecord
 from nvcli.errors import WorkerError
 from nvcli.messages import EngineReady, ForwardMode, unpack
+from nvcli.models.config import ModelConfig
 
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WARM_UP = Workload(num_requests=2, input_len=(8, 8), output_len=(4, 4))
 
 
@@ -58,6 +62,10 @@ class Run:
     num_requests: int
     steps: dict[str, StepTimes]
     """By forward mode."""
+    limits: dict[str, Roofline]
+    """Likewise: against what the device could do at most."""
+    roofline_share: float
+    """The limit of all steps over `seconds`, the host's time and idle time included."""
     num_preemptions: int
     peak_kv_share: float
 
@@ -75,7 +83,8 @@ class BenchResult:
     ready_seconds: float
     """From the command's call of the engine to its report."""
     ready: EngineReady
-    runs: list[Run] = field(default_factory=list)
+    ceilings: Ceilings
+    runs: list[Run]
 
     @property
     def median(self) -> Run:
@@ -88,11 +97,14 @@ def bench(
     workload: Workload,
     *,
     model: str,
-    vocab_size: int,
+    model_config: ModelConfig,
     repeat: int,
     say: Callable[[str], None],
 ) -> BenchResult:
-    """Start an engine, let it answer a few tokens, then time `repeat` passes. Raises what the engine raises."""
+    """Start an engine, let it answer a few tokens, then time `repeat` passes, and last what the device can do.
+
+    Raises what the engine raises.
+    """
     start = time.perf_counter()
     client = EngineClient.start(config)
     try:
@@ -103,18 +115,44 @@ def bench(
         say(f"ready in {ready_seconds:.1f} s; KV cache for {ready.num_blocks * ready.block_size:,} tokens")
         for note in ready.notes:
             say(note)
-        result = BenchResult(model=model, workload=workload, ready_seconds=ready_seconds, ready=ready, runs=[])
-        _run(client, _WARM_UP, vocab_size, first_id=0)
+        _pass(client, _WARM_UP, model_config.vocab_size, first_id=0)
+        passes = []
         for number in range(repeat):
             first_id = _WARM_UP.num_requests + number * workload.num_requests
-            result.runs.append(_run(client, workload, vocab_size, first_id=first_id))
-            say(f"run {number + 1} of {repeat}: {result.runs[-1].output_rate:,.0f} output tokens/s")
-        return result
+            passes.append(_pass(client, workload, model_config.vocab_size, first_id=first_id))
+            say(f"run {number + 1} of {repeat}: {passes[-1].output_tokens / passes[-1].seconds:,.0f} output tokens/s")
     finally:
         client.close()
+    ceilings = measure_ceilings(config.device, config.dtype)
+    costs = ModelCosts.of(
+        model_config,
+        bytes_per_element=_DTYPE_BYTES[config.dtype],
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+    return BenchResult(
+        model=model,
+        workload=workload,
+        ready_seconds=ready_seconds,
+        ready=ready,
+        ceilings=ceilings,
+        runs=[_run_of(one, costs, ceilings) for one in passes],
+    )
 
 
-def _run(client: EngineClient, workload: Workload, vocab_size: int, *, first_id: int) -> Run:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """One pass over the workload, as it was recorded."""
+
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    num_requests: int
+    records: list[StepRecord]
+    num_preemptions: int
+    peak_kv_share: float
+
+
+def _pass(client: EngineClient, workload: Workload, vocab_size: int, *, first_id: int) -> _Pass:
     requests = workload.requests(vocab_size, first_id=first_id)
     wanted = {request.request_id: request.max_tokens for request in requests}
     preemptions_before = client.stats.num_preemptions
@@ -130,15 +168,27 @@ def _run(client: EngineClient, workload: Workload, vocab_size: int, *, first_id:
             expected = wanted.pop(output.request_id)
             assert num_tokens == expected, f"{num_tokens} tokens where {expected} were asked for"
         peak_blocks = max(peak_blocks, client.stats.num_used_blocks)
-    seconds = time.perf_counter() - start
-    records = client.take_steps()
-    by_mode = {mode.name: [r for r in records if r.mode == mode] for mode in ForwardMode}
-    return Run(
-        seconds=seconds,
+    return _Pass(
+        seconds=time.perf_counter() - start,
         prompt_tokens=sum(len(request.prompt_ids) // 4 for request in requests),
         output_tokens=sum(request.max_tokens for request in requests),
         num_requests=len(requests),
-        steps={mode: StepTimes.of(steps) for mode, steps in by_mode.items() if steps},
+        records=client.take_steps(),
         num_preemptions=client.stats.num_preemptions - preemptions_before,
         peak_kv_share=peak_blocks / max(1, client.stats.num_blocks),
+    )
+
+
+def _run_of(recorded: _Pass, costs: ModelCosts, ceilings: Ceilings) -> Run:
+    by_mode = {mode.name: [r for r in recorded.records if r.mode == mode] for mode in ForwardMode}
+    return Run(
+        seconds=recorded.seconds,
+        prompt_tokens=recorded.prompt_tokens,
+        output_tokens=recorded.output_tokens,
+        num_requests=recorded.num_requests,
+        steps={mode: StepTimes.of(steps) for mode, steps in by_mode.items() if steps},
+        limits={mode: Roofline.of(steps, costs, ceilings) for mode, steps in by_mode.items() if steps},
+        roofline_share=Roofline.of(recorded.records, costs, ceilings).limit_seconds / recorded.seconds,
+        num_preemptions=recorded.num_preemptions,
+        peak_kv_share=recorded.peak_kv_share,
     )

@@ -51,4 +51,4 @@ def run_bench(
         config = msgspec.structs.replace(
             config, record_steps=True, load_format="checkpoint" if shape is None else "random"
         )
-        return bench(config, workload, model=shape or run.model, vocab_size=model.vocab_size, repeat=repeat, say=say)
+        return bench(config, workload, model=shape or run.model, model_config=model, repeat=repeat, say=say)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.engine.scheduler import ScheduledStep, Scheduler
-from nvcli.messages import StepInput, StepOutput, unpack
+from nvcli.messages import StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from nvcli.engine.step_recorder import StepRecorder
 
 MAX_STEPS_IN_FLIGHT = 2
 """One that runs and one that waits behind it, so that the device goes from step to step without waiting for us."""
@@ -25,10 +28,10 @@ class StepExecutor(Protocol):
 class EngineCore:
     """Requests in, outputs out, one step at a time."""
 
-    def __init__(self, scheduler: Scheduler, executor: StepExecutor, *, record_steps: bool = False) -> None:
-        self._records: list[StepRecord] | None = [] if record_steps else None
+    def __init__(self, scheduler: Scheduler, executor: StepExecutor, *, recorder: StepRecorder | None = None) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._recorder = recorder
         self._in_flight: deque[ScheduledStep] = deque()
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -47,10 +50,7 @@ class EngineCore:
 
     def take_records(self) -> list[StepRecord]:
         """Of the steps since the last call; empty unless they are recorded."""
-        records = self._records or []
-        if records:
-            self._records = []
-        return records
+        return self._recorder.take() if self._recorder is not None else []
 
     def step(self) -> list[RequestOutput]:
         """Submit the next step, then take in the oldest one's output.
@@ -61,20 +61,12 @@ class EngineCore:
         if step is not None:
             self._executor.submit(step.input)
             self._in_flight.append(step)
+            if self._recorder is not None:
+                self._recorder.submitted(step.input)
         if self._in_flight and (step is None or len(self._in_flight) == MAX_STEPS_IN_FLIGHT):
             oldest = self._in_flight.popleft()
             output = self._executor.collect()
-            if self._records is not None:
-                self._records.append(_record(oldest.input, output))
+            if self._recorder is not None:
+                self._recorder.collected(output)
             self._scheduler.process(oldest, output)
         return self._scheduler.take_outputs()
-
-
-def _record(step: StepInput, output: StepOutput) -> StepRecord:
-    return StepRecord(
-        mode=step.mode,
-        num_decodes=len(unpack(step.decode_slots)),
-        num_extend_tokens=len(unpack(step.token_ids)),
-        seconds=output.seconds,
-        idle_seconds=output.idle_seconds,
-    )

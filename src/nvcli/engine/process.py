@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +30,9 @@ from nvcli.engine.protocol import (
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.errors import NvcliError
 from nvcli.executor.executor import Executor
+
+if TYPE_CHECKING:
+    from nvcli.engine.step_recorder import StepRecorder
 
 _STATS_SECONDS = 0.2
 _IDLE_CHECK_SECONDS = 0.5
@@ -54,7 +58,8 @@ def main(start: EngineStart, control: Connection) -> None:
             block_size=config.block_size,
         )
         blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-        core = EngineCore(Scheduler(limits, blocks), executor, record_steps=config.record_steps)
+        recorder = _make_recorder(config.max_num_seqs) if config.record_steps else None
+        core = EngineCore(Scheduler(limits, blocks), executor, recorder=recorder)
         gc.collect()
         gc.freeze()
         last_stats = 0.0
@@ -74,6 +79,12 @@ def main(start: EngineStart, control: Connection) -> None:
             send(EngineFailed("WorkerError", f"the engine failed: {error!r}\n{traceback.format_exc()}"))
     executor.close()
     os._exit(0)
+
+
+def _make_recorder(max_num_seqs: int) -> StepRecorder:
+    from nvcli.engine.step_recorder import StepRecorder  # numpy: ordinary runs start without it
+
+    return StepRecorder(max_num_seqs)
 
 
 def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:

@@ -65,13 +65,21 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_preemptions: int = 0
 
 
-class StepRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """One step as it ran; sent where `record_steps` is on."""
 
     mode: ForwardMode
     num_decodes: int
     num_extend_tokens: int
-    seconds: float
+    num_sampled: int
+    """Rows that got a token: the LM head was computed for them."""
+    decode_keys: int
+    """Tokens whose keys and values the decode rows attended to, each row's counted."""
+    extend_keys: int
+    """The same for the prompt slices, each slice's counted once."""
+    extend_pairs: int
+    """Pairs of a prompt token and a token that it attended to."""
+    seconds: float = 0.0
     """The device's time for the step."""
-    idle_seconds: float
+    idle_seconds: float = 0.0
     """How long the device had nothing to do before it."""

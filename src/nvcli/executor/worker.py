@@ -23,6 +23,7 @@ from nvcli.errors import NvcliError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
 from nvcli.executor.status import StatusBoard
 from nvcli.messages import StepInput
+from nvcli.runner.head_start import open_gpu_context
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
 
 
@@ -90,6 +91,8 @@ def _run(start: RankStart, control: Connection) -> None:
         spawned_at=start.spawned_at,
     )
     status.report(rank, "import")
+    if start.config.device == "cuda":
+        open_gpu_context(start.config.gpu_index(rank))
     module, function = start.runner.split(":")
     runner: Runner = getattr(importlib.import_module(module), function)(start.config, context)
     post = _start_poster(ChannelWriter(start.outputs), control) if rank == 0 else None

@@ -83,7 +83,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.is_meta:
                 if id(parameter) not in made:
-                    memory = torch.empty_like(parameter, device=device)
+                    # Not empty_like: of a meta tensor it imports sympy, which may take seconds.
+                    memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     made[id(parameter)] = nn.Parameter(memory, requires_grad=False)
                 setattr(module, name, made[id(parameter)])
         if isinstance(module, DerivedModule):

@@ -27,6 +27,7 @@ from nvcli.models.config import load_model_config
 from nvcli.pipeline.counts import Counts
 from nvcli.pipeline.feeder import Feeder
 from nvcli.pipeline.interrupts import Interrupts
+from nvcli.pipeline.job_size import most_requests
 from nvcli.pipeline.pipeline import Engine, Pipeline
 from nvcli.pipeline.prepare import ModelLimits
 from nvcli.pipeline.progress import Progress, RunView
@@ -76,7 +77,10 @@ def generate(
     model = load_model_config(model_path)
     check_tokenizer_files(model_path)
     config = resolve_engine_config(run, model_path, model)
-    reader = RowReader(inputs, RowParser(sampling_defaults(run, model)), limit=limit)
+    defaults = sampling_defaults(run, model)
+    num_seqs = most_requests(inputs, defaults, limit=limit, enough=config.max_num_seqs)
+    config = msgspec.structs.replace(config, max_num_seqs=num_seqs)
+    reader = RowReader(inputs, RowParser(defaults), limit=limit)
     limits = ModelLimits(
         max_model_len=config.max_model_len,
         vocab_size=model.vocab_size,
@@ -114,7 +118,7 @@ def generate(
             processes.callback(engines[-1].close)
         feeder.start()
         pipeline = Pipeline(
-            engines, feeder, writer, counts, seed=run.seed, max_num_seqs=run.max_num_seqs, on_ready=on_ready
+            engines, feeder, writer, counts, seed=run.seed, max_num_seqs=config.max_num_seqs, on_ready=on_ready
         )
         view = RunView(counts, reader, feeder, limit=limit, started_at=started_at)
 

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,35 +40,34 @@ class GraphPool:
     """Memory that all graphs of a rank share: no two of them run at the same time."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._pool = torch.cuda.graph_pool_handle()
         # One for all: the allocator keeps what was freed for the stream that used it.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], T]) -> CapturedGraph[T]:
         """`run` launches kernels only, on static tensors. It is run a few times before it is captured."""
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), _no_garbage_collection():
             for _ in range(_WARM_UP_RUNS):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            output = run()
-        self._pool = self._pool or graph.pool()
+            # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back.
+            graph.capture_begin(pool=self._pool)
+            try:
+                output = run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
         return CapturedGraph(graph, output)
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
+def _no_garbage_collection() -> Iterator[None]:
     """A collection in the middle of a capture may free CUDA memory, which breaks the capture."""
-    gc.collect()
     gc.disable()
-    gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
         gc.enable()
 
 
@@ -103,10 +102,9 @@ class DecodeGraphs:
 
     def capture(self, sizes: list[int] | None = None) -> None:
         """Capture graphs of these sizes (None: all), largest first."""
-        with no_garbage_collection():
-            for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
-                slots = self._slots[:size]
-                self._graphs[size] = self._pool.capture(lambda slots=slots: self._decode(slots))  # type: ignore[misc]
+        for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
+            slots = self._slots[:size]
+            self._graphs[size] = self._pool.capture(lambda slots=slots: self._decode(slots))  # type: ignore[misc]
         torch.cuda.synchronize()
 
     def padded_size(self, num_seqs: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import KVCache
-from nvcli.kernels.decode_inputs import DecodeInputs, decode_inputs
+from nvcli.kernels.decode_inputs import DecodeInputs
 from nvcli.messages import ForwardMode
 from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.sampler import Sampler
@@ -86,16 +86,7 @@ class DecodeStep:
 
     def advance(self, slots: Tensor) -> None:
         """Look up what each slot computes next, and count it as computed. slots: [B] int64 on the device."""
-        table = self._table
-        decode_inputs(
-            slots,
-            table.num_computed,
-            table.token_ids,
-            table.block_table,
-            self._inputs,
-            block_size=table.block_size,
-            padding_slot=table.padding_slot,
-        )
+        self._table.advance(slots, self._inputs)
 
     def compute(self, slots: Tensor, batch: ForwardBatch, *, sample: bool) -> DecodeOutput:
         """The step itself, behind `advance` and the backend's `plan`; with `sample` ids are chosen and kept."""

@@ -21,11 +21,11 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
-from nvcli.kernels.decode_inputs import DecodeInputs, decode_inputs
+from nvcli.kernels.decode_inputs import DecodeInputs
 from nvcli.messages import ForwardMode, StepInput
 from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.batch_builder import build_batch
-from nvcli.runner.cuda_graph import CapturedGraph, GraphPool, no_garbage_collection
+from nvcli.runner.cuda_graph import CapturedGraph, GraphPool
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable, unpack_ids
 from nvcli.runner.uploader import Uploader
@@ -72,7 +72,9 @@ class MixedGraphs:
         self._model, self._table, self._kv_cache = model, table, kv_cache
         self._backend, self._sampler, self._upload = backend, sampler, upload
         self._num_decodes = table.padding_slot
-        self.sizes = [size for size in TOKEN_SIZES if self._num_decodes + size <= max_num_batched_tokens]
+        # With one request at a time no prompt is beside a decode row.
+        sizes = TOKEN_SIZES if self._num_decodes > 1 else ()
+        self.sizes = [size for size in sizes if self._num_decodes + size <= max_num_batched_tokens]
         most_tokens = self._num_decodes + (self.sizes[-1] if self.sizes else 0)
         num_rows = self._num_decodes + MAX_SLICES
         # One more row, of length 0: surplus tiles of the attention are its.
@@ -92,11 +94,10 @@ class MixedGraphs:
 
     def capture(self, sizes: list[int] | None = None) -> None:
         """Capture graphs of these numbers of prompt tokens (None: all), largest first."""
-        with no_garbage_collection():
-            for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
-                self._logits_rows[self._num_decodes :] = 0
-                self._backend.plan_captured_extend(self._num_decodes, [], np.zeros(0), size, MAX_SLICES)
-                self._graphs[size] = self._pool.capture(lambda size=size: self._run(size))  # type: ignore[misc]
+        for size in sorted(self.sizes if sizes is None else sizes, reverse=True):
+            self._logits_rows[self._num_decodes :] = 0
+            self._backend.plan_captured_extend(self._num_decodes, [], np.zeros(0), size, MAX_SLICES)
+            self._graphs[size] = self._pool.capture(lambda size=size: self._run(size))  # type: ignore[misc]
         torch.cuda.synchronize()
 
     def fits(self, step: StepInput) -> bool:
@@ -145,22 +146,15 @@ class MixedGraphs:
         return self._graphs[size].replay(), rows_there.long(), tuple(slots[sampling_rows].tolist())
 
     def _run(self, size: int) -> MixedOutput:
-        first, table = self._num_decodes, self._table
-        decode_inputs(
-            self._slots[:first],
-            table.num_computed,
-            table.token_ids,
-            table.block_table,
-            DecodeInputs(
-                input_ids=self._input_ids,
-                positions=self._positions,
-                slot_mapping=self._slot_mapping,
-                seq_lens=self._seq_lens,
-                block_tables=self._block_tables,
-            ),
-            block_size=table.block_size,
-            padding_slot=table.padding_slot,
+        table = self._table
+        inputs = DecodeInputs(
+            input_ids=self._input_ids,
+            positions=self._positions,
+            slot_mapping=self._slot_mapping,
+            seq_lens=self._seq_lens,
+            block_tables=self._block_tables,
         )
+        table.advance(self._slots[: self._num_decodes], inputs)
         batch = self._batch(size)
         self._backend.plan_decode_on_device(batch)
         hidden = self._model.forward(batch)

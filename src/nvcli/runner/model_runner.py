@@ -28,6 +28,7 @@ from nvcli.models.registry import build_model
 from nvcli.runner.batch_builder import build_batch
 from nvcli.runner.cuda_graph import DecodeGraphs, GraphPool
 from nvcli.runner.decode_step import DecodeOutput, DecodeStep
+from nvcli.runner.head_start import import_kernels
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import free_bytes, plan_memory
 from nvcli.runner.mixed_graph import MixedGraphs
@@ -101,7 +102,8 @@ class ModelRunner:
     def _open_device(self) -> None:
         with self._phase("open device"):
             if self.config.device == "cuda":
-                self.device = _open_gpu(self.config.replica * self.config.tensor_parallel_size + self._context.rank)
+                self.device = _open_gpu(self.config.gpu_index(self._context.rank))
+                import_kernels()
             else:
                 self.device = torch.device("cpu")
                 if "OMP_NUM_THREADS" not in os.environ:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
+from nvcli.kernels.decode_inputs import DecodeInputs, decode_inputs
 from nvcli.messages import NewSlot, SlotSampling, StepInput
 from nvcli.runner.uploader import Uploader
 
@@ -73,6 +74,18 @@ class SlotTable:
                 unpack_ids(step.block_slots), unpack_ids(step.block_columns), unpack_ids(step.block_ids)
             )
             self.block_table[slots.long(), columns.long()] = blocks
+
+    def advance(self, slots: Tensor, inputs: DecodeInputs) -> None:
+        """Look up what each slot computes next, and count it as computed. slots: [B] int64; `inputs` is filled."""
+        decode_inputs(
+            slots,
+            self.num_computed,
+            self.token_ids,
+            self.block_table,
+            inputs,
+            block_size=self.block_size,
+            padding_slot=self.padding_slot,
+        )
 
     def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
         """Put sampled ids where the next step looks for its input. All [N]; slots int64."""

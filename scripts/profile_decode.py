@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Where the time of a decode step goes on this GPU: kernels by kind, and the idle time between steps.
+
+    python3 scripts/profile_decode.py SHAPE [--running N] [--steps N] [--trace FILE.json]
+
+A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run. Once
+all requests decode, torch's profiler records steps; their kernels are sorted by kind. Tracing costs some time between
+kernels, none inside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nvcli.bench.shapes import SHAPES, write_shape
+from nvcli.bench.workload import Workload
+from nvcli.config import RunConfig
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.core import EngineCore
+from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.messages import StepInput, StepOutput
+from nvcli.models.config import load_model_config
+from nvcli.pipeline.resolve import resolve_engine_config
+from nvcli.runner.interface import PendingOutput, RankContext
+from nvcli.runner.model_runner import ModelRunner
+
+KINDS = {
+    "q/k norm, RoPE, KV store": r"qk_norm_rope",
+    "SiLU": r"silu",
+    "attention": r"attention|plan_decode",
+    "norms": r"rms_norm",
+    "sampler": r"best_of|threshold",
+    "step inputs": r"decode_inputs",
+    "copies": r"Memcpy|Memset|copy|fill|index",
+    "matrix products": r"gemm|cutlass|nvjet|_linear_kernel|splitK",
+}
+"""Patterns of kernels' names; the first that matches counts."""
+
+
+class InProcess:
+    """What `Executor` is, without processes."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._pending: deque[PendingOutput] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        pending = self._runner.launch(step)
+        assert pending is not None
+        self._pending.append(pending)
+
+    def collect(self) -> StepOutput:
+        return self._pending.popleft().result()
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), f"other: {name[:50]}")
+
+
+def start_engine(shape: str, running: int) -> tuple[EngineCore, ModelRunner]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_shape(shape, Path(folder))
+        model = load_model_config(path)
+        run = RunConfig(model=shape, max_model_len=4096, max_num_seqs=running, device="cuda")
+        config = resolve_engine_config(run, path, model)
+        config = msgspec.structs.replace(config, load_format="random")
+        context = RankContext(
+            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
+        )
+        runner = ModelRunner(config, context)
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+    )
+    core = EngineCore(Scheduler(limits, BlockManager(runner.ready.num_blocks)), InProcess(runner))
+    core.add(Workload(num_requests=running, output_len=(900, 1024)).requests(model.vocab_size))
+    return core, runner
+
+
+def report(events: Sequence[tuple[float, float, str]], num_steps: int) -> None:
+    """`events`: (start, end, name) in microseconds, of kernels and copies on the device."""
+    events = sorted(events)
+    busy: dict[str, float] = {}
+    for start, end, name in events:
+        busy[kind_of(name)] = busy.get(kind_of(name), 0.0) + end - start
+    between, within, last_end, last_name = [], 0.0, events[0][0], ""
+    for start, end, name in events:
+        gap = max(0.0, start - last_end)
+        if "DtoH" in last_name:  # the copy of the ids ends a step
+            between.append(gap)
+        else:
+            within += gap
+        if end > last_end:
+            last_end, last_name = end, name
+    span = events[-1][1] - events[0][0]
+    print(f"{num_steps} steps, {span / num_steps:,.0f} µs each under the profiler; a step's time, µs:")
+    for kind, total in sorted(busy.items(), key=lambda item: -item[1]):
+        print(f"  {kind:<60} {total / num_steps:9.1f}  {100 * total / span:5.1f} %")
+    print(f"  {'between kernels of a step':<60} {within / num_steps:9.1f}  {100 * within / span:5.1f} %")
+    between.sort()
+    print(f"  {'idle between steps':<60} {sum(between) / num_steps:9.1f}  {100 * sum(between) / span:5.1f} %")
+    print(f"idle between steps: median {between[len(between) // 2]:.1f} µs, most {between[-1]:.1f} µs")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--running", type=int, default=256, help="requests that run at a time")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--trace", help="write a Chrome trace there")
+    options = parser.parse_args()
+    core, _runner = start_engine(options.shape, options.running)
+    while core.stats.num_waiting or core.stats.generated_tokens < 300 * options.running:
+        core.step()
+    for _ in range(2):  # the first recording sets the profiler up
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(options.steps):
+                core.step()
+            torch.cuda.synchronize()
+    if options.trace:
+        recorded.export_chrome_trace(options.trace)
+    events = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in recorded.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    print(f"{options.shape}, {options.running} running, {torch.cuda.get_device_name()}")
+    report(events, options.steps)
+
+
+if __name__ == "__main__":
+    main()

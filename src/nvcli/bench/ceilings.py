@@ -1,0 +1,78 @@
+"""What a device gives: memory bandwidth and matrix rate, measured.
+
+Run as a module, in a process of its own, so that the command itself never touches the device:
+
+    python -m nvcli.bench.ceilings DEVICE DTYPE   → {"bytes_per_second": …, "flops_per_second": …}
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from nvcli.bench.roofline import Ceilings
+from nvcli.errors import WorkerError
+
+_REPEATS = 10
+
+
+def measure_ceilings(device: str, dtype: str) -> Ceilings:
+    """Takes some seconds, most of them imports. Raises WorkerError."""
+    command = [sys.executable, "-P", "-m", "nvcli.bench.ceilings", device, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise WorkerError(f"measuring the device's bandwidth and matrix rate failed: {reason}")
+    return msgspec.json.decode(done.stdout, type=Ceilings)
+
+
+def _measure(device: str, dtype_name: str) -> Ceilings:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    on_gpu = device.startswith("cuda")
+    # Many times the caches; random, because zeros are faster than real data.
+    num_bytes, size = (8 << 30, 8192) if on_gpu else (1 << 28, 1024)
+    values = torch.empty(num_bytes // 4, device=device)
+    for part in torch.split(values, 1 << 28):
+        part.normal_()
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = _gpu_seconds if on_gpu else _cpu_seconds
+    return Ceilings(
+        bytes_per_second=num_bytes / seconds(lambda: values.sum()),
+        flops_per_second=2 * size**3 / seconds(lambda: left @ right),
+    )
+
+
+def _gpu_seconds(run: Callable[[], object]) -> float:
+    """Of the fastest of several runs, after a first one."""
+    import torch
+
+    run()
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)) / 1e3)
+    return min(times)
+
+
+def _cpu_seconds(run: Callable[[], object]) -> float:
+    run()
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(_measure(*sys.argv[1:])).decode())

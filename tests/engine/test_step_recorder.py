@@ -1,0 +1,45 @@
+"""What a step is said to have computed is what its requests' lengths say."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.core import EngineCore
+from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.engine.step_recorder import StepRecorder
+from nvcli.messages import ForwardMode, StepInput, StepOutput, pack, unpack
+from requests_factory import make_request
+
+
+class InstantExecutor:
+    def __init__(self) -> None:
+        self._outputs: deque[StepOutput] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        tokens = [7] * (len(unpack(step.decode_slots)) + sum(unpack(step.extend_samples)))
+        self._outputs.append(StepOutput(step_id=step.step_id, token_ids=pack(tokens), seconds=step.step_id + 1.0))
+
+    def collect(self) -> StepOutput:
+        return self._outputs.popleft()
+
+
+def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=10, max_model_len=64, block_size=4)
+    core = EngineCore(Scheduler(limits, BlockManager(100)), InstantExecutor(), recorder=StepRecorder(4))
+    prompt = list(range(14))
+    core.add([make_request(0, prompt, 3)])
+    while core.has_work:
+        core.step()
+    core.add([make_request(1, prompt, 1)])  # 12 of its 14 tokens are in the cache
+    while core.has_work:
+        core.step()
+    first, second, *decodes, hit = core.take_records()
+    assert (first.mode, first.num_extend_tokens, first.num_sampled) == (ForwardMode.EXTEND, 10, 0)
+    assert (first.extend_keys, first.extend_pairs) == (10, sum(range(1, 11)))
+    assert (second.num_extend_tokens, second.num_sampled) == (4, 1)
+    assert (second.extend_keys, second.extend_pairs) == (14, 11 + 12 + 13 + 14)
+    assert [(step.num_decodes, step.decode_keys, step.num_sampled) for step in decodes] == [(1, 15, 1), (1, 16, 1)]
+    assert (hit.num_extend_tokens, hit.extend_keys, hit.extend_pairs) == (2, 14, 13 + 14)
+    assert [step.seconds for step in (first, second, *decodes, hit)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert core.take_records() == []
