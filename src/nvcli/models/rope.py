@@ -44,7 +44,7 @@ class RotaryTable(DerivedModule):
         inv_freq, attention_factor = rope_frequencies(self.rope, self.head_dim)
         positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=device)
         angles = torch.outer(positions, inv_freq.to(device))
-        table = torch.empty_like(self.table, device=device)
+        table = torch.empty(self.table.shape, dtype=self.table.dtype, device=device)  # see `materialize` in loader.py
         first, second = table.chunk(2, dim=-1)
         torch.mul(angles.cos(), attention_factor, out=first)
         torch.mul(angles.sin(), attention_factor, out=second)
