@@ -204,6 +204,69 @@ def bench(
     typer.echo(format_json(result) if as_json else format_result(result))
 
 
+@app.command(
+    name="profile-memory",
+    help="""Show where the memory of each GPU goes, how many requests fit, and which settings would change that.
+
+    Loads the model as a run would and runs its largest batches. With --dry-run nothing is loaded and no GPU is needed.
+
+    \b
+    Examples:
+      nvcli profile-memory -m Qwen/Qwen3-8B --input questions.jsonl
+      nvcli profile-memory -m Qwen/Qwen3-32B --dry-run --gpu-memory 80GiB --tp 4
+      nvcli profile-memory --shape qwen3-8b --plot memory.svg
+    """,
+)
+def profile_memory(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="PATH|NAME", help="Folder, Hugging Face id, or `demo`.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", metavar="NAME", help="Made-up weights of a known shape, such as qwen3-8b; no files."),
+    ] = None,
+    input_file: Annotated[
+        str | None, typer.Option("--input", metavar="FILE", help="Show how many of this file's requests fit.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan from the configuration alone: no GPU, nothing loaded.")
+    ] = False,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Of each GPU, for --dry-run; such as 80GiB.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
+    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for the model.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration; may be repeated."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg|.png", help="Draw a bar for each rank.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")] = False,
+) -> None:
+    from nvcli.config import find_config_file, load_run_config
+    from nvcli.profile.command import run_profile
+    from nvcli.profile.picture import check_plot, print_bars, write_plot
+    from nvcli.profile.report import format_json, format_profile
+
+    if plot is not None:
+        check_plot(plot)
+    run = load_run_config(find_config_file(config), overrides or (), {"--model": model or shape, "--tp": tp})
+    profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=_say)
+    if plot is not None:
+        write_plot(profile, plot)
+    if as_json:
+        typer.echo(format_json(profile))
+    else:
+        print_bars(profile)
+        typer.echo(format_profile(profile))
+    raise typer.Exit(2 if profile.problem is not None else 0)
+
+
 class _Interrupted(Exception):
     pass
 

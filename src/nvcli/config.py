@@ -127,6 +127,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
     record_steps: bool = False
     """Report the times of every step to the parent."""
+    measure_memory: bool = False
+    """Once all is allocated, run the largest batches again and report what each item then took."""
 
     def gpu_index(self, rank: int) -> int:
         """Of the GPUs that the process sees, the one that `rank` has."""
@@ -217,6 +219,15 @@ def parse_size(size: str | int | None) -> int | None:
     return num_bytes
 
 
+def format_bytes(num_bytes: float) -> str:
+    """Such as `1.50 GiB`."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+
+
 __all__ = [
     "DEFAULT_CONFIG_FILE",
     "FLAG_KEYS",
@@ -231,6 +242,7 @@ __all__ = [
     "RunConfig",
     "SamplingParams",
     "find_config_file",
+    "format_bytes",
     "load_run_config",
     "parse_size",
 ]

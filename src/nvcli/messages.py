@@ -131,6 +131,23 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How long the device had nothing to do before it."""
 
 
+class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One rank's memory, in bytes: what was planned for each item, and what the item then took."""
+
+    device: str
+    """Name of the GPU, or CPU."""
+    total: int
+    """Of the device."""
+    budget: int
+    """What the run may use of it."""
+    weights: dict[str, int]
+    """By group: embeddings, attention, MLP, …; together the planned and measured item `weights`."""
+    planned: dict[str, int]
+    """By item, in the order of `runner.memory.ITEMS`."""
+    measured: dict[str, int] = {}
+    """Likewise; empty unless the run was asked to measure."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine reports once its ranks can run."""
 
@@ -145,6 +162,8 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Start-up by part, of rank 0: imports, process group, load, warmup, kv cache, graphs."""
     notes: list[str] = []
     """For the log: what `auto` chose and why, limits worth a warning."""
+    memory: list[MemoryUse] = []
+    """A rank reports its own; the engine, one for each rank."""
 
 
 def max_step_input_bytes(

@@ -87,7 +87,10 @@ class Executor:
     # ------------------------------------------------------------------ start
 
     def wait_ready(self) -> EngineReady:
-        """Rank 0's report, once every rank is ready. Raises what a rank failed with, or WorkerError."""
+        """Rank 0's report with the memory of every rank, once all are ready.
+
+        Raises what a rank failed with, or WorkerError.
+        """
         ready: dict[int, EngineReady] = {}
         while len(ready) < len(self._ranks):
             self._poll.poll()
@@ -99,7 +102,8 @@ class Executor:
                     elif isinstance(message, StorePort):
                         for other in self._ranks[1:]:
                             other.control.send(message)
-        return ready[0]
+        memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
+        return msgspec.structs.replace(ready[0], memory=memory)
 
     # ------------------------------------------------------------------ steps
 

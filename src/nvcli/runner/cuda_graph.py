@@ -13,23 +13,33 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from nvcli.runner.decode_step import DecodeOutput
+from nvcli.runner.graph_sizes import decode_sizes
 
 _WARM_UP_RUNS = 2
 
-T = TypeVar("T")
+
+class GraphOutput(Protocol):
+    """Tensors that a step leaves behind."""
+
+    def unowned(self) -> Self:
+        """The same with large tensors replaced by `unowned` ones."""
+        ...
+
+
+T = TypeVar("T", bound=GraphOutput)
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph(Generic[T]):
     graph: torch.cuda.CUDAGraph
     output: T
-    """Static tensors that a replay fills."""
+    """Tensors that a replay fills; the large ones hold until the next replay of any graph."""
 
     def replay(self) -> T:
         self.graph.replay()
@@ -58,7 +68,7 @@ class GraphPool:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return CapturedGraph(graph, output)
+        return CapturedGraph(graph, output.unowned())
 
 
 @contextmanager
@@ -69,16 +79,6 @@ def _no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Ascending batch sizes to capture: padding costs at most a quarter, and the last is `max_num_seqs` itself."""
-    sizes = [1, 2, 4, 8]
-    step = 8
-    while sizes[-1] < max_num_seqs:
-        step = max(step, 1 << (sizes[-1].bit_length() - 3))
-        sizes.append(sizes[-1] + step)
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
@@ -95,7 +95,7 @@ class DecodeGraphs:
         """`decode`: slots [B] int64 on the device → what a decode step of them gives."""
         self._pool = pool
         self._decode = decode
-        self.sizes = capture_sizes(max_num_seqs)
+        self.sizes = decode_sizes(max_num_seqs)
         self._padding_slot = padding_slot
         self._slots = torch.full((max_num_seqs,), padding_slot, dtype=torch.int64, device=device)
         self._graphs: dict[int, CapturedGraph[DecodeOutput]] = {}

@@ -6,7 +6,7 @@ can hold the whole of it. On a CPU, and where graphs are off, the same code runs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from nvcli.messages import ForwardMode
 from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
+from nvcli.runner.unowned import unowned
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class DecodeOutput:
     """[B] int32, by `Sampler.sample_simply`, and in the slot table already; None where not asked for."""
     positions: Tensor
     """[B] int32, of the tokens to be sampled."""
+
+    def unowned(self) -> DecodeOutput:
+        return replace(self, logits=None if self.logits is None else unowned(self.logits))
 
     def head(self, num_rows: int) -> DecodeOutput:
         """Views of the first rows."""

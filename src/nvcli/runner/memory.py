@@ -6,87 +6,91 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from nvcli.attention.kv_cache import KVCacheSpec
-from nvcli.config import EngineConfig
+from nvcli.config import EngineConfig, format_bytes
 from nvcli.errors import CapacityError
 
+_WEIGHT_GROUPS = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp": "MLP", "lm_head": "LM head"}
+"""Parts of parameters' names, as checkpoints have them."""
 _CPU_SHARE = 0.25
 """Part of the free RAM that the ranks' caches take together, unless kv_cache_memory says otherwise."""
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Such as `1.50 GiB`."""
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(value) >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+ITEMS = ("weights", "buffers", "activations", "CUDA graphs", "other", "KV cache")
+"""What a rank's memory goes to: tensors that live as long as the rank beside the weights (slot table, rotary table,
+workspaces); the peak of the largest batches over that; graphs; all that torch did not allocate (context, collectives,
+other programs); and the cache, which takes what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What one rank's memory goes to, in bytes."""
+    """What one rank's memory goes to, in bytes; see `ITEMS`."""
 
     budget: int
-    """All that the run may use: GPU memory × gpu_memory_utilization, or the KV cache's own budget."""
+    """All that the run may use."""
     weights: int
+    buffers: int
     activations: int
-    """Peak of the largest batches, over the weights."""
     graphs: int
     other: int
-    """Held on the device by anything else: context, collectives, workspaces, other programs."""
+    kv_cache: int
+    """What the cache may take."""
     block_bytes: int
     max_blocks: int
     """More than this, the null block included, no job could use."""
-
-    @property
-    def kv_cache(self) -> int:
-        return self.budget - self.weights - self.activations - self.graphs - self.other
 
     @property
     def num_blocks(self) -> int:
         """Blocks to allocate, the null block included."""
         return max(0, min(self.kv_cache // self.block_bytes, self.max_blocks))
 
+    def items(self) -> dict[str, int]:
+        """By name, in the order of `ITEMS`; of the KV cache what it will take."""
+        kv_cache = self.num_blocks * self.block_bytes
+        sizes = (self.weights, self.buffers, self.activations, self.graphs, self.other, kv_cache)
+        return dict(zip(ITEMS, sizes, strict=True))
+
     def describe(self) -> str:
-        items = [
-            ("budget", self.budget),
-            ("weights", self.weights),
-            ("activations", self.activations),
-            ("CUDA graphs", self.graphs),
-            ("other", self.other),
-            ("left for KV", self.kv_cache),
-        ]
-        return ", ".join(f"{name} {format_bytes(size)}" for name, size in items if size or name == "left for KV")
+        needed = [f"{name} {format_bytes(size)}" for name, size in self.items().items() if size and name != "KV cache"]
+        return ", ".join([f"budget {format_bytes(self.budget)}", *needed, f"left for KV {format_bytes(self.kv_cache)}"])
 
 
 def plan_memory(
-    config: EngineConfig, spec: KVCacheSpec, device: torch.device, *, weights: int, activations: int, graphs: int
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    device: torch.device,
+    *,
+    weights: int,
+    buffers: int,
+    activations: int,
+    graphs: int,
 ) -> MemoryPlan:
     """Raises CapacityError when not even one block beside the null block fits."""
-    max_blocks = 1 + config.max_num_seqs * config.max_blocks_per_seq
-    if config.kv_cache_memory is not None:
-        fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"
-        weights = activations = graphs = other = 0
-        budget = config.kv_cache_memory
-    elif device.type == "cpu":
+    if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
-        weights = activations = graphs = other = 0
-        budget = int(_available_ram() * _CPU_SHARE) // config.tensor_parallel_size
+        budget, other = total_ram(), other_bytes(device, weights)
+        kv_cache = int(_available_ram() * _CPU_SHARE) // config.tensor_parallel_size
     else:
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
-        free, total = torch.cuda.mem_get_info(device)
+        total = torch.cuda.mem_get_info(device)[1]
         budget = int(total * config.gpu_memory_utilization)
-        other = total - free - torch.cuda.memory_reserved(device)
+        other = other_bytes(device, weights)
+        kv_cache = budget - weights - buffers - activations - graphs - other
+    if config.kv_cache_memory is not None:
+        fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"
+        kv_cache = config.kv_cache_memory
     plan = MemoryPlan(
         budget=budget,
         weights=weights,
+        buffers=buffers,
         activations=activations,
         graphs=graphs,
         other=other,
+        kv_cache=kv_cache,
         block_bytes=spec.block_bytes,
-        max_blocks=max_blocks,
+        max_blocks=1 + config.max_num_seqs * config.max_blocks_per_seq,
     )
     if plan.num_blocks < 2:
         raise CapacityError(
@@ -96,6 +100,29 @@ def plan_memory(
     return plan
 
 
+def check_weights_fit(num_bytes: int, device: torch.device) -> None:
+    """Raises CapacityError where a GPU has less memory free than the weights take."""
+    if device.type == "cpu":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if num_bytes > free:
+        held = total - free
+        raise CapacityError(
+            f"the weights take {format_bytes(num_bytes)} of each GPU's memory, and GPU {device.index} has "
+            f"{format_bytes(free)} free of {format_bytes(total)} ({format_bytes(held)} are held by other programs and "
+            "the driver). To make it fit: raise tensor_parallel_size (--tp), or free the GPU"
+        )
+
+
+def weight_groups(model: nn.Module) -> dict[str, int]:
+    """Bytes of a model's parameters by what they belong to; one that is shared counts where it is first."""
+    groups: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        part = next((group for key, group in _WEIGHT_GROUPS.items() if key in name), "norms")
+        groups[part] = groups.get(part, 0) + parameter.numel() * parameter.element_size()
+    return groups
+
+
 def free_bytes(device: torch.device) -> int:
     """What a GPU has left, with torch's own cache given back."""
     torch.cuda.synchronize(device)
@@ -103,9 +130,22 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def other_bytes(device: torch.device, weights: int) -> int:
+    """What is held on the device and not by torch's tensors; on a CPU by this process, beside its weights."""
+    if device.type == "cpu":
+        with open("/proc/self/statm") as statm:
+            return max(0, int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") - weights)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def total_ram() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _available_ram() -> int:
     with open("/proc/meminfo") as meminfo:
         for line in meminfo:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total_ram()

@@ -11,7 +11,7 @@ Rows of requests: decode rows first, then up to MAX_SLICES slices. Rows of token
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -26,13 +26,13 @@ from nvcli.messages import ForwardMode, StepInput
 from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.batch_builder import build_batch
 from nvcli.runner.cuda_graph import CapturedGraph, GraphPool
+from nvcli.runner.graph_sizes import mixed_sizes
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable, unpack_ids
+from nvcli.runner.unowned import unowned
 from nvcli.runner.uploader import Uploader
 
 MAX_SLICES = 32
-TOKEN_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Prompt tokens of the captured graphs. A larger step keeps the GPU busy for longer than its launches take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,9 @@ class MixedOutput:
     """[rows] int64."""
     positions: Tensor
     """[rows] int32, of the tokens to be sampled."""
+
+    def unowned(self) -> MixedOutput:
+        return replace(self, logits=None if self.logits is None else unowned(self.logits))
 
     def rows(self, rows: Tensor) -> MixedOutput:
         """Copies of some rows."""
@@ -72,9 +75,7 @@ class MixedGraphs:
         self._model, self._table, self._kv_cache = model, table, kv_cache
         self._backend, self._sampler, self._upload = backend, sampler, upload
         self._num_decodes = table.padding_slot
-        # With one request at a time no prompt is beside a decode row.
-        sizes = TOKEN_SIZES if self._num_decodes > 1 else ()
-        self.sizes = [size for size in sizes if self._num_decodes + size <= max_num_batched_tokens]
+        self.sizes = mixed_sizes(self._num_decodes, max_num_batched_tokens)
         most_tokens = self._num_decodes + (self.sizes[-1] if self.sizes else 0)
         num_rows = self._num_decodes + MAX_SLICES
         # One more row, of length 0: surplus tiles of the attention are its.

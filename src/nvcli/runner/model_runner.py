@@ -21,7 +21,7 @@ from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
 from nvcli.errors import ConfigError
-from nvcli.messages import EngineReady, ForwardMode, StepInput, StepOutput, TokenLogprobs
+from nvcli.messages import EngineReady, ForwardMode, MemoryUse, StepInput, StepOutput, TokenLogprobs
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights, make_up_weights
 from nvcli.models.registry import build_model
@@ -30,7 +30,15 @@ from nvcli.runner.cuda_graph import DecodeGraphs, GraphPool
 from nvcli.runner.decode_step import DecodeOutput, DecodeStep
 from nvcli.runner.head_start import import_kernels
 from nvcli.runner.interface import RankContext
-from nvcli.runner.memory import free_bytes, plan_memory
+from nvcli.runner.memory import (
+    ITEMS,
+    check_weights_fit,
+    free_bytes,
+    other_bytes,
+    plan_memory,
+    total_ram,
+    weight_groups,
+)
 from nvcli.runner.mixed_graph import MixedGraphs
 from nvcli.runner.process_group import join_process_group
 from nvcli.runner.sampler import Sampler, SamplingPlan
@@ -87,6 +95,7 @@ class ModelRunner:
             self._size_kv_cache()
             self._allocate_kv_cache()
             self._capture_graphs()
+            self._measure_memory()
         self.ready = EngineReady(
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
             block_size=config.block_size,
@@ -95,6 +104,7 @@ class ModelRunner:
             attention_backend=self.backend.name,
             seconds=self._seconds,
             notes=self._notes,
+            memory=[self._memory_use],
         )
 
     # ------------------------------------------------------------------ start-up, in this order
@@ -123,6 +133,7 @@ class ModelRunner:
 
     def _load_weights(self) -> None:
         with self._phase("load weights"):
+            check_weights_fit(sum(weight_groups(self.model).values()), self.device)
             if self.config.load_format == "random":
                 self._weight_bytes = make_up_weights(self.model, self.device)
             else:
@@ -169,14 +180,17 @@ class ModelRunner:
             self.decode_graphs: DecodeGraphs | None = None
             self.mixed_graphs: MixedGraphs | None = None
             with self._peak_memory() as peak:
-                # A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
-                on_gpu = self.device.type == "cuda"
-                num_tokens = self.config.max_num_batched_tokens if on_gpu else 16
-                num_seqs = self.config.max_num_seqs if on_gpu else 1
-                for step in warm_up_steps(self.config, num_tokens, num_seqs):
-                    self.launch(step)
+                self._run_largest_batches()
             self._activation_bytes = peak()
             self._make_slots()
+
+    def _run_largest_batches(self) -> None:
+        # A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
+        on_gpu = self.device.type == "cuda"
+        num_tokens = self.config.max_num_batched_tokens if on_gpu else 16
+        num_seqs = self.config.max_num_seqs if on_gpu else 1
+        for step in warm_up_steps(self.config, num_tokens, num_seqs):
+            self.launch(step)
 
     def _measure_graphs(self) -> None:
         """Capture the largest graphs on the null block, to know what all will take: the others share their memory."""
@@ -201,6 +215,7 @@ class ModelRunner:
             self._kv_spec,
             self.device,
             weights=self._weight_bytes,
+            buffers=self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes,
             activations=self._activation_bytes,
             graphs=self._graph_bytes,
         )
@@ -217,11 +232,40 @@ class ModelRunner:
     def _capture_graphs(self) -> None:
         if self._uses_graphs:
             with self._phase("capture graphs"):
+                before = free_bytes(self.device)
                 decode, mixed = self._make_graphs()
                 mixed.capture()  # first: the larger ones
                 decode.capture()
                 self.decode_graphs, self.mixed_graphs = decode, mixed
-                torch.cuda.empty_cache()  # of the runs before each capture
+                self._graph_bytes = before - free_bytes(self.device)
+
+    def _measure_memory(self) -> None:
+        """What was planned, and where that is asked for what it came to: with the largest batches run once more."""
+        on_gpu = self.device.type == "cuda"
+        measured: dict[str, int] = {}
+        if self.config.measure_memory:
+            with self._phase("measure memory"):
+                buffers = self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes
+                with self._peak_memory() as peak:
+                    self._run_largest_batches()
+                self._make_slots()
+                sizes = (
+                    self._weight_bytes,
+                    buffers,
+                    peak(),
+                    self._graph_bytes,
+                    other_bytes(self.device, self._weight_bytes),
+                    self.kv_cache.num_bytes,
+                )
+                measured = dict(zip(ITEMS, sizes, strict=True))
+        self._memory_use: MemoryUse = MemoryUse(
+            device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
+            total=torch.cuda.mem_get_info(self.device)[1] if on_gpu else total_ram(),
+            budget=self.memory_plan.budget,
+            weights=weight_groups(self.model),
+            planned=self.memory_plan.items(),
+            measured=measured,
+        )
 
     @property
     def _uses_graphs(self) -> bool:
@@ -248,6 +292,12 @@ class ModelRunner:
             max_num_batched_tokens=config.max_num_batched_tokens if self.backend.captures_extend else 0,
         )
         return DecodeGraphs(pool, decode, config.max_num_seqs, self.slots.padding_slot, self.device), mixed
+
+    def _allocated_bytes(self) -> int:
+        """Of torch's tensors on this rank's device; on a CPU of the two large ones."""
+        if self.device.type == "cpu":
+            return self._weight_bytes + self.kv_cache.num_bytes
+        return torch.cuda.memory_allocated(self.device)
 
     @contextmanager
     def _peak_memory(self) -> Iterator[Callable[[], int]]:

@@ -1,0 +1,141 @@
+"""What to change: settings that would let more requests run, or make the model fit, each with what it would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from nvcli.config import EngineConfig, format_bytes
+from nvcli.errors import ConfigError
+from nvcli.messages import MemoryUse
+from nvcli.models.config import ModelConfig
+from nvcli.profile.estimate import block_bytes, estimate
+
+_MOST_ADVICE = 5
+_WORTH = 1.02
+"""A change that gives less than 2 % more is not named."""
+_SMALL_STEP_TOKENS = 2048
+_HIGH_UTILIZATION = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One change and its outcome."""
+
+    change: str
+    """As it is typed."""
+    tokens: int
+    """KV cache with it."""
+    requests: float
+    """That could run at a time with it, as far as the KV cache goes."""
+    why: str
+
+
+Planner = Callable[[EngineConfig], int]
+"""Bytes that a rank's KV cache could have under a configuration; negative: that much is missing."""
+
+
+def planner(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Planner:
+    """Plans other configurations: as estimated, corrected by what `use` (for `config`) shows the estimate misses."""
+
+    def room(candidate: EngineConfig) -> int:
+        planned = estimate(candidate, model, use.total)
+        return planned.budget - sum(size for name, size in planned.planned.items() if name != "KV cache")
+
+    known = use.budget - sum(size for name, size in use.planned.items() if name != "KV cache")
+    error = known - room(config)
+    return lambda candidate: room(candidate) + error
+
+
+def advise(
+    config: EngineConfig, model: ModelConfig, use: MemoryUse, *, request_len: float, longest: int | None
+) -> list[Advice]:
+    """The least costly first.
+
+    `request_len`: tokens of a usual request; `longest`: of the longest that will come, where that is known.
+    """
+    plan = planner(config, model, use)
+    now = _requests(config, model, plan, request_len)
+    if now >= config.max_num_seqs and plan(config) > 0:
+        return _more_slots(config, model, plan, request_len)
+    found = []
+    for changes, why in _candidates(config, model, longest):
+        changed = msgspec.structs.replace(config, **changes)
+        size_of_request = min(request_len, changed.max_model_len)
+        requests = _requests(changed, model, plan, size_of_request)
+        if requests >= 1 and requests > _WORTH * now:
+            typed = " ".join(
+                f"--set {key}={value:g}" if key != "tensor_parallel_size" else f"--tp {value}"
+                for key, value in changes.items()
+            )
+            found.append(Advice(change=typed, tokens=_tokens(changed, model, plan), requests=requests, why=why))
+    return found[:_MOST_ADVICE]
+
+
+def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> list[Advice]:
+    """The KV cache has room for more requests than may run."""
+    slots = config.max_num_seqs
+    while slots < 65536:
+        more = msgspec.structs.replace(
+            config, max_num_seqs=2 * slots, max_num_batched_tokens=max(config.max_num_batched_tokens, 2 * slots)
+        )
+        if _requests(more, model, plan, request_len) < more.max_num_seqs:
+            break
+        slots *= 2
+    if slots == config.max_num_seqs:
+        return []
+    more = msgspec.structs.replace(config, max_num_seqs=slots)
+    return [
+        Advice(
+            change=f"--set max_num_seqs={slots}",
+            tokens=_tokens(more, model, plan),
+            requests=_requests(more, model, plan, request_len),
+            why=f"the KV cache has room for more than the {config.max_num_seqs} requests that may run",
+        )
+    ]
+
+
+def _candidates(
+    config: EngineConfig, model: ModelConfig, longest: int | None
+) -> Iterator[tuple[dict[str, float], str]]:
+    if config.kv_cache_memory is not None:
+        yield {"kv_cache_memory": 2 * config.kv_cache_memory}, "twice the cache"
+        return
+    if config.gpu_memory_utilization < _HIGH_UTILIZATION:
+        yield {"gpu_memory_utilization": _HIGH_UTILIZATION}, "where nothing else uses the GPU"
+    if config.max_num_batched_tokens > max(_SMALL_STEP_TOKENS, config.max_num_seqs):
+        tokens = max(_SMALL_STEP_TOKENS, config.max_num_seqs)
+        yield {"max_num_batched_tokens": tokens}, "smaller activations; prompts take more steps"
+    if longest is not None and longest < config.max_model_len:
+        yield {"max_model_len": longest}, "the longest request of the input; smaller tables"
+    if not config.enforce_eager:
+        yield {"enforce_eager": True}, "no CUDA graphs; small batches get slower"
+    for size in (2 * config.tensor_parallel_size, 4 * config.tensor_parallel_size, 8 * config.tensor_parallel_size):
+        try:
+            model.check_tensor_parallel(size)
+        except ConfigError:
+            continue
+        if size <= 8:
+            yield {"tensor_parallel_size": size}, "weights and cache are spread over more GPUs"
+
+
+def _tokens(config: EngineConfig, model: ModelConfig, plan: Planner) -> int:
+    room = config.kv_cache_memory if config.kv_cache_memory is not None else plan(config)
+    most = config.max_num_seqs * config.max_blocks_per_seq
+    return min(max(0, room // block_bytes(config, model) - 1), most) * config.block_size
+
+
+def _requests(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> float:
+    """That fit the cache; not bounded by `max_num_seqs`, but by what the largest allowed cache holds."""
+    blocks_each = max(1.0, request_len / config.block_size)
+    room = config.kv_cache_memory if config.kv_cache_memory is not None else plan(config)
+    return max(0.0, (room // block_bytes(config, model) - 1) / blocks_each)
+
+
+def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | None:
+    """How much is missing for the smallest KV cache, if the plan does not fit."""
+    room = use.budget - sum(size for name, size in use.planned.items() if name != "KV cache")
+    short = 2 * block_bytes(config, model) - (room if config.kv_cache_memory is None else config.kv_cache_memory)
+    return f"{format_bytes(short)} are missing for the smallest KV cache" if short > 0 else None

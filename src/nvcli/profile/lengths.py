@@ -1,0 +1,63 @@
+"""The lengths of a file's rows: what its requests would take of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_NUM_BUCKETS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Requests of `first` to `last` tokens."""
+
+    first: int
+    last: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileLengths:
+    """Of the requests that a file makes; prompt and answer together, in tokens."""
+
+    requests: int
+    failed_rows: int
+    """Rows that would be answered with an error."""
+    mean_prompt: float
+    longest_prompt: int
+    mean_total: float
+    longest_total: int
+    mean_blocks: float
+    """KV blocks of a request at its end."""
+    histogram: list[Bucket]
+
+
+def lengths_of(requests: Iterable[tuple[int, int]], *, failed_rows: int, block_size: int) -> FileLengths:
+    """`requests`: prompt tokens and most answer tokens of each; at least one."""
+    pairs = list(requests)
+    totals = [prompt + answer for prompt, answer in pairs]
+    prompts = [prompt for prompt, _ in pairs]
+    return FileLengths(
+        requests=len(pairs),
+        failed_rows=failed_rows,
+        mean_prompt=sum(prompts) / len(pairs),
+        longest_prompt=max(prompts),
+        mean_total=sum(totals) / len(pairs),
+        longest_total=max(totals),
+        mean_blocks=sum(-(-total // block_size) for total in totals) / len(pairs),
+        histogram=_histogram(totals),
+    )
+
+
+def _histogram(values: Sequence[int]) -> list[Bucket]:
+    """Equally wide buckets over the values' range; empty ones at the ends do not arise."""
+    low, high = min(values), max(values)
+    width = max(1, -(-(high - low + 1) // _NUM_BUCKETS))
+    counts = [0] * (-(-(high - low + 1) // width))
+    for value in values:
+        counts[(value - low) // width] += 1
+    return [
+        Bucket(first=low + at * width, last=min(high, low + (at + 1) * width - 1), count=count)
+        for at, count in enumerate(counts)
+    ]

@@ -1,0 +1,98 @@
+"""A stacked bar for each rank: for the terminal, and as SVG or PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nvcli.config import format_bytes
+from nvcli.errors import ConfigError
+from nvcli.messages import MemoryUse
+
+if TYPE_CHECKING:
+    from nvcli.profile.profile import MemoryProfile
+
+COLORS = {
+    "weights": "#4477aa",
+    "buffers": "#66ccee",
+    "activations": "#228833",
+    "CUDA graphs": "#ccbb44",
+    "other": "#ee6677",
+    "KV cache": "#aa3377",
+    "free": "#bbbbbb",
+}
+"""Paul Tol's bright scheme: told apart without seeing red and green."""
+_WIDTH = 72
+
+
+def parts_of(use: MemoryUse) -> dict[str, int]:
+    """Measured where it was, else planned; `free` is the rest of the device."""
+    parts = {item: max(0, size) for item, size in (use.measured or use.planned).items()}
+    return {**parts, "free": max(0, use.total - sum(parts.values()))}
+
+
+def print_bars(profile: MemoryProfile) -> None:
+    """On standard output, by rich."""
+    from rich.columns import Columns
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for number, use in enumerate(profile.ranks):
+        parts = parts_of(use)
+        bar = Text(f"rank {number} ")
+        whole = max(use.total, sum(parts.values()))
+        cells_before = 0
+        size_before = 0
+        for item, size in parts.items():
+            size_before += size
+            cells = round(_WIDTH * size_before / whole)
+            bar.append("█" * (cells - cells_before), style=COLORS[item])
+            cells_before = cells
+        console.print(bar)
+    sizes = {item: size for item, size in parts_of(profile.ranks[0]).items() if size}
+    legend = [Text.assemble(("█ ", COLORS[item]), f"{item} {format_bytes(size)}") for item, size in sizes.items()]
+    console.print(Padding(Columns(legend, padding=(0, 3)), (0, 0, 1, 7)))
+
+
+def check_plot(path: Path) -> None:
+    """Before anything is loaded: the kind of file is known, and matplotlib is there. Raises ConfigError."""
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--plot {path}: name a file that ends in .svg or .png")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+    _pyplot()
+
+
+def write_plot(profile: MemoryProfile, path: Path) -> None:
+    """Raises ConfigError where the file cannot be written."""
+    figure, axes = _pyplot().subplots(figsize=(9, 1.6 + 0.6 * len(profile.ranks)), layout="constrained")
+    names = [f"rank {number}" for number in range(len(profile.ranks))]
+    parts = [parts_of(use) for use in profile.ranks]
+    starts = [0.0] * len(names)
+    for item, color in COLORS.items():
+        sizes = [part.get(item, 0) / 2**30 for part in parts]
+        if any(sizes):
+            axes.barh(names, sizes, left=starts, color=color, label=item)
+            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    how = "estimated" if profile.is_estimate else "measured"
+    axes.set_title(f"{profile.model}: memory by rank ({how})")
+    figure.legend(loc="outside lower center", ncols=len(COLORS), frameon=False)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from None
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot draws with matplotlib, which is not installed: pip install 'nvcli[plot]'") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot

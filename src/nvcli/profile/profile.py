@@ -1,0 +1,142 @@
+"""MemoryProfile: what `nvcli profile-memory` found out, and how."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from nvcli.config import EngineConfig
+from nvcli.engine.client import EngineClient
+from nvcli.errors import CapacityError
+from nvcli.messages import MemoryUse
+from nvcli.models.config import ModelConfig
+from nvcli.profile.advice import Advice, advise, missing
+from nvcli.profile.estimate import block_bytes, estimate
+from nvcli.profile.lengths import FileLengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Bytes by rank and item, what the KV cache holds, and what would change it."""
+
+    model: str
+    is_estimate: bool
+    """Nothing was loaded: of the items only weights and KV blocks are exact."""
+    problem: str | None
+    """Why it does not fit, if so."""
+    tensor_parallel_size: int
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    block_bytes: int
+    ranks: list[MemoryUse]
+    num_blocks: int
+    """For use: the null block is not counted. The fewest of all ranks."""
+    full_length_requests: float
+    """Requests of `max_model_len` that the KV cache holds."""
+    lengths: FileLengths | None
+    file_requests: float | None
+    """Requests of the file's mean length that it holds."""
+    advice: list[Advice]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+def profile_from_config(
+    config: EngineConfig, model: ModelConfig, name: str, *, total: int, lengths: FileLengths | None
+) -> MemoryProfile:
+    """From the configuration alone, for GPUs of `total` bytes."""
+    use = estimate(config, model, total)
+    problem = missing(config, model, use)
+    return _profile(
+        config, model, name, [use] * config.tensor_parallel_size, lengths, is_estimate=True, problem=problem
+    )
+
+
+def profile_by_loading(
+    config: EngineConfig,
+    model: ModelConfig,
+    name: str,
+    *,
+    lengths: FileLengths | None,
+    gpu_memory: Callable[[], int | None],
+    say: Callable[[str], None],
+) -> MemoryProfile:
+    """Start an engine as a run would, with its largest batches measured. Raises what the engine raises.
+
+    A run that does not fit is answered with the plan from the configuration, where `gpu_memory` knows the GPU's size.
+    """
+    client = EngineClient.start(msgspec.structs.replace(config, measure_memory=True))
+    try:
+        ready = None
+        while ready is None:
+            ready = client.wait_ready(1.0)
+    except CapacityError as error:
+        total = gpu_memory() if config.device == "cuda" else None
+        if total is None:
+            raise
+        use = estimate(config, model, total)
+        return _profile(
+            config,
+            model,
+            name,
+            [use] * config.tensor_parallel_size,
+            lengths,
+            is_estimate=True,
+            problem=str(error),
+        )
+    finally:
+        client.close()
+    for note in ready.notes:
+        say(note)
+    return _profile(config, model, name, ready.memory, lengths, is_estimate=False, problem=None)
+
+
+def _profile(
+    config: EngineConfig,
+    model: ModelConfig,
+    name: str,
+    ranks: Sequence[MemoryUse],
+    lengths: FileLengths | None,
+    *,
+    is_estimate: bool,
+    problem: str | None,
+) -> MemoryProfile:
+    one_block = block_bytes(config, model)
+    num_blocks = max(0, min(use.planned["KV cache"] for use in ranks) // one_block - 1)
+    request_len = lengths.mean_blocks * config.block_size if lengths is not None else config.max_model_len
+    advice = []
+    if config.device == "cuda":
+        longest = lengths.longest_total if lengths is not None else None
+        advice = advise(config, model, ranks[0], request_len=request_len, longest=longest)
+    return MemoryProfile(
+        model=name,
+        is_estimate=is_estimate,
+        problem=problem,
+        tensor_parallel_size=config.tensor_parallel_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        block_bytes=one_block,
+        ranks=list(ranks),
+        num_blocks=num_blocks,
+        full_length_requests=num_blocks / config.max_blocks_per_seq,
+        lengths=lengths,
+        file_requests=num_blocks / lengths.mean_blocks if lengths is not None else None,
+        advice=advice,
+    )
+
+
+def gpu_memory_here() -> int | None:
+    """Bytes of this machine's first GPU, as the driver's tool says; None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        return int(done.stdout.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None

@@ -1,0 +1,163 @@
+"""Plans without a GPU: exact where they say so, consistent with what a run would do, advice that keeps its word."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nvcli.bench.shapes import write_shape
+from nvcli.config import EngineConfig, RunConfig, parse_size
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.pipeline.resolve import resolve_engine_config
+from nvcli.profile.advice import advise
+from nvcli.profile.estimate import block_bytes, estimate
+from nvcli.profile.lengths import Bucket, lengths_of
+from nvcli.profile.profile import profile_from_config
+from nvcli.profile.report import format_profile
+
+GIB = 1 << 30
+
+
+def nvcli(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-P", "-m", "nvcli", "profile-memory", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False, cwd=cwd)
+
+
+def setting(folder: Path, shape: str = "qwen3-8b", **values: Any) -> tuple[EngineConfig, ModelConfig]:
+    path = write_shape(shape, folder)
+    model = load_model_config(path)
+    return resolve_engine_config(RunConfig(model=shape, **values), path, model, found_device="cuda"), model
+
+
+def test_weights_and_blocks_of_qwen3_8b(tmp_path: Path) -> None:
+    config, model = setting(tmp_path)
+    use = estimate(config, model, 80 * GIB)
+    assert use.planned["weights"] == sum(use.weights.values()) == 16_381_470_720  # as loaded on a GPU
+    assert block_bytes(config, model) == 36 * 2 * 8 * 128 * 2 * 64
+    assert use.planned["KV cache"] % block_bytes(config, model) == 0
+    assert 0 <= use.budget - sum(use.planned.values()) < block_bytes(config, model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "activations", "graphs"),
+    [
+        ("qwen3-0.6b", 255_990_272, 299_892_736),
+        ("qwen3-8b", 876_751_360, 469_762_048),
+        ("qwen3-14b", 1_195_520_512, 543_162_368),
+    ],
+)
+def test_estimates_are_near_what_an_h200_measured(tmp_path: Path, shape: str, activations: int, graphs: int) -> None:
+    config, model = setting(tmp_path, shape)
+    planned = estimate(config, model, 140 * GIB).planned
+    assert planned["activations"] == pytest.approx(activations, rel=0.1)
+    assert planned["CUDA graphs"] == pytest.approx(graphs, rel=0.1)
+
+
+def test_tensor_parallel_cuts_weights_and_cache(tmp_path: Path) -> None:
+    one, model = setting(tmp_path)
+    four = msgspec.structs.replace(one, tensor_parallel_size=4)
+    assert block_bytes(one, model) == 4 * block_bytes(four, model)
+    assert estimate(four, model, 80 * GIB).planned["weights"] < estimate(one, model, 80 * GIB).planned["weights"] / 3.9
+
+
+def test_advice_keeps_its_word(tmp_path: Path) -> None:
+    """What a change is said to give is what the plan with that change gives."""
+    config, model = setting(tmp_path)
+    use = estimate(config, model, 40 * GIB)
+    found = advise(config, model, use, request_len=4096, longest=None)
+    assert any(advice.change.startswith("--tp") for advice in found)
+    assert any("gpu_memory_utilization" in advice.change for advice in found)
+    for advice in found:
+        key, _, value = advice.change.removeprefix("--set ").replace("--tp ", "tensor_parallel_size=").partition("=")
+        kind = type(getattr(config, key))
+        changed = msgspec.structs.replace(config, **{key: kind(float(value))})
+        cache = estimate(changed, model, 40 * GIB).planned["KV cache"]
+        assert advice.tokens == (cache // block_bytes(changed, model) - 1) * config.block_size
+        assert advice.requests == pytest.approx(advice.tokens / 4096)
+
+
+def test_more_slots_are_advised_where_the_cache_has_room(tmp_path: Path) -> None:
+    config, model = setting(tmp_path, "qwen3-0.6b", max_model_len=2048)
+    (advice,) = advise(config, model, estimate(config, model, 80 * GIB), request_len=500, longest=None)
+    assert advice.change == "--set max_num_seqs=1024"
+
+
+def test_what_does_not_fit_is_said_with_a_way_out(tmp_path: Path) -> None:
+    config, model = setting(tmp_path, "qwen3-32b")
+    profile = profile_from_config(config, model, "qwen3-32b", total=40 * GIB, lengths=None)
+    assert profile.problem is not None
+    assert "missing" in profile.problem
+    assert [advice.change for advice in profile.advice] == ["--tp 2", "--tp 4", "--tp 8"] or all(
+        advice.change.startswith("--tp") for advice in profile.advice
+    )
+    assert "does not fit" in format_profile(profile)
+
+
+def test_lengths() -> None:
+    lengths = lengths_of([(10, 5), (100, 28), (30, 34)], failed_rows=2, block_size=64)
+    assert lengths.mean_blocks == pytest.approx((1 + 2 + 1) / 3)
+    assert (lengths.longest_total, lengths.longest_prompt, lengths.requests) == (128, 100, 3)
+    assert sum(bucket.count for bucket in lengths.histogram) == 3
+    assert lengths.histogram[0] == Bucket(first=15, last=29, count=1)
+    assert lengths_of([(3, 4)], failed_rows=0, block_size=4).histogram == [Bucket(first=7, last=7, count=1)]
+
+
+def test_dry_run_on_the_command_line(tmp_path: Path) -> None:
+    done = nvcli("--shape", "qwen3-32b", "--dry-run", "--gpu-memory", "80GiB", "--tp", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    profile = json.loads(done.stdout)
+    assert profile["is_estimate"]
+    assert len(profile["ranks"]) == 4
+    assert profile["num_tokens"] == profile["num_blocks"] * 64 > 100_000
+    too_small = nvcli("--shape", "qwen3-32b", "--dry-run", "--gpu-memory", "24GB")
+    assert too_small.returncode == 2
+    assert "does not fit" in too_small.stdout
+    assert "Traceback" not in too_small.stderr
+
+
+def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "What is 1 + 1?", "sampling": {"max_tokens": 9}}\n{"prompt": 5}\n', encoding="utf-8")
+    done = nvcli("-m", "demo", "--input", str(rows), "--plot", str(tmp_path / "m.svg"), "--tp", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    profile = json.loads(done.stdout)
+    assert not profile["is_estimate"]
+    assert profile["lengths"]["requests"] == 1
+    assert profile["lengths"]["failed_rows"] == 1
+    assert profile["file_requests"] == profile["num_blocks"]
+    for use in profile["ranks"]:
+        assert use["measured"]["weights"] == use["planned"]["weights"] == sum(use["weights"].values()) > 1e6
+        assert use["measured"]["KV cache"] == use["planned"]["KV cache"]
+    assert (tmp_path / "m.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--shape", "gpt-5", "--dry-run"), "qwen3-0.6b"),
+        (("-m", "demo", "--dry-run", "--gpu-memory", "lots"), "--gpu-memory"),
+        (("-m", "demo", "--gpu-memory", "24GB"), "--dry-run"),
+        (("-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--set", "device=cpu"), "device"),
+        (("-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--input", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--shape", "qwen3-8b", "--dry-run", "--gpu-memory", "24GB", "--input", "x.jsonl"), "--input"),
+        (("-m", "demo", "--plot", "picture.bmp"), "picture.bmp"),
+        (("-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--tp", "3"), "tensor_parallel_size"),
+    ],
+)
+def test_wrong_options_are_refused(args: tuple[str, ...], named: str) -> None:
+    done = nvcli(*args)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sizes_as_they_are_typed() -> None:
+    assert parse_size("80GiB") == 80 * GIB
