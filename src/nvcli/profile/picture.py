@@ -53,7 +53,7 @@ def print_bars(profile: MemoryProfile) -> None:
         console.print(bar)
     sizes = {item: size for item, size in parts_of(profile.ranks[0]).items() if size}
     legend = [Text.assemble(("█ ", COLORS[item]), f"{item} {format_bytes(size)}") for item, size in sizes.items()]
-    console.print(Padding(Columns(legend, padding=(0, 3)), (0, 0, 1, 7)))
+    console.print(Padding(Columns(legend, padding=(0, 3)), (0, 0, 1, 7), expand=False))
 
 
 def check_plot(path: Path) -> None:
