@@ -14,6 +14,10 @@ MAX_BIASED_TOKENS = 1024
 """Most `logit_bias` entries plus stop token ids of one row; bounds the size of a step's input."""
 
 
+_GREEDY_BELOW = 1e-5
+"""Temperatures under it mean greedy (as in vLLM): logits divided by them would overflow."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The `sampling` object of a row, and of the config's defaults."""
 
@@ -43,6 +47,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -17,10 +18,12 @@ from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import CapacityError, ConfigError, LoadError, WorkerError
 from nvcli.messages import unpack
+from nvcli.pipeline.feeder import Feeder
 from nvcli.pipeline.generate import generate
 from nvcli.pipeline.progress import Progress
 from nvcli.pipeline.summary import Summary
 from nvcli.pipeline.tokenizer import Tokenizer
+from scheduler_engine import SchedulerEngine
 
 pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, before the runs
 
@@ -64,9 +67,8 @@ class Runs:
         try:
             self.summary = generate(
                 run,
-                **{"inputs": [str(source)], "output": None, **options},
+                **{"inputs": [str(source)], "output": None, "start": start, **options},
                 progress=self.progress,
-                start=start,
                 overwrite=True,
             )
         finally:
@@ -395,3 +397,81 @@ def test_requests_fit_the_model(run: Runs, tokenizer: Tokenizer) -> None:
     assert unpack(request.prompt_ids)[0] == 0
     assert request.max_tokens == 61
     assert not request.stream
+
+
+@pytest.mark.parametrize("order", ["completion", "input"])
+def test_equal_rows_are_computed_once_and_answered_each(run: Runs, order: str) -> None:
+    greedy = {"temperature": 0}
+    rows: list[dict[str, Any] | str] = [
+        {"id": f"r{number}", "prompt": f"p{number % 7}", "sampling": greedy, "number": number} for number in range(3000)
+    ]
+    rows += [{"id": f"s{number}", "prompt": "p0"} for number in range(5)]  # drawn by the index: different rows
+    answers = run(rows, config={"job": JobConfig(order=order)})  # type: ignore[arg-type]
+    assert len(answers) == 3005
+    if order == "input":
+        assert [row["index"] for row in answers] == list(range(3005))
+    assert len(run.engines[0].requests) == 7 + 5
+    for row in answers:
+        index = row["index"]
+        assert row["id"] == (f"r{index}" if index < 3000 else f"s{index - 3000}")
+        assert row.get("number") == (index if index < 3000 else None)
+        assert texts(row) == [f"{index % 7 if index < 3000 else 0}p"]
+        assert row["usage"]["prompt_tokens"] == 3
+        assert row["usage"]["completion_tokens"] == 4
+        assert row["usage"]["cached_tokens"] in (3, 4)  # 4 is what the fake engine says of rows that it answers
+    assert run.summary is not None
+    assert (run.summary.rows, run.summary.rows_deduplicated) == (3005, 2993)
+    assert run.summary.completion_tokens == 12 * 4  # of rows that were computed
+
+
+def test_equal_rows_share_an_error(run: Runs) -> None:
+    rows = run([{"prompt": "ab", "sampling": {"seed": 1}}] * 4, engine={"fails": lambda request: True})
+    assert sorted(row["error"]["message"] for row in rows) == [
+        f"line {number}: this request can never fit" for number in range(1, 5)
+    ]
+    assert len(run.engines[0].requests) == 1
+
+
+def test_without_a_plan_every_row_is_computed_in_the_order_of_the_input(run: Runs) -> None:
+    rows: list[dict[str, Any] | str] = [
+        {"prompt": f"p{number % 3}", "sampling": {"temperature": 0, "max_tokens": 1 + number % 50}}
+        for number in range(300)
+    ]
+    answers = run(rows, config={"job": JobConfig(plan=False)})
+    assert len(answers) == 300
+    assert [request.row for request in run.engines[0].requests] == list(range(300))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_shared_prefixes_are_computed_once_though_the_cache_is_small(
+    run: Runs, num_replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 prefixes of 40 tokens, in random order; the KV cache holds three of them and what four rows add."""
+    # All rows are read before the engine is ready, as they are where a model takes a while to load.
+    monkeypatch.setattr(Feeder, "start", lambda feeder: feeder._run())
+    num_prefixes, num_rows, block_size = 20, 600, 4
+    order = [number % num_prefixes for number in range(num_rows)]
+    random.Random(0).shuffle(order)
+    rows: list[dict[str, Any] | str] = [
+        {"prompt_token_ids": [10 + number] * 40 + [50 + index % 200, 3, 4], "sampling": {"max_tokens": 4}}
+        for index, number in enumerate(order)
+    ]
+    computed, answers = {}, {}
+    for plan in (False, True):
+        engines: list[SchedulerEngine] = []
+
+        def start(config: EngineConfig, engines: list[SchedulerEngine] = engines) -> SchedulerEngine:
+            engines.append(SchedulerEngine(config, num_blocks=3 * 40 // block_size + 4 * 3))
+            return engines[-1]
+
+        job = JobConfig(plan=plan)
+        settings = {"job": job, "block_size": block_size, "max_num_seqs": 4, "data_parallel_size": num_replicas}
+        answers[plan] = sorted((row["index"], texts(row)) for row in run(rows, config=settings, start=start))
+        stats = [engine.stats for engine in engines]
+        computed[plan] = sum(one.prompt_tokens - one.cached_tokens for one in stats)
+        for engine in engines:
+            engine.scheduler.check_integrity()
+    assert answers[False] == answers[True]
+    least = num_prefixes * 40 + num_rows * 3
+    assert computed[True] <= least * (1.0 if num_replicas == 1 else 1.1)
+    assert computed[False] > 5 * least

@@ -22,9 +22,6 @@ from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutp
 from nvcli.engine.state import RequestState
 from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, StepOutput, pack, unpack
 
-_GREEDY_BELOW = 1e-5
-"""Temperatures under it mean greedy (as in vLLM): logits divided by them would overflow."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
@@ -446,7 +443,7 @@ def _slot_sampling(state: RequestState) -> SlotSampling:
         row=request.row,
         sample=request.sample,
         prompt_len=state.num_prompt,
-        temperature=params.temperature if params.temperature >= _GREEDY_BELOW else 0.0,
+        temperature=0.0 if params.is_greedy else params.temperature,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
         min_p=params.min_p,

@@ -7,7 +7,7 @@ only samples with stop strings are decoded as they grow.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError
@@ -16,17 +16,23 @@ from nvcli.messages import TokenLogprobs, unpack
 from nvcli.pipeline.prepare import PreparedRow
 from nvcli.pipeline.stop_strings import StopStringDetector
 from nvcli.pipeline.tokenizer import Tokenizer
+from nvcli.sampling_params import SamplingParams
 
 
 class OpenRow:
     """A row whose samples are on their way."""
 
+    __slots__ = ("error", "num_open", "prepared", "request_ids", "samples")
+
     def __init__(self, prepared: PreparedRow, first_request_id: int) -> None:
         self.prepared = prepared
-        self.samples = [Sample(self, number) for number in range(prepared.sampling.n)]
+        self.samples = [Sample() for _ in range(prepared.sampling.n)]
         self.request_ids = range(first_request_id, first_request_id + prepared.sampling.n)
         self.num_open = len(self.samples)
         self.error: RowError | None = None
+
+    def sample_of(self, request_id: int) -> Sample:
+        return self.samples[request_id - self.request_ids.start]
 
     def requests(self, run_seed: int) -> list[Request]:
         """One for each sample. A row's own seed makes its answer independent of the run's seed and of its index."""
@@ -41,19 +47,19 @@ class OpenRow:
                 stop_ids=prepared.stop_ids,
                 seed=run_seed if seed is None else seed,
                 row=prepared.place.index if seed is None else 0,
-                sample=sample.number,
-                stream=bool(prepared.sampling.stop_strings),
+                sample=number,
+                stream=bool(prepared.sampling.stop),
             )
-            for request_id, sample in zip(self.request_ids, self.samples, strict=True)
+            for number, request_id in enumerate(self.request_ids)
         ]
 
 
 class Sample:
     """One answer of a row, as far as it has come."""
 
-    def __init__(self, row: OpenRow, number: int) -> None:
-        self.row = row
-        self.number = number
+    __slots__ = ("_detector", "finish_reason", "logprobs", "num_cached_tokens", "stopped_by_id", "token_ids")
+
+    def __init__(self) -> None:
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0
@@ -71,17 +77,17 @@ class Sample:
         """The tokens that are text: all but a stop token that ended the answer."""
         return self.token_ids[:-1] if self.stopped_by_id else self.token_ids
 
-    def take(self, output: RequestOutput, tokenizer: Tokenizer) -> bool:
+    def take(self, output: RequestOutput, sampling: SamplingParams, tokenizer: Tokenizer) -> bool:
         """Add what has come; True if the answer is complete with it, by the engine's word or by a stop string."""
-        ids = unpack(output.token_ids)
-        self.token_ids.extend(ids)
-        self.logprobs += output.logprobs
+        self.token_ids.frombytes(output.token_ids)
+        if output.logprobs:
+            self.logprobs += output.logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.stopped_by_id = output.stopped_by_id
-        sampling = self.row.prepared.sampling
-        if sampling.stop_strings:
+        if sampling.stop:
+            ids = unpack(output.token_ids)
             if self._detector is None:
                 self._detector = StopStringDetector(
                     tokenizer.decode_one, sampling.stop_strings, min_tokens=sampling.min_tokens
@@ -99,22 +105,22 @@ def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]
     undecoded = [
         sample for row in rows if row.error is None for sample in row.samples if sample.text_before_stop is None
     ]
-    texts = tokenizer.decode([sample.text_ids for sample in undecoded])
-    text_of = dict(zip(map(id, undecoded), texts, strict=True))
-    return [_result_of(row, text_of, tokenizer) for row in rows]
+    texts = iter(tokenizer.decode([sample.text_ids for sample in undecoded]))
+    return [_result_of(row, texts, tokenizer) for row in rows]
 
 
-def _result_of(row: OpenRow, text_of: dict[int, str], tokenizer: Tokenizer) -> JobResult:
+def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobResult:
+    """`texts`: of the samples that no stop string ended, in their order."""
     prepared = row.prepared
     if row.error is not None:
         return failed(prepared.place, row.error)
     choices = []
-    for sample in row.samples:
+    for number, sample in enumerate(row.samples):
         text = sample.text_before_stop
         choices.append(
             Choice(
-                index=sample.number,
-                text=text_of[id(sample)] if text is None else text,
+                index=number,
+                text=next(texts) if text is None else text,
                 finish_reason=sample.finish_reason,
                 token_ids=sample.token_ids.tolist() if prepared.sampling.return_token_ids else None,
                 logprobs=_logprobs_of(sample, tokenizer) if prepared.sampling.logprobs is not None else None,

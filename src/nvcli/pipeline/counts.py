@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 
 from nvcli.engine.request import EngineStats
 from nvcli.jobs.job import JobResult
+from nvcli.pipeline.forecast import Workload
+from nvcli.pipeline.prepare import PreparedRow
 
 
 class Counts:
@@ -14,15 +15,27 @@ class Counts:
 
     def __init__(self) -> None:
         self.rows_done = 0
-        """Failed ones included."""
+        """Failed ones and duplicates included."""
+        self.rows_resumed = 0
+        """Answered by an earlier run; not among `rows_done`."""
+        self.rows_deduplicated = 0
+        """Answered with the answer of an equal row."""
         self.errors: Counter[str] = Counter()
         """Failed rows by error type."""
         self.prompt_tokens = 0
+        """Of rows that were computed, as are the next two."""
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.deduplicated_tokens = 0
+        """Prompt and answer of rows that were not computed."""
+        self.finished = Workload()
         self.started_at: float | None = None
         """`time.monotonic()` when an engine was given its first request."""
         self.engines: list[EngineStats] = []
+        self.num_planned = 0
+        """Rows that wait for an engine or for an equal row."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """The time of the pipeline's loop, by part."""
 
     @property
     def rows_failed(self) -> int:
@@ -32,6 +45,21 @@ class Counts:
     def generated_tokens(self) -> int:
         """Of finished rows and of running ones, as far as the engines have told."""
         return max(self.completion_tokens, sum(engine.generated_tokens for engine in self.engines))
+
+    @property
+    def engine_prompt_tokens(self) -> int:
+        """Computed or found in the prefix cache, of finished rows and of running ones."""
+        return max(self.prompt_tokens, sum(engine.prompt_tokens for engine in self.engines))
+
+    @property
+    def engine_cached_tokens(self) -> int:
+        return sum(engine.cached_tokens for engine in self.engines)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens that were found in the prefix cache."""
+        total = sum(engine.prompt_tokens for engine in self.engines)
+        return self.engine_cached_tokens / total if total else 0.0
 
     @property
     def kv_use(self) -> float:
@@ -44,14 +72,26 @@ class Counts:
         return sum(engine.num_running for engine in self.engines)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait in the engines, and rows that were read and wait for one."""
+        return sum(engine.num_waiting for engine in self.engines) + self.num_planned
+
+    @property
     def num_preemptions(self) -> int:
         return sum(engine.num_preemptions for engine in self.engines)
 
-    def add(self, results: Iterable[JobResult]) -> None:
-        for result in results:
-            self.rows_done += 1
-            if result.error is not None:
-                self.errors[result.error.type] += 1
-            self.prompt_tokens += result.usage.prompt_tokens
-            self.cached_tokens += result.usage.cached_tokens
-            self.completion_tokens += result.usage.completion_tokens
+    def add(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool = True) -> None:
+        """A row is done. `prepared`: the row or one equal to it; None: it failed before. `computed`: by an engine."""
+        usage = result.usage
+        self.rows_done += 1
+        if result.error is not None:
+            self.errors[result.error.type] += 1
+        if prepared is not None:
+            self.finished.add(prepared, usage.completion_tokens)
+        if computed:
+            self.prompt_tokens += usage.prompt_tokens
+            self.cached_tokens += usage.cached_tokens
+            self.completion_tokens += usage.completion_tokens
+        else:
+            self.rows_deduplicated += 1
+            self.deduplicated_tokens += usage.prompt_tokens + usage.completion_tokens

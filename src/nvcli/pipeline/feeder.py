@@ -9,11 +9,14 @@ from collections.abc import Callable
 
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.reader import RowReader
-from nvcli.pipeline.prepare import ModelLimits, PreparedRow, prepare
+from nvcli.pipeline.forecast import Workload
+from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.pipeline.tokenizer import Tokenizer
 
-MAX_BYTES_AHEAD = 64 * 1024 * 1024
-"""Of prompt token ids that wait to be taken."""
+MAX_ROWS_AHEAD = 1024
+MAX_BYTES_AHEAD = 16 * 1024 * 1024
+"""Bounds of what waits to be taken, which is a buffer between two threads: the window in which rows are planned is the
+pipeline's. One batch more is in the making; a batch is one row or at most 4 MiB of the input (`jobs.reader`)."""
 
 Batch = list[PreparedRow | JobResult]
 
@@ -24,24 +27,25 @@ class Feeder:
     The tokenizer is loaded in the thread, before the first row is read; `tokenizer` may be used once a batch was taken.
     """
 
-    def __init__(
-        self, reader: RowReader, load_tokenizer: Callable[[], Tokenizer], limits: ModelLimits, *, max_rows_ahead: int
-    ) -> None:
+    def __init__(self, reader: RowReader, load_tokenizer: Callable[[], Tokenizer], limits: ModelLimits) -> None:
         self._reader = reader
         self._load_tokenizer = load_tokenizer
         self._limits = limits
-        self._max_rows_ahead = max_rows_ahead
         self._tokenizer: Tokenizer | None = None
         self._changed = threading.Condition()
-        self._batches: deque[Batch] = deque()
+        self._batches: deque[tuple[Batch, int]] = deque()
+        """With their bytes."""
         self._rows_ahead = 0
         self._bytes_ahead = 0
         self._ended = False
         self._stopped = False
         self._error: BaseException | None = None
+        self.read = Workload()
+        """The rows that were prepared, those included that wait to be taken."""
         self.load_seconds = 0.0
-        self.busy_seconds = 0.0
-        """Reading, parsing and tokenizing, without waiting for the pipeline (but with waiting for the input)."""
+        self.read_seconds = 0.0
+        """Reading and parsing; includes waiting for the input, and not for the pipeline."""
+        self.tokenize_seconds = 0.0
         # A daemon: a read of standard input can wait for ever, and must not keep an interrupted run from ending.
         self._thread = threading.Thread(target=self._run, name="nvcli-feeder", daemon=True)
 
@@ -60,9 +64,9 @@ class Feeder:
                 self._changed.wait(timeout)
             if not self._batches:
                 return None
-            batch = self._batches.popleft()
+            batch, num_bytes = self._batches.popleft()
             self._rows_ahead -= len(batch)
-            self._bytes_ahead -= _num_bytes(batch)
+            self._bytes_ahead -= num_bytes
             self._changed.notify_all()
             return batch
 
@@ -94,10 +98,14 @@ class Feeder:
             started = time.perf_counter()
             self._tokenizer = self._load_tokenizer()
             self.load_seconds = time.perf_counter() - started
+            preparer = Preparer(self._tokenizer, self._limits)
             mark = time.perf_counter()
             for rows in self._reader.batches():
-                batch = prepare(rows, self._tokenizer, self._limits)
-                self.busy_seconds += time.perf_counter() - mark
+                read = time.perf_counter()
+                batch = preparer.prepare(rows)
+                prepared = time.perf_counter()
+                self.read_seconds += read - mark
+                self.tokenize_seconds += prepared - read
                 if not self._put(batch):
                     return
                 mark = time.perf_counter()
@@ -110,20 +118,21 @@ class Feeder:
 
     def _put(self, batch: Batch) -> bool:
         """Wait for room, then hand over; False if nobody wants more."""
+        num_bytes = 0
+        for row in batch:
+            if isinstance(row, PreparedRow):
+                num_bytes += row.num_bytes
+                self.read.add(row)
         with self._changed:
             while not self._stopped and self._batches and self._is_full():
                 self._changed.wait()
             if self._stopped:
                 return False
-            self._batches.append(batch)
+            self._batches.append((batch, num_bytes))
             self._rows_ahead += len(batch)
-            self._bytes_ahead += _num_bytes(batch)
+            self._bytes_ahead += num_bytes
             self._changed.notify_all()
             return True
 
     def _is_full(self) -> bool:
-        return self._rows_ahead >= self._max_rows_ahead or self._bytes_ahead >= MAX_BYTES_AHEAD
-
-
-def _num_bytes(batch: Batch) -> int:
-    return sum(len(row.prompt_ids) for row in batch if isinstance(row, PreparedRow))
+        return self._rows_ahead >= MAX_ROWS_AHEAD or self._bytes_ahead >= MAX_BYTES_AHEAD

@@ -7,6 +7,7 @@ a background thread imports the tokenizer and reads ahead.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -25,17 +26,23 @@ from nvcli.messages import EngineReady
 from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import load_model_config
 from nvcli.pipeline.counts import Counts
+from nvcli.pipeline.duplicates import Duplicates
 from nvcli.pipeline.feeder import Feeder
 from nvcli.pipeline.interrupts import Interrupts
 from nvcli.pipeline.job_size import most_requests
 from nvcli.pipeline.pipeline import Engine, Pipeline
+from nvcli.pipeline.planner import Planner
 from nvcli.pipeline.prepare import ModelLimits
 from nvcli.pipeline.progress import Progress, RunView
 from nvcli.pipeline.resolve import resolve_engine_config, sampling_defaults
 from nvcli.pipeline.summary import Summary
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 
-MIN_ROWS_AHEAD = 1024
+MIN_WINDOW_ROWS = 8192
+MAX_WINDOW_BYTES = 64 * 1024 * 1024
+"""Of rows among which the plan chooses, and again of rows that wait for the answer of an equal one."""
+MAX_KEPT_ANSWER_BYTES = 16 * 1024 * 1024
+"""Of answers that are kept in case an equal row comes later."""
 
 
 class ClosableEngine(Engine, Protocol):
@@ -87,12 +94,8 @@ def generate(
         eos_token_ids=model.eos_token_ids,
         on_too_long=run.job.on_too_long,
     )
-    feeder = Feeder(
-        reader,
-        lambda: Tokenizer.load(model_path),
-        limits,
-        max_rows_ahead=max(MIN_ROWS_AHEAD, 2 * config.max_num_seqs * run.data_parallel_size),
-    )
+    feeder = Feeder(reader, lambda: _load_tokenizer(model_path), limits)
+    planner, duplicates = _plan(run)
     counts = Counts()
     reports: list[EngineReady] = []
 
@@ -107,6 +110,7 @@ def generate(
         # Undone in reverse, however the run ends: the output is made safe first, then the processes are ended.
         sink = _open_sink(output)  # before standard output is set aside: it may be /dev/stdout by name
         stack.callback(progress.close)
+        stack.enter_context(_rare_collections())
         stack.enter_context(_stdout_aside())
         processes = stack.enter_context(contextlib.ExitStack())
         writer = ResultWriter(sink, order=run.job.order)
@@ -118,7 +122,15 @@ def generate(
             processes.callback(engines[-1].close)
         feeder.start()
         pipeline = Pipeline(
-            engines, feeder, writer, counts, seed=run.seed, max_num_seqs=config.max_num_seqs, on_ready=on_ready
+            engines,
+            feeder,
+            planner,
+            duplicates,
+            writer,
+            counts,
+            seed=run.seed,
+            max_num_seqs=config.max_num_seqs,
+            on_ready=on_ready,
         )
         view = RunView(counts, reader, feeder, limit=limit, started_at=started_at)
 
@@ -140,8 +152,10 @@ def generate(
         generation_seconds=generated_at - counts.started_at if counts.started_at is not None else 0.0,
         startup=max((report.seconds for report in reports), key=lambda parts: sum(parts.values()), default={}),
         tokenizer_load_seconds=feeder.load_seconds,
-        reading_seconds=feeder.busy_seconds,
+        reading_seconds=feeder.read_seconds + feeder.tokenize_seconds,
         num_preemptions=counts.num_preemptions,
+        rows_deduplicated=counts.rows_deduplicated,
+        deduplicated_tokens=counts.deduplicated_tokens,
     )
 
 
@@ -151,6 +165,40 @@ def _describe(ready: EngineReady, run: RunConfig) -> str:
         f"{run.model} is ready: KV cache for {tokens:,} tokens "
         f"({ready.kv_cache_bytes / 2**20:,.0f} MiB a rank), weights {ready.weight_bytes / 2**20:,.0f} MiB a rank"
     )
+
+
+def _plan(run: RunConfig) -> tuple[Planner, Duplicates | None]:
+    rows = max(MIN_WINDOW_ROWS, 8 * run.max_num_seqs * run.data_parallel_size)
+    planner = Planner(
+        block_size=run.block_size if run.job.plan and run.enable_prefix_caching else None,
+        longest_first=run.job.plan,
+        max_rows=rows,
+        max_bytes=MAX_WINDOW_BYTES,
+        # Rows that are to be written in the order of the input wait for the one that is passed over.
+        max_passed_over=rows if run.job.order == "input" else 4 * rows,
+        num_lanes=run.data_parallel_size,
+    )
+    if not run.job.plan:
+        return planner, None
+    return planner, Duplicates(max_rows=rows, max_bytes=MAX_WINDOW_BYTES, max_kept_bytes=MAX_KEPT_ANSWER_BYTES)
+
+
+def _load_tokenizer(model_path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.load(model_path)
+    gc.collect()
+    gc.freeze()  # what was imported stays: looking through it again and again takes a fifth of a run of short rows
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Rows and answers make no cycles, and there are many: Python need not look for cycles every 700 objects."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _open_sink(output: str) -> Sink:

@@ -1,14 +1,15 @@
-"""The parent's loop: rows from the feeder to the engines, their outputs to the writer.
+"""The parent's loop: rows from the feeder through the plan to the engines, their outputs to the writer.
 
 Keeps each engine supplied with about twice the requests that it can run, so that it never waits for the parent, and
-with little more, so that engines take rows as they get on with them. Knows no files and no flags.
+with little more, so that engines take rows as they get on with them and the plan can still change. Knows no files and
+no flags.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Protocol
 
@@ -17,9 +18,11 @@ from nvcli.errors import RowError
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.writer import ResultWriter
 from nvcli.messages import EngineReady
-from nvcli.pipeline.answers import OpenRow, Sample, results_of
+from nvcli.pipeline.answers import OpenRow, results_of
 from nvcli.pipeline.counts import Counts
+from nvcli.pipeline.duplicates import Duplicates
 from nvcli.pipeline.feeder import Feeder
+from nvcli.pipeline.planner import Planner
 from nvcli.pipeline.prepare import PreparedRow
 
 LONG_WAIT = 0.1
@@ -43,13 +46,18 @@ class Engine(Protocol):
 class _Lane:
     """One engine and what it has been given."""
 
-    def __init__(self, engine: Engine, capacity: int) -> None:
+    def __init__(self, number: int, engine: Engine, capacity: int) -> None:
+        self.number = number
         self.engine = engine
         self.capacity = capacity
         """Requests to keep it supplied with."""
         self.ready: EngineReady | None = None
-        self.samples: dict[int, Sample] = {}
-        """By request id, those whose answer is not complete."""
+        self.rows: dict[int, OpenRow] = {}
+        """By id of each request whose answer is not complete."""
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self.rows)
 
 
 class Pipeline:
@@ -59,6 +67,8 @@ class Pipeline:
         self,
         engines: Sequence[Engine],
         feeder: Feeder,
+        planner: Planner,
+        duplicates: Duplicates | None,
         writer: ResultWriter,
         counts: Counts,
         *,
@@ -66,16 +76,17 @@ class Pipeline:
         max_num_seqs: int,
         on_ready: Callable[[EngineReady], None] = lambda ready: None,
     ) -> None:
-        """`counts` is kept up to date for whoever shows progress; `on_ready` is called once for each engine."""
-        self._lanes = [_Lane(engine, 2 * max_num_seqs) for engine in engines]
+        """`duplicates`: None: every row is computed. `counts` is kept up to date for whoever shows progress;
+        `on_ready` is called once for each engine.
+        """
+        self._lanes = [_Lane(number, engine, 2 * max_num_seqs) for number, engine in enumerate(engines)]
         self._feeder = feeder
+        self._planner = planner
+        self._duplicates = duplicates
         self._writer = writer
         self._counts = counts
         self._seed = seed
         self._on_ready = on_ready
-        self._waiting: deque[PreparedRow] = deque()
-        self._num_waiting = 0
-        """Requests that the waiting rows will make."""
         self._next_request_id = 0
 
     def run(self, each_round: Callable[[], None] = lambda: None) -> None:
@@ -86,41 +97,47 @@ class Pipeline:
         """
         while True:
             each_round()
-            self._take_rows()
-            self._feed()
-            if self._feeder.ended and not self._waiting and not any(lane.samples for lane in self._lanes):
+            with self._timed("planning and sending rows"):
+                self._take_rows()
+                self._feed()
+            if self._feeder.ended and not self._planner.num_rows and not any(lane.rows for lane in self._lanes):
                 break
             self._collect()
-            self._writer.tick()
+            with self._timed("writing"):
+                self._writer.tick()
         self._feeder.raise_error()
 
     def _take_rows(self) -> None:
-        """Move rows from the feeder to `_waiting`, and results of rows that failed there to the writer."""
-        room = sum(max(0, lane.capacity - len(lane.samples)) for lane in self._lanes)
-        while self._num_waiting < room:
+        """Move rows from the feeder into the window of the plan, and results of rows that failed to the writer."""
+        while not self._planner.is_full and not (self._duplicates is not None and self._duplicates.is_full):
             batch = self._feeder.take(timeout=0)
             if batch is None:
                 return
-            rows = [row for row in batch if isinstance(row, PreparedRow)]
-            self._waiting += rows
-            self._num_waiting += sum(row.sampling.n for row in rows)
-            self._finish([row for row in batch if isinstance(row, JobResult)])
+            failed: list[tuple[PreparedRow | None, JobResult]] = []
+            for row in batch:
+                if isinstance(row, JobResult):
+                    failed.append((None, row))
+                elif self._duplicates is None or self._duplicates.admit(row):
+                    self._planner.add(row)
+            self._finish(failed)
+            self._finish_duplicates()
 
     def _feed(self) -> None:
-        """Give waiting rows to the engines that have most room. All samples of a row go to one engine."""
+        """Give rows to the engines that have most room. All samples of a row go to one engine."""
+        room = {lane.number: lane.room for lane in self._lanes if lane.ready is not None}
         given: dict[int, list[Request]] = {}
-        while self._waiting:
-            number, lane = min(
-                ((number, lane) for number, lane in enumerate(self._lanes) if lane.ready),
-                key=lambda item: len(item[1].samples) - item[1].capacity,
-                default=(-1, None),
-            )
-            if lane is None or len(lane.samples) >= lane.capacity:
+        while room and self._planner.num_rows:
+            number = max(room, key=room.__getitem__)
+            if room[number] <= 0:
                 break
-            row = OpenRow(self._waiting.popleft(), self._next_request_id)
+            lane = self._lanes[number]
+            prepared = self._planner.take(number)
+            assert prepared is not None
+            room[number] -= prepared.sampling.n
+            row = OpenRow(prepared, self._next_request_id)
             self._next_request_id += len(row.samples)
-            self._num_waiting -= len(row.samples)
-            lane.samples.update(zip(row.request_ids, row.samples, strict=True))
+            for request_id in row.request_ids:
+                lane.rows[request_id] = row
             given.setdefault(number, []).extend(row.requests(self._seed))
         for number, requests in given.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
@@ -128,42 +145,53 @@ class Pipeline:
 
     def _collect(self) -> None:
         """Wait for engines to say something, and take it."""
-        has_room = any(len(lane.samples) < lane.capacity for lane in self._lanes if lane.ready)
-        is_starved = has_room and not self._feeder.ended
-        timeout = SHORT_WAIT if is_starved else LONG_WAIT
-        rows: list[OpenRow] = []
+        counts = self._counts
         lanes = {lane.engine.fileno(): lane for lane in self._lanes}
-        for fd in connection.wait(list(lanes), timeout):
-            assert isinstance(fd, int)
-            lane = lanes[fd]
-            if lane.ready is None:
-                lane.ready = lane.engine.wait_ready(0)
-                if lane.ready is not None:
-                    self._on_ready(lane.ready)
-            else:
-                rows += self._take_outputs(lane)
+        wants_rows = not self._feeder.ended and any(lane.ready and lane.room > 0 for lane in self._lanes)
+        is_starved = not self._feeder.ended and any(lane.ready and not lane.rows for lane in self._lanes)
+        with self._timed("waiting for rows" if is_starved else "waiting for the engines"):
+            spoke = connection.wait(list(lanes), SHORT_WAIT if wants_rows else LONG_WAIT)
+        rows: list[OpenRow] = []
+        with self._timed("taking answers"):
+            for fd in spoke:
+                assert isinstance(fd, int)
+                lane = lanes[fd]
+                if lane.ready is None:
+                    lane.ready = lane.engine.wait_ready(0)
+                    if lane.ready is not None:
+                        self._on_ready(lane.ready)
+                else:
+                    rows += self._take_outputs(lane)
         if rows:
-            self._finish(results_of(rows, self._feeder.tokenizer))
-        self._counts.engines = [lane.engine.stats for lane in self._lanes]
+            with self._timed("detokenizing"):
+                results = results_of(rows, self._feeder.tokenizer)
+            self._finish([(row.prepared, result) for row, result in zip(rows, results, strict=True)])
+            if self._duplicates is not None:
+                for row, result in zip(rows, results, strict=True):
+                    self._duplicates.finish(row.prepared, result, row.error)
+                self._finish_duplicates()
+        counts.engines = [lane.engine.stats for lane in self._lanes]
+        counts.num_planned = self._planner.num_rows + (self._duplicates.num_rows if self._duplicates else 0)
 
     def _take_outputs(self, lane: _Lane) -> list[OpenRow]:
         """The rows that are complete with the outputs of one engine."""
         complete: list[OpenRow] = []
         to_abort: list[int] = []
         for output in lane.engine.poll(0):
-            sample = lane.samples.get(output.request_id)
-            if sample is None:
+            request_id = output.request_id
+            row = lane.rows.get(request_id)
+            if row is None:
                 continue  # ended by a stop string or an error of its row; the engine's last words
-            if not sample.take(output, self._feeder.tokenizer):
+            sample = row.sample_of(request_id)
+            if not sample.take(output, row.prepared.sampling, self._feeder.tokenizer):
                 continue
-            row = sample.row
-            del lane.samples[output.request_id]
+            del lane.rows[request_id]
             row.num_open -= 1
             if output.finish_reason is None:
-                to_abort.append(output.request_id)
+                to_abort.append(request_id)
             elif sample.finish_reason in ("error", "abort"):
                 row.error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
-                to_abort += [other for other in row.request_ids if lane.samples.pop(other, None) is not None]
+                to_abort += [other for other in row.request_ids if lane.rows.pop(other, None) is not None]
                 row.num_open = 0
             if row.num_open == 0:
                 complete.append(row)
@@ -171,6 +199,25 @@ class Pipeline:
             lane.engine.abort(to_abort)
         return complete
 
-    def _finish(self, results: Sequence[JobResult]) -> None:
-        self._counts.add(results)
-        self._writer.write(results)
+    def _finish_duplicates(self) -> None:
+        if self._duplicates is not None and (ready := self._duplicates.take_ready()):
+            self._finish(ready, computed=False)
+
+    def _finish(self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool = True) -> None:
+        if not results:
+            return
+        for prepared, result in results:
+            self._counts.add(prepared, result, computed=computed)
+        with self._timed("writing"):
+            self._writer.write(result for _, result in results)
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Count the time of a block towards `part`, without that of timed blocks inside it."""
+        seconds = self._counts.seconds
+        inside = sum(seconds.values())
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds[part] += time.perf_counter() - started - (sum(seconds.values()) - inside)

@@ -29,6 +29,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reading_seconds: float
     """Reading and tokenizing, in the background."""
     num_preemptions: int = 0
+    rows_deduplicated: int = 0
+    """Answered with the answer of an equal row; not in the token counts."""
+    deduplicated_tokens: int = 0
+    """Prompt and answer of those rows."""
 
     @property
     def rows_failed(self) -> int:

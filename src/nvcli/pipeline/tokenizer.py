@@ -14,6 +14,9 @@ from typing import Any
 
 from nvcli.errors import LoadError, RowError
 
+MAX_INLINE_TOKENS = 8192
+"""So many are decoded right here, in a millisecond: in the threads that encode, too, they would wait for a batch."""
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
 
 
@@ -39,6 +42,22 @@ def _is_plain(model_path: Path) -> bool:
         return False
 
 
+def _keeps_every_character(backend: Any) -> bool:
+    """Whether each byte of a text ends up in a token's own text: byte-level BPE that drops, merges and strips nothing.
+
+    NFC, the one normalizer that such tokenizers have, composes at most four characters into one.
+    """
+    model = backend.model
+    return (
+        type(model).__name__ == "BPE"
+        and model.unk_token is None
+        and type(backend.normalizer).__name__ in ("NoneType", "NFC")
+        and type(backend.decoder).__name__ == "ByteLevel"
+        and "Removed" not in repr(backend.pre_tokenizer)
+        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    )
+
+
 class Tokenizer:
     """A loaded tokenizer. Used by one thread for encoding and by another for decoding."""
 
@@ -51,6 +70,15 @@ class Tokenizer:
             self._backend.no_padding()
             self._backend.no_truncation()
         self._token_texts: dict[int, str] = {}
+        self.vocab_size: int | None = None
+        """Every id that it gives is below; None: not known."""
+        self.max_token_chars: int | None = None
+        """No token stands for more characters of a text; None: not known."""
+        if self._backend is not None:
+            vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+            self.vocab_size = max(vocab.values(), default=-1) + 1
+            if _keeps_every_character(self._backend):
+                self.max_token_chars = 4 * max(map(len, vocab))
 
     @classmethod
     def load(cls, model_path: Path) -> Tokenizer:
@@ -104,6 +132,8 @@ class Tokenizer:
         """The text of each answer, special tokens left out."""
         if self._backend is None:
             return [self.decode_one(ids) for ids in answers]
+        if sum(map(len, answers)) <= MAX_INLINE_TOKENS:
+            return [self._backend.decode(list(ids), skip_special_tokens=True) for ids in answers]
         texts: list[str] = self._backend.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
         return texts
 

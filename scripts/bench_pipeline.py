@@ -1,0 +1,273 @@
+"""What the parent costs per row: reading, tokenizing, detokenizing and writing, around an engine that does nothing.
+
+    python scripts/bench_pipeline.py                         # each stage alone, then all together
+    python scripts/bench_pipeline.py --memory 10000 1000000  # peak memory, from a generator that writes as it is read
+
+The tokenizer is the built-in model's unless `--model FOLDER` names another. The engine answers every request at
+once with 8 tokens, or so many a second (`--rate`); it lives in this process, and encodes requests as the real one's
+client does. `starved` is the share of the time in which it had nothing to do. The tokenizer's threads are as many as
+there are cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nvcli.config import EngineConfig, RunConfig
+from nvcli.demo import demo_path
+from nvcli.engine.protocol import AddRequests
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.jobs.job import Choice, JobResult, Usage
+from nvcli.jobs.parser import RowParser
+from nvcli.jobs.reader import RowReader
+from nvcli.jobs.writer import ResultWriter, Sink
+from nvcli.messages import EngineReady, pack
+from nvcli.models.config import load_model_config
+from nvcli.pipeline.generate import generate
+from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.pipeline.progress import Progress
+from nvcli.pipeline.summary import Summary
+from nvcli.pipeline.tokenizer import Tokenizer
+
+ANSWER = pack(range(20, 28))
+FORMS = ("prompt", "chat", "no-id")
+
+
+class NullEngine:
+    """Answers all it holds at once, or `rate` requests a second, every few milliseconds, from a thread of its own."""
+
+    def __init__(self, config: EngineConfig, rate: float = 0) -> None:
+        self.stats = EngineStats(num_blocks=1)
+        self.starved_seconds = 0.0
+        """Time between two requests in which it had nothing to do."""
+        self._rate = rate
+        self._empty_since: float | None = None
+        self._held: deque[int] = deque()
+        self._done: list[int] = []
+        self._encoder = msgspec.msgpack.Encoder()
+        self._event = os.eventfd(1)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        if rate:
+            self._thread.start()
+
+    def fileno(self) -> int:
+        return self._event
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady:
+        os.eventfd_read(self._event)
+        return EngineReady(
+            num_blocks=1, block_size=64, kv_cache_bytes=0, weight_bytes=0, attention_backend="none", seconds={}
+        )
+
+    def add(self, requests: list[Request]) -> None:
+        self._encoder.encode(AddRequests(requests))
+        if self._empty_since is not None:
+            self.starved_seconds += time.perf_counter() - self._empty_since
+            self._empty_since = None
+        self._held += [request.request_id for request in requests]
+        if not self._rate:
+            self._finish(len(self._held))
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        pass
+
+    def poll(self, timeout: float) -> list[RequestOutput]:
+        os.eventfd_read(self._event)
+        done, self._done = self._done, []
+        return [RequestOutput(request_id=number, token_ids=ANSWER, finish_reason="length") for number in done]
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._rate:
+            self._thread.join()
+        os.close(self._event)
+
+    def _finish(self, count: int) -> None:
+        for _ in range(count):
+            self._done.append(self._held.popleft())
+        if not self._held:
+            self._empty_since = time.perf_counter()
+        if count:
+            os.eventfd_write(self._event, 1)
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        due = 0.0
+        while not self._closed.wait(0.002):
+            now = time.perf_counter()
+            due += (now - last) * self._rate
+            last = now
+            if not self._held:
+                due = 0.0
+            count = min(int(due), len(self._held))
+            due -= count
+            if count:
+                self._finish(count)
+
+
+class Silent(Progress):
+    def note(self, line: str) -> None:
+        pass
+
+
+def lines(num_rows: int, form: str) -> Iterator[bytes]:
+    """Short questions, all different."""
+    for number in range(num_rows):
+        text = f"What is {number} + {number % 977}? Answer with a number."
+        row: dict[str, Any] = {} if form == "no-id" else {"id": f"row-{number}"}
+        if form == "chat":
+            row["messages"] = [{"role": "user", "content": text}]
+        else:
+            row["prompt"] = text
+        yield json.dumps(row).encode() + b"\n"
+
+
+def run_all(
+    inputs: Sequence[str], model: Path, output: str, max_num_seqs: int, rate: float = 0
+) -> tuple[Summary, NullEngine]:
+    engines: list[NullEngine] = []
+
+    def start(config: EngineConfig) -> NullEngine:
+        engines.append(NullEngine(config, rate))
+        return engines[-1]
+
+    run = RunConfig(
+        model=str(model), device="cpu", sampling={"max_tokens": 8, "temperature": 0}, max_num_seqs=max_num_seqs
+    )
+    summary = generate(run, inputs=inputs, output=output, progress=Silent(sys.stderr), overwrite=True, start=start)
+    return summary, engines[0]
+
+
+def measure_stages(path: Path, num_rows: int, model: Path, max_num_seqs: int, rate: float) -> None:
+    size = path.stat().st_size
+    print(f"{num_rows:,} rows, {size / num_rows:.0f} bytes each; rows/s (microseconds of processor time a row)")
+
+    def show(stage: str, function: Callable[[], Any]) -> Any:
+        started, cpu = time.perf_counter(), time.process_time()
+        result = function()
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        print(f"  {stage:<12} {num_rows / seconds:>10,.0f}  ({cpu / num_rows * 1e6:.1f})")
+        return result
+
+    def reader() -> RowReader:
+        return RowReader([str(path)], RowParser({"max_tokens": 8, "temperature": 0}))
+
+    tokenizer = Tokenizer.load(model)
+    facts = load_model_config(model)
+    limits = ModelLimits(max_model_len=2048, vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
+    preparer = Preparer(tokenizer, limits)
+    batches = show("read", lambda: list(reader().batches()))
+    prepared = show("tokenize", lambda: [row for rows in batches for row in preparer.prepare(rows)])
+    rows = [row for row in prepared if isinstance(row, PreparedRow)]
+    assert len(rows) == num_rows
+    print(f"               {sum(row.num_prompt_tokens for row in rows) / num_rows:.0f} tokens a row")
+    answers = [list(range(20, 28)) for _ in rows]
+    texts = show(
+        "detokenize",
+        lambda: [text for at in range(0, num_rows, 512) for text in tokenizer.decode(answers[at : at + 512])],
+    )
+
+    def write() -> None:
+        writer = ResultWriter(Sink(os.open(os.devnull, os.O_WRONLY), "null"))
+        for at in range(0, num_rows, 512):
+            writer.write(
+                JobResult(
+                    place=row.place,
+                    choices=[Choice(index=0, text=text, finish_reason="length")],
+                    usage=Usage(prompt_tokens=row.num_prompt_tokens, completion_tokens=8),
+                )
+                for row, text in zip(rows[at : at + 512], texts[at : at + 512], strict=True)
+            )
+        writer.close()
+
+    show("write", write)
+    summary, engine = show("all", lambda: run_all([str(path)], model, os.devnull, max_num_seqs, rate))
+    assert summary.rows == num_rows
+    assert not summary.errors, summary.errors
+    seconds = summary.generation_seconds
+    starved = engine.starved_seconds / seconds
+    print(f"  generating   {num_rows / seconds:>10,.0f}, engine starved {starved:.1%} of the time")
+
+
+def measure_memory(num_rows: int, form: str, model: Path, max_num_seqs: int) -> None:
+    """In a process of its own, from a pipe that a thread of this one fills."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "out.jsonl"
+        child = subprocess.Popen(
+            [sys.executable, __file__, "--child", str(output), "--model", str(model), "--running", str(max_num_seqs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+        def feed() -> None:
+            assert child.stdin is not None
+            with child.stdin:
+                for line in lines(num_rows, form):
+                    child.stdin.write(line)
+
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        assert child.stdout is not None
+        report = json.loads(child.stdout.read())
+        feeder.join()
+        assert child.wait() == 0
+        assert report["rows"] == num_rows
+        print(
+            f"  {num_rows:>10,} rows: peak {report['peak'] / 2**20:,.0f} MiB, "
+            f"{report['ready'] / 2**20:,.0f} MiB before the first row; {num_rows / report['seconds']:,.0f} rows/s; "
+            f"output {output.stat().st_size / 2**20:,.0f} MiB"
+        )
+
+
+def run_child(output: str, model: Path, max_num_seqs: int) -> None:
+    Tokenizer.load(model)  # what is imported counts as before the first row
+    ready = _peak_bytes()
+    summary, _ = run_all(["-"], model, output, max_num_seqs)
+    report = {"rows": summary.rows, "seconds": summary.generation_seconds, "ready": ready, "peak": _peak_bytes()}
+    print(json.dumps(report))
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--form", choices=FORMS, default="prompt")
+    parser.add_argument("--model", type=Path, default=demo_path())
+    parser.add_argument("--running", type=int, default=256, help="max_num_seqs")
+    parser.add_argument("--rate", type=float, default=0, help="rows/s that the engine answers; 0: as they come")
+    parser.add_argument("--memory", type=int, nargs="+", metavar="ROWS", help="measure peak memory instead")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        run_child(args.child, args.model, args.running)
+    elif args.memory:
+        for num_rows in args.memory:
+            measure_memory(num_rows, args.form, args.model, args.running)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "in.jsonl"
+            with path.open("wb") as file:
+                file.writelines(lines(args.rows, args.form))
+            measure_stages(path, args.rows, args.model, args.running, args.rate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""An engine without processes or a model, around the real scheduler and block manager: counts what it computes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+
+from nvcli.config import EngineConfig
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.core import EngineCore
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.messages import EngineReady, StepInput, StepOutput
+
+
+class InstantExecutor:
+    """Answers every step with token 5."""
+
+    def __init__(self) -> None:
+        self._outputs: deque[StepOutput] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        num_sampled = len(step.decode_slots) // 4 + sum(step.extend_samples[::4])
+        self._outputs.append(StepOutput(step_id=step.step_id, token_ids=b"\x05\0\0\0" * num_sampled))
+
+    def collect(self) -> StepOutput:
+        return self._outputs.popleft()
+
+
+class SchedulerEngine:
+    """Takes a step with each poll. `num_blocks`: size of the KV cache."""
+
+    def __init__(self, config: EngineConfig, *, num_blocks: int) -> None:
+        limits = SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+        )
+        blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(limits, blocks)
+        self._core = EngineCore(self.scheduler, InstantExecutor())
+        self._ready = EngineReady(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            kv_cache_bytes=0,
+            weight_bytes=0,
+            attention_backend="none",
+            seconds={},
+        )
+        self._event = os.eventfd(1)
+
+    def fileno(self) -> int:
+        return self._event
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady:
+        return self._ready
+
+    def add(self, requests: list[Request]) -> None:
+        self._core.add(requests)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self._core.abort(request_ids)
+
+    def poll(self, timeout: float) -> list[RequestOutput]:
+        return self._core.step() if self._core.has_work else []
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats
+
+    def close(self) -> None:
+        os.close(self._event)
