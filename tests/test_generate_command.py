@@ -279,3 +279,24 @@ def test_ctrl_c_while_the_model_loads(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert b"Traceback" not in stderr
     assert gone(pids)
+
+
+def test_the_progress_file_and_the_summary_add_up(tmp_path: Path) -> None:
+    rows = [{"prompt": "What is 2 + 3?\n", "sampling": {"temperature": 0}}] * 3 + [{"prompt": ""}]
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    done = nvcli(path, "--progress-file", tmp_path / "progress.json")
+    assert done.returncode == 1, done.stderr.decode()
+    status = json.loads((tmp_path / "progress.json").read_text())
+    assert (status["state"], status["output"]) == ("done", str(tmp_path / "in.out.jsonl"))
+    assert {key: status["rows"][key] for key in ("total", "done", "failed", "left", "deduplicated", "errors")} == {
+        "total": 4,
+        "done": 4,
+        "failed": 1,
+        "left": 0,
+        "deduplicated": 2,
+        "errors": {"empty_prompt": 1},
+    }
+    answers = read_rows(tmp_path / "in.out.jsonl")
+    assert [row["id"] for row in answers] == [1, 2, 3, 4]
+    assert {row["choices"][0]["text"] for row in answers[:3]} == {"5"}
+    assert b"2 rows answered with the answer of an equal row" in done.stderr

@@ -124,6 +124,10 @@ def generate(
     order: Annotated[OrderChoice | None, typer.Option("--order", help="Order of the output's rows.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")] = None,
     progress: Annotated[ProgressChoice, typer.Option("--progress", help="How to show progress.")] = ProgressChoice.AUTO,
+    progress_file: Annotated[
+        Path | None,
+        typer.Option("--progress-file", metavar="FILE", help="Keep progress as JSON in FILE, replaced every second."),
+    ] = None,
 ) -> None:
     from nvcli.config import find_config_file, load_run_config
 
@@ -134,13 +138,17 @@ def generate(
     from nvcli.jobs.writer import OutputClosed
     from nvcli.pipeline.generate import generate as run_job
     from nvcli.pipeline.progress import make_progress
+    from nvcli.pipeline.progress_file import ProgressFile
     from nvcli.pipeline.summary import format_summary
 
     shown = make_progress(progress.value, sys.stderr)
+    if progress_file is not None:
+        shown = ProgressFile(progress_file, shown)
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
-        summary = run_job(run, inputs=inputs, output=output, progress=shown, overwrite=overwrite, limit=limit)
+        with shown:
+            summary = run_job(run, inputs=inputs, output=output, progress=shown, overwrite=overwrite, limit=limit)
     except KeyboardInterrupt:
         raise _Interrupted from None  # before typer makes exit code 1 of it
     except OutputClosed:

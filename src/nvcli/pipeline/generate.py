@@ -33,8 +33,9 @@ from nvcli.pipeline.job_size import most_requests
 from nvcli.pipeline.pipeline import Engine, Pipeline
 from nvcli.pipeline.planner import Planner
 from nvcli.pipeline.prepare import ModelLimits
-from nvcli.pipeline.progress import Progress, RunView
+from nvcli.pipeline.progress import Progress
 from nvcli.pipeline.resolve import resolve_engine_config, sampling_defaults
+from nvcli.pipeline.status import RunView
 from nvcli.pipeline.summary import Summary
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 
@@ -132,7 +133,7 @@ def generate(
             max_num_seqs=config.max_num_seqs,
             on_ready=on_ready,
         )
-        view = RunView(counts, reader, feeder, limit=limit, started_at=started_at)
+        view = RunView(counts, reader, feeder, limit=limit, started_at=started_at, output=output)
 
         def each_round() -> None:
             interrupts.check()
@@ -152,7 +153,9 @@ def generate(
         generation_seconds=generated_at - counts.started_at if counts.started_at is not None else 0.0,
         startup=max((report.seconds for report in reports), key=lambda parts: sum(parts.values()), default={}),
         tokenizer_load_seconds=feeder.load_seconds,
-        reading_seconds=feeder.read_seconds + feeder.tokenize_seconds,
+        reading_seconds=feeder.read_seconds,
+        tokenizing_seconds=feeder.tokenize_seconds,
+        loop_seconds=dict(counts.seconds),
         num_preemptions=counts.num_preemptions,
         rows_deduplicated=counts.rows_deduplicated,
         deduplicated_tokens=counts.deduplicated_tokens,

@@ -149,7 +149,9 @@ class Pipeline:
         lanes = {lane.engine.fileno(): lane for lane in self._lanes}
         wants_rows = not self._feeder.ended and any(lane.ready and lane.room > 0 for lane in self._lanes)
         is_starved = not self._feeder.ended and any(lane.ready and not lane.rows for lane in self._lanes)
-        with self._timed("waiting for rows" if is_starved else "waiting for the engines"):
+        is_starting = not any(lane.ready for lane in self._lanes)
+        wait = "start-up" if is_starting else "engines waiting for rows" if is_starved else "waiting for the engines"
+        with self._timed(wait):
             spoke = connection.wait(list(lanes), SHORT_WAIT if wants_rows else LONG_WAIT)
         rows: list[OpenRow] = []
         with self._timed("taking answers"):

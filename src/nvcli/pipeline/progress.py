@@ -1,18 +1,16 @@
 """Shows how a run gets on: a bar on a terminal, a line every ten seconds elsewhere, or nothing.
 
-Writes to the stream it is given (standard error) and to nothing else. The estimate of the time left goes by the share
-of the input that is done, in bytes, because the number of rows is not known before the input is read to its end.
+Writes to the stream it is given (standard error) and to nothing else.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from nvcli.jobs.reader import RowReader
-from nvcli.pipeline.counts import Counts
-from nvcli.pipeline.feeder import Feeder
+from nvcli.pipeline.status import RunStatus, RunView
 
 if TYPE_CHECKING:
     import rich.progress
@@ -21,6 +19,7 @@ ProgressMode = Literal["auto", "bar", "plain", "none"]
 
 PLAIN_SECONDS = 10.0
 BAR_SECONDS = 0.2
+BAR_WIDTH = 16
 
 
 class Progress:
@@ -40,68 +39,13 @@ class Progress:
     def close(self) -> None:
         """Leave the stream so that others can write to it. Idempotent."""
 
+    def __enter__(self) -> Progress:
+        return self
 
-class RunView:
-    """The figures of a run as progress shows them."""
-
-    def __init__(
-        self, counts: Counts, reader: RowReader, feeder: Feeder, *, limit: int | None, started_at: float
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.counts = counts
-        self._reader = reader
-        self._feeder = feeder
-        self._limit = limit
-        self._started_at = started_at
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started_at
-
-    @property
-    def is_generating(self) -> bool:
-        return self.counts.started_at is not None
-
-    @property
-    def rows_total(self) -> int | None:
-        """Exact once the input is read to its end."""
-        return self._reader.rows_read if self._feeder.all_read else None
-
-    @property
-    def share_done(self) -> float | None:
-        """0 to 1; None where it cannot be told."""
-        done, read = self.counts.rows_done, self._reader.rows_read
-        total: float | None = self.rows_total
-        if total is None and self._reader.bytes_total and read and self._reader.bytes_read:
-            total = read * max(1.0, self._reader.bytes_total / self._reader.bytes_read)
-        if self._limit is not None:
-            total = min(total, self._limit) if total is not None else self._limit
-        return min(1.0, done / total) if total else None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens, from the first request on."""
-        if self.counts.started_at is None:
-            return 0.0
-        return self.counts.generated_tokens / max(1e-3, time.monotonic() - self.counts.started_at)
-
-    @property
-    def seconds_left(self) -> float | None:
-        if self.counts.started_at is None or not self.share_done:
-            return None
-        return (time.monotonic() - self.counts.started_at) * (1 - self.share_done) / self.share_done
-
-    def rows_text(self) -> str:
-        total = self.rows_total
-        done = f"{self.counts.rows_done:,}" if total is None else f"{self.counts.rows_done:,}/{total:,}"
-        failed = f" ({self.counts.rows_failed:,} failed)" if self.counts.rows_failed else ""
-        return f"{done} rows{failed}"
-
-    def rates_text(self) -> str:
-        if not self.is_generating:
-            return "loading the model"
-        left = self.seconds_left
-        eta = f", {format_seconds(left)} left" if left is not None else ""
-        return f"{self.tokens_per_second:,.0f} tokens/s, KV {self.counts.kv_use:.0%}{eta}"
+        """The run is over, and `error` is what ended it early."""
 
 
 class PlainProgress(Progress):
@@ -116,9 +60,9 @@ class PlainProgress(Progress):
         if self._clock() < self._next:
             return
         self._next = self._clock() + PLAIN_SECONDS
-        share = view.share_done
-        percent = f"{share:.0%}, " if share is not None else ""
-        self.note(f"{format_seconds(view.seconds)}: {percent}{view.rows_text()}, {view.rates_text()}")
+        status = view.status()
+        percent = f"{status.share_done:.0%}, " if status.share_done is not None else ""
+        self.note(f"{format_seconds(status.elapsed_seconds)}: {percent}{rows_text(status)}, {rates_text(status)}")
 
 
 class BarProgress(Progress):
@@ -143,13 +87,14 @@ class BarProgress(Progress):
         self._next = now + BAR_SECONDS
         if self._bar is None or self._task is None:
             self._bar, self._task = self._start()
-        share = view.share_done
+        status = view.status()
+        text = f"{rows_text(status)}, {rates_text(status)}"
+        room = self._bar.console.width - BAR_WIDTH - len(" 100% ") - 1
         self._bar.update(
             self._task,
-            total=None if share is None else 1.0,
-            completed=share or 0.0,
-            rows=view.rows_text(),
-            rates=view.rates_text(),
+            total=None if status.share_done is None else 1.0,
+            completed=status.share_done or 0.0,
+            text=text if len(text) <= room else f"{text[: max(0, room - 1)]}…",
         )
         self._bar.refresh()
 
@@ -164,9 +109,9 @@ class BarProgress(Progress):
         from rich.progress import Progress as Bar
 
         bar = Bar(
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=BAR_WIDTH),
             TaskProgressColumn(),
-            TextColumn("{task.fields[rows]}, {task.fields[rates]}", markup=False),
+            TextColumn("{task.fields[text]}", markup=False),
             console=Console(file=self._stream),
             auto_refresh=False,
             transient=True,
@@ -174,7 +119,7 @@ class BarProgress(Progress):
             redirect_stderr=False,
         )
         bar.start()
-        return bar, bar.add_task("", total=None, rows="", rates="")
+        return bar, bar.add_task("", total=None, text="")
 
 
 def make_progress(mode: ProgressMode, stream: TextIO) -> Progress:
@@ -183,6 +128,29 @@ def make_progress(mode: ProgressMode, stream: TextIO) -> Progress:
         mode = "bar" if stream.isatty() else "plain"
     kinds: dict[str, type[Progress]] = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
     return kinds[mode](stream)
+
+
+def rows_text(status: RunStatus) -> str:
+    """200/400 rows (3 failed)"""
+    rows = status.rows
+    done = f"{rows.done + rows.resumed:,}" if rows.total is None else f"{rows.done + rows.resumed:,}/{rows.total:,}"
+    failed = f" ({rows.failed:,} failed)" if rows.failed else ""
+    return f"{done} rows{failed}"
+
+
+def rates_text(status: RunStatus) -> str:
+    """What matters most comes first: a narrow terminal cuts the end off."""
+    if status.state == "starting":
+        return "loading the model"
+    rates = status.rates
+    parts = [f"{format_seconds(status.eta_seconds)} left"] if status.eta_seconds is not None else []
+    parts += [
+        f"tokens/s {rates.prompt_tokens_per_second:,.0f} in {rates.generated_tokens_per_second:,.0f} out",
+        f"{status.running:,} running {status.waiting:,} waiting",
+        f"KV {status.kv_use:.0%}",
+        f"prefix hits {status.prefix_hit_rate:.0%}",
+    ]
+    return ", ".join(parts)
 
 
 def format_seconds(seconds: float) -> str:

@@ -7,7 +7,7 @@ import msgspec
 from nvcli.pipeline.progress import format_seconds
 
 _SHOWN_SECONDS = 0.05
-"""Parts of the start-up that took less are left out."""
+"""Parts of the start-up and of the loop that took less are left out."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Of the slowest engine, by part."""
     tokenizer_load_seconds: float
     reading_seconds: float
-    """Reading and tokenizing, in the background."""
+    """Reading and parsing, in the background; with waiting for the input."""
+    tokenizing_seconds: float = 0.0
+    """In the background."""
+    loop_seconds: dict[str, float] = {}
+    """The time of the loop between rows and engines, by part; `pipeline.Pipeline` names them."""
     num_preemptions: int = 0
     rows_deduplicated: int = 0
     """Answered with the answer of an equal row; not in the token counts."""
@@ -47,13 +51,22 @@ def format_summary(summary: Summary) -> str:
     if summary.errors:
         by_type = sorted(summary.errors.items(), key=lambda item: -item[1])
         lines.append("  failed    " + ", ".join(f"{name} {count:,}" for name, count in by_type))
-    cached = f" ({summary.cached_tokens:,} from the prefix cache)" if summary.cached_tokens else ""
+    cached = ""
+    if summary.cached_tokens:
+        share = summary.cached_tokens / summary.prompt_tokens
+        cached = f" ({summary.cached_tokens:,} from the prefix cache, {share:.0%})"
     lines.append(f"  tokens    prompt {summary.prompt_tokens:,}{cached}, generated {summary.completion_tokens:,}")
+    if summary.rows_deduplicated:
+        rows = "row" if summary.rows_deduplicated == 1 else "rows"
+        lines.append(
+            f"  equal     {summary.rows_deduplicated:,} {rows} answered with the answer of an equal row "
+            f"({summary.deduplicated_tokens:,} tokens not computed)"
+        )
     if summary.generation_seconds > 0:
         seconds = summary.generation_seconds
         lines.append(
-            f"  speed     {summary.completion_tokens / seconds:,.0f} generated tokens/s, "
-            f"{summary.rows / seconds:,.1f} rows/s"
+            f"  speed     {summary.completion_tokens / seconds:,.0f} generated and "
+            f"{summary.prompt_tokens / seconds:,.0f} prompt tokens/s, {summary.rows / seconds:,.1f} rows/s"
         )
     parts = {part: seconds for part, seconds in summary.startup.items() if seconds >= _SHOWN_SECONDS}
     startup = ", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in parts.items())
@@ -61,8 +74,12 @@ def format_summary(summary: Summary) -> str:
         f"  time      generating {format_seconds(summary.generation_seconds)}"
         + (f", start-up ({startup})" if startup else "")
         + f"; meanwhile tokenizer import {format_seconds(summary.tokenizer_load_seconds)}, "
-        f"reading {format_seconds(summary.reading_seconds)}"
+        f"reading {format_seconds(summary.reading_seconds)}, tokenizing {format_seconds(summary.tokenizing_seconds)}"
     )
+    loop = sorted(summary.loop_seconds.items(), key=lambda item: -item[1])
+    shown = [f"{part} {format_seconds(seconds)}" for part, seconds in loop if seconds >= _SHOWN_SECONDS]
+    if shown:
+        lines.append(f"  parent    {', '.join(shown)}")
     if summary.num_preemptions:
         lines.append(
             f"  note      {summary.num_preemptions:,} preemptions: the KV cache was full; "
