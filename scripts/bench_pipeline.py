@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -44,7 +43,8 @@ from nvcli.pipeline.summary import Summary
 from nvcli.pipeline.tokenizer import Tokenizer
 
 ANSWER = pack(range(20, 28))
-FORMS = ("prompt", "chat", "no-id")
+FORMS = ("prompt", "chat", "no-id", "huge")
+HUGE_BYTES = 50_000_000
 
 
 class NullEngine:
@@ -126,14 +126,17 @@ class Silent(Progress):
 
 
 def lines(num_rows: int, form: str) -> Iterator[bytes]:
-    """Short questions, all different."""
+    """Short questions, all different; `huge`: with 50 MB of text each, by turns to be answered and to be handed on."""
+    filler = "x" * HUGE_BYTES if form == "huge" else ""
     for number in range(num_rows):
         text = f"What is {number} + {number % 977}? Answer with a number."
         row: dict[str, Any] = {} if form == "no-id" else {"id": f"row-{number}"}
         if form == "chat":
             row["messages"] = [{"role": "user", "content": text}]
         else:
-            row["prompt"] = text
+            row["prompt"] = text + filler * (number % 2)
+            if form == "huge":
+                row["document"] = filler * (1 - number % 2)
         yield json.dumps(row).encode() + b"\n"
 
 
@@ -243,7 +246,9 @@ def run_child(output: str, model: Path, max_num_seqs: int) -> None:
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Of this process alone: `ru_maxrss` starts with what the parent had."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def main() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
+from nvcli.errors import RowError
 from nvcli.jobs.job import Job, JobResult, Place
 from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.pipeline.tokenizer import Tokenizer
@@ -56,6 +58,23 @@ def test_the_same_ids_and_sampling_are_the_same_row_however_they_are_written(tok
 def test_what_is_passed_through_counts_as_memory(tokenizer: Tokenizer) -> None:
     small, large = prepare(tokenizer, job(), job(extra={"document": ["x" * 100_000, {"y": "ü" * 50_000}]}))
     assert 150_000 < large.num_bytes - small.num_bytes < 300_000
+
+
+def test_errors_do_not_keep_their_rows_alive(tokenizer: Tokenizer) -> None:
+    """A line may have 50 MB, and the garbage collector comes late."""
+
+    def errors_alive() -> int:
+        return sum(isinstance(thing, RowError) for thing in gc.get_objects())
+
+    gc.collect()
+    before = errors_alive()
+    gc.disable()
+    try:
+        results = Preparer(tokenizer, LIMITS).prepare([job("x" * 10_000), job("x" * 100), job("\ud800")])
+        assert [isinstance(row, JobResult) for row in results] == [True] * 3
+        assert errors_alive() == before
+    finally:
+        gc.enable()
 
 
 def test_a_text_that_can_never_fit_is_not_tokenized(tokenizer: Tokenizer) -> None:

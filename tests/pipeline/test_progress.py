@@ -15,7 +15,7 @@ from nvcli.engine.request import EngineStats
 from nvcli.errors import ConfigError, WorkerError
 from nvcli.jobs.job import ErrorInfo, JobResult, Usage
 from nvcli.pipeline.counts import Counts
-from nvcli.pipeline.forecast import Workload, expected_work, work_done
+from nvcli.pipeline.forecast import Workload, work_done, work_left
 from nvcli.pipeline.progress import BarProgress, PlainProgress, Progress, format_seconds, make_progress
 from nvcli.pipeline.progress_file import ProgressFile
 from nvcli.pipeline.status import RunView
@@ -102,17 +102,21 @@ def test_rows_that_are_longer_than_those_before_take_their_time() -> None:
         read.add(prepared_row(index, [1] * 10, max_tokens=10))
         finished.add(prepared_row(index, [1] * 10, max_tokens=10), 5)
     read.add(prepared_row(10, [1] * 1000, max_tokens=1000))
-    assert expected_work(read, finished, share_read=1.0) == pytest.approx(work_done(1100, 50 + 500))
+    assert work_left(read, finished, running_tokens=0, share_read=1.0) == pytest.approx(work_done(1000, 500))
+    assert work_left(read, finished, running_tokens=400, share_read=1.0) == pytest.approx(work_done(1000, 100))
+    # A row that has outgrown what was expected of it is not done all the same.
+    assert work_left(read, finished, running_tokens=700, share_read=1.0) == pytest.approx(work_done(100, 50))
 
 
 def test_rows_without_max_tokens_are_expected_to_be_like_those_that_are_done() -> None:
     read, finished = Workload(), Workload()
-    assert expected_work(read, finished, share_read=1.0) is None
+    assert work_left(read, finished, running_tokens=0, share_read=1.0) is None
     for index in range(10):
         read.add(prepared_row(index, [1] * 10))
     finished.add(prepared_row(0, [1] * 10), 30)
     finished.add(prepared_row(1, [1] * 10), 40)
-    assert expected_work(read, finished, share_read=0.5) == pytest.approx(2 * work_done(100, 350))
+    left = work_left(read, finished, running_tokens=0, share_read=0.5)
+    assert left == pytest.approx(2 * work_done(100, 350) - work_done(20, 70))
 
 
 def test_rates_are_of_the_last_minute() -> None:

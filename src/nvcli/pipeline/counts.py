@@ -47,6 +47,11 @@ class Counts:
         return max(self.completion_tokens, sum(engine.generated_tokens for engine in self.engines))
 
     @property
+    def running_tokens(self) -> int:
+        """Generated tokens of rows that are not done."""
+        return self.generated_tokens - self.completion_tokens
+
+    @property
     def engine_prompt_tokens(self) -> int:
         """Computed or found in the prefix cache, of finished rows and of running ones."""
         return max(self.prompt_tokens, sum(engine.prompt_tokens for engine in self.engines))

@@ -197,7 +197,7 @@ def _load_tokenizer(model_path: Path) -> Tokenizer:
 def _rare_collections() -> Iterator[None]:
     """Rows and answers make no cycles, and there are many: Python need not look for cycles every 700 objects."""
     before = gc.get_threshold()
-    gc.set_threshold(50_000, *before[1:])
+    gc.set_threshold(10_000, *before[1:])
     try:
         yield
     finally:

@@ -30,6 +30,9 @@ LONG_WAIT = 0.1
 SHORT_WAIT = 0.01
 """The same while engines have room and rows are still being tokenized."""
 
+MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
+"""Of rows that one engine holds, what they pass through included; a row that is larger goes alone."""
+
 
 class Engine(Protocol):
     """What the loop needs of an engine replica; `engine.client.EngineClient` is the real one."""
@@ -54,10 +57,20 @@ class _Lane:
         self.ready: EngineReady | None = None
         self.rows: dict[int, OpenRow] = {}
         """By id of each request whose answer is not complete."""
+        self.num_bytes = 0
+        """Of those rows."""
 
     @property
     def room(self) -> int:
-        return self.capacity - len(self.rows)
+        """Requests that it should be given; not above 0: none."""
+        return self.capacity - len(self.rows) if self.num_bytes < MAX_BYTES_IN_FLIGHT else 0
+
+    def finish(self, row: OpenRow, request_id: int) -> None:
+        """A request of a row needs no more of the engine."""
+        del self.rows[request_id]
+        row.num_open -= 1
+        if row.num_open == 0:
+            self.num_bytes -= row.prepared.num_bytes
 
 
 class Pipeline:
@@ -133,11 +146,12 @@ class Pipeline:
             lane = self._lanes[number]
             prepared = self._planner.take(number)
             assert prepared is not None
-            room[number] -= prepared.sampling.n
+            lane.num_bytes += prepared.num_bytes
             row = OpenRow(prepared, self._next_request_id)
             self._next_request_id += len(row.samples)
             for request_id in row.request_ids:
                 lane.rows[request_id] = row
+            room[number] = lane.room
             given.setdefault(number, []).extend(row.requests(self._seed))
         for number, requests in given.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
@@ -187,14 +201,15 @@ class Pipeline:
             sample = row.sample_of(request_id)
             if not sample.take(output, row.prepared.sampling, self._feeder.tokenizer):
                 continue
-            del lane.rows[request_id]
-            row.num_open -= 1
+            lane.finish(row, request_id)
             if output.finish_reason is None:
                 to_abort.append(request_id)
             elif sample.finish_reason in ("error", "abort"):
                 row.error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
-                to_abort += [other for other in row.request_ids if lane.rows.pop(other, None) is not None]
-                row.num_open = 0
+                others = [other for other in row.request_ids if other in lane.rows]
+                for other in others:
+                    lane.finish(row, other)
+                to_abort += others
             if row.num_open == 0:
                 complete.append(row)
         if to_abort:

@@ -89,9 +89,9 @@ class Preparer:
         return [self._prepare_row(row, prompts[at]) if isinstance(row, Job) else row for at, row in enumerate(rows)]
 
     def _prepare_row(self, job: Job, prompt: list[int] | RowError) -> PreparedRow | JobResult:
+        if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it
+            return failed(job.place, prompt)
         try:
-            if isinstance(prompt, RowError):
-                raise prompt
             if not prompt:
                 raise RowError("empty_prompt", "the prompt has no tokens")
             if not self._ids_fit or job.prompt_token_ids is not None:

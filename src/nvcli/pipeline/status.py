@@ -18,7 +18,7 @@ import msgspec
 from nvcli.jobs.reader import RowReader
 from nvcli.pipeline.counts import Counts
 from nvcli.pipeline.feeder import Feeder
-from nvcli.pipeline.forecast import expected_work, work_done
+from nvcli.pipeline.forecast import work_done, work_left
 
 State = Literal["starting", "running", "done", "failed", "interrupted"]
 """starting: no row was given to an engine yet; done: every row has its line, some of them perhaps an error."""
@@ -134,10 +134,10 @@ class RunView:
         now = self._clock()
         first, last = self._sample(now)
         seconds = max(1e-3, last.at - first.at)
-        expected = self._expected_work()
-        share_done = min(1.0, last.work / expected) if expected else None
+        left = self._work_left()
+        share_done = last.work / (last.work + left) if left is not None and last.work else None
         rate = (last.work - first.work) / seconds
-        eta = max(0.0, expected - last.work) / rate if expected is not None and rate > 0 else None
+        eta = left / rate if left is not None and rate > 0 else None
         if state == "done":
             share_done, eta = 1.0, 0.0
         total = self._reader.rows_read if self._feeder.all_read else None
@@ -178,10 +178,9 @@ class RunView:
         """The oldest figures of the last minute, or those at the first request, and the present ones."""
         counts = self._counts
         finished = counts.finished
-        unfinished = max(0, counts.generated_tokens - counts.completion_tokens)
         present = _Sample(
             at=now,
-            work=work_done(finished.prompt_tokens, finished.generated_tokens + unfinished),
+            work=work_done(finished.prompt_tokens, finished.generated_tokens + counts.running_tokens),
             rows=counts.rows_done,
             prompt_tokens=counts.engine_prompt_tokens,
             generated_tokens=counts.generated_tokens,
@@ -195,11 +194,14 @@ class RunView:
             samples.popleft()
         return samples[0] if samples else present, present
 
-    def _expected_work(self) -> float | None:
+    def _work_left(self) -> float | None:
         share_read = self._share_read()
         if not share_read:
             return None
-        return expected_work(self._feeder.read, self._counts.finished, share_read=share_read)
+        counts = self._counts
+        return work_left(
+            self._feeder.read, counts.finished, running_tokens=counts.running_tokens, share_read=share_read
+        )
 
     def _share_read(self) -> float | None:
         """Of the input; None where its size is not known."""
