@@ -151,7 +151,11 @@ def test_a_job_from_file_to_file(tmp_path: Path, model_folder: Path) -> None:
     assert "5 of 5 rows answered" in result.stderr
     again = run("generate", "in.jsonl", cwd=tmp_path, fakes="")
     assert again.returncode == 2
+    assert "  job.order: input → completion\n" in again.stderr
     assert "--overwrite" in again.stderr
+    again = run("generate", "in.jsonl", "--order", "input", cwd=tmp_path, fakes="")
+    assert again.returncode == 0, again.stderr
+    assert "is complete: 5 of 5 rows answered" in again.stderr
 
 
 def test_rows_with_errors_make_code_1(tmp_path: Path, model_folder: Path) -> None:
@@ -176,7 +180,7 @@ def test_a_dead_engine_makes_code_3(tmp_path: Path, model_folder: Path) -> None:
     result = run("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="dies_after_polls=3")
     assert result.returncode == 3, result.stderr
     assert "rank 0" in result.stderr
-    assert "--overwrite" in result.stderr
+    assert "continue with:\n" in result.stderr
     assert "Traceback" not in result.stderr
 
 

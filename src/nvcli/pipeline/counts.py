@@ -17,6 +17,8 @@ class Counts:
         """Failed ones included."""
         self.errors: Counter[str] = Counter()
         """Failed rows by error type."""
+        self.rows_resumed = 0
+        """Answered by an earlier run, and not among the others."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0

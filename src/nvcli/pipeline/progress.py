@@ -69,7 +69,7 @@ class RunView:
     @property
     def share_done(self) -> float | None:
         """0 to 1; None where it cannot be told."""
-        done, read = self.counts.rows_done, self._reader.rows_read
+        done, read = self.counts.rows_done + self.counts.rows_resumed, self._reader.rows_read
         total: float | None = self.rows_total
         if total is None and self._reader.bytes_total and read and self._reader.bytes_read:
             total = read * max(1.0, self._reader.bytes_total / self._reader.bytes_read)
@@ -92,7 +92,8 @@ class RunView:
 
     def rows_text(self) -> str:
         total = self.rows_total
-        done = f"{self.counts.rows_done:,}" if total is None else f"{self.counts.rows_done:,}/{total:,}"
+        rows_done = self.counts.rows_done + self.counts.rows_resumed
+        done = f"{rows_done:,}" if total is None else f"{rows_done:,}/{total:,}"
         failed = f" ({self.counts.rows_failed:,} failed)" if self.counts.rows_failed else ""
         return f"{done} rows{failed}"
 
