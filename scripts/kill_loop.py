@@ -1,4 +1,4 @@
-"""Kills the processes of a job, each in its turn, at random moments, again and again, and continues it until it is done.
+"""Kills the processes of a job, each in its turn, at random moments, and continues it, until it is done.
 
     python scripts/kill_loop.py --kills 200 --seed 7
 

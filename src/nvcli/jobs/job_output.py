@@ -101,11 +101,10 @@ class FileOutput(JobOutput):
             super().__init__(OutputForm(created=self._job.created, model=self._job.model))
             if not is_new:
                 self._continue(retry_errors=retry_errors, limit=limit)
-        except OSError as error:
-            self._file.close()
-            raise OutputError(f"the output {path} cannot be written: {error.strerror}") from None
-        except BaseException:
-            self._file.close()
+        except BaseException as error:
+            self._leave(is_unused=True)
+            if isinstance(error, OSError):
+                raise OutputError(f"the output {path} cannot be written: {error.strerror}") from None
             raise
         self.sink = Sink(
             os.dup(self._file.fd),
@@ -142,9 +141,13 @@ class FileOutput(JobOutput):
         try:
             super().close()
         finally:
-            if self._file.is_new and not self.sink.is_started:
-                self._file.path.unlink(missing_ok=True)  # nothing was written: leave nothing behind
-            self._file.close()
+            self._leave(is_unused=not self.sink.is_started or self.finished is not None)
+
+    def _leave(self, *, is_unused: bool) -> None:
+        """Give up the file and its lock; a new one that nothing was written to is removed."""
+        if is_unused and self._file.is_new:
+            self._file.path.unlink(missing_ok=True)
+        self._file.close()
 
     def _begin(self) -> None:
         """Before the first write to a new output. Its old rows go first: they must never meet the new manifest."""
