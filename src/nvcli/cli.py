@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -44,6 +46,17 @@ class ProgressChoice(StrEnum):
 
 def main() -> None:
     """The `nvcli` command."""
+    signal.signal(signal.SIGINT, _interrupt)  # a job has a way of its own, while it runs
+    try:
+        code = _run()
+    except _Interrupted:
+        code = 130
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave(code)
+
+
+def _run() -> int:
+    """Its exit code."""
     from nvcli.errors import NvcliError, OutputError, TooManyErrors, WorkerError
 
     try:
@@ -71,7 +84,7 @@ def main() -> None:
         traceback.print_exc()
         _say("this is a bug in nvcli; please report it with the lines above")
         code = 3
-    _leave(code)
+    return code
 
 
 def _print_version(wanted: bool) -> None:
@@ -236,6 +249,10 @@ def bench(
 
 class _Interrupted(Exception):
     pass
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise _Interrupted("nothing was answered yet")
 
 
 class _OutputGone(Exception):

@@ -38,6 +38,7 @@ class Unpacker:
 
     def __init__(self, compression: str) -> None:
         self._new_member = _new_member(compression)
+        self._padding = b"\0" if compression == "gz" else b""
         self._member: _Member | None = None
         self.num_bytes = 0
         """Compressed bytes taken."""
@@ -52,6 +53,8 @@ class Unpacker:
         self.num_bytes += len(data)
         while data:
             if self._member is None:
+                if self._padding and not (data := data.lstrip(self._padding)):
+                    break  # which gzip allows behind a member
                 self._member = self._new_member()
             try:
                 plain = self._member.decompress(data)

@@ -13,15 +13,21 @@ from nvcli.errors import ConfigError
 STREAM = "-"
 """Standard input or output."""
 
+MANIFEST_SUFFIX = ".manifest.json"
+"""With an output's name: the file beside it that says which job it is of."""
+WORKING_SUFFIX = ".rows.jsonl"
+"""With a Parquet output's name: the file that its rows are in until it is complete."""
+
 
 def is_parquet(path: Path | str) -> bool:
     return str(path).endswith(".parquet")
 
 
 def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
-    """Patterns (`data/*.jsonl`) replaced by the files that they match, sorted, without the output. Raises ConfigError.
+    """Patterns (`data/*.jsonl`) replaced by the files that they match, sorted. Raises ConfigError.
 
-    A name that is there is no pattern, whatever characters it has.
+    The output and what a job keeps beside one are left out. A name that is there is no pattern, whatever characters it
+    has.
     """
     names: list[str] = []
     for name in inputs:
@@ -29,7 +35,7 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
             names.append(name)
             continue
         found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-        files = [file for file in found if Path(file).is_file() and not _is_same(file, output)]
+        files = [file for file in found if Path(file).is_file() and not _is_of_output(file, output)]
         if not files:
             raise ConfigError(f"the input {name} matches no file")
         names += files
@@ -94,6 +100,10 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         _check_pyarrow("output", output)
         if path.exists() and not path.is_file():
             raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
+
+
+def _is_of_output(file: str, output: str | None) -> bool:
+    return file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX)) or _is_same(file, output)
 
 
 def _is_same(name: str, output: str | None) -> bool:

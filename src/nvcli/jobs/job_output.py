@@ -22,7 +22,7 @@ from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.answered import AnsweredRows
 from nvcli.jobs.compression import compression_of, make_packer
-from nvcli.jobs.files import STREAM, is_parquet
+from nvcli.jobs.files import STREAM, WORKING_SUFFIX, is_parquet
 from nvcli.jobs.locked_file import LockedFile, in_chunks, rewrite_path
 from nvcli.jobs.manifest import Finished, Manifest, load_manifest, manifest_path, save_manifest, sync_folder
 from nvcli.jobs.output_row import OutputForm
@@ -266,7 +266,7 @@ def open_output(
 
 def rows_path(output: Path) -> Path:
     """The file that rows are appended to: the output itself, or a working file beside one that cannot be continued."""
-    return output.with_name(f"{output.name}.rows.jsonl") if is_parquet(output) else output
+    return output.with_name(output.name + WORKING_SUFFIX) if is_parquet(output) else output
 
 
 def _in_order(path: Path, max_bytes: int) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.errors import ConfigError
+from nvcli.jobs.files import MANIFEST_SUFFIX
 
 VERSION = 1
 
@@ -67,7 +68,7 @@ def _input_differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, 
 
 
 def manifest_path(output: Path) -> Path:
-    return output.with_name(f"{output.name}.manifest.json")
+    return output.with_name(output.name + MANIFEST_SUFFIX)
 
 
 def load_manifest(output: Path) -> Manifest | None:
