@@ -182,7 +182,7 @@ def generate(
             retry_errors=retry_errors,
             limit=limit,
         )
-    except KeyboardInterrupt:  # before typer makes exit code 1 of it
+    except (KeyboardInterrupt, _Interrupted):  # before typer makes exit code 1 of it
         raise _Interrupted(resume_hint(sys.argv, inputs=inputs, output=output)) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
         raise type(error)(f"{error}\n{resume_hint(sys.argv, inputs=inputs, output=output)}") from error

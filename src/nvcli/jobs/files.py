@@ -94,6 +94,8 @@ def check_output(inputs: Sequence[str], output: str) -> None:
     if path.exists():
         if not os.access(path, os.W_OK):
             raise ConfigError(f"the output {output} cannot be written: no permission")
+        if path.is_file() and path.parent != Path("/dev") and not os.access(path.parent, os.W_OK):
+            raise ConfigError(f"no permission to write in {path.parent}, where the output's manifest belongs")
     elif not os.access(path.parent, os.W_OK):
         raise ConfigError(f"the output {output} cannot be made: no permission to write in {path.parent}")
     if is_parquet(output):

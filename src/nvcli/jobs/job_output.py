@@ -30,6 +30,9 @@ from nvcli.jobs.output_scan import scan_output, sound_lines
 from nvcli.jobs.reorder import ReorderBuffer
 from nvcli.jobs.sink import Sink
 
+_DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+"""What is in there stands for something else, such as /dev/stdout for a file that the shell has opened."""
+
 
 class JobOutput:
     """What every kind of output gives a run."""
@@ -246,9 +249,9 @@ def open_output(
     if name == STREAM:
         return StreamOutput(Sink(os.dup(sys.__stdout__.fileno() if sys.__stdout__ else 1), "standard output"), form)
     path = Path(name)
-    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+    if path.exists() and (path.parent in _DEVICES or not stat.S_ISREG(path.stat().st_mode)):
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
         return StreamOutput(Sink(fd, name, pack=make_packer(compression_of(name))), form)

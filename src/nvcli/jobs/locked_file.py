@@ -19,7 +19,8 @@ class LockedFile:
 
     def __init__(self, path: Path) -> None:
         """Makes the file if need be. Raises ConfigError where it cannot be opened or another run holds it."""
-        self.path = path
+        self.path = path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        """Behind a symbolic link, so that the link stays."""
         self.is_new = not path.exists()
         try:
             self.fd = _open_locked(path)

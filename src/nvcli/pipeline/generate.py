@@ -112,7 +112,7 @@ def generate(
                 progress.note(note)
         reports.append(ready)
 
-    with Interrupts() as interrupts, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         # Undone in reverse, however the run ends: the output is made safe first, then the processes are ended, and
         # only then another run may have the output.
         opened = open_output(  # before standard output is set aside: it may be /dev/stdout by name
@@ -126,6 +126,7 @@ def generate(
             reorder_bytes=parse_size(run.job.reorder_memory) or 0,
         )
         stack.callback(opened.close)
+        interrupts = stack.enter_context(Interrupts())  # from here on a signal waits for a good moment
         for note in opened.notes:
             progress.note(note)
         if opened.finished is not None:
