@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -169,6 +170,7 @@ def generate(
     from nvcli.pipeline.progress import make_progress
     from nvcli.pipeline.summary import format_summary
 
+    started = time.time()
     shown = make_progress(progress.value, sys.stderr)
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
@@ -183,9 +185,9 @@ def generate(
             limit=limit,
         )
     except (KeyboardInterrupt, _Interrupted):  # before typer makes exit code 1 of it
-        raise _Interrupted(resume_hint(sys.argv, inputs=inputs, output=output)) from None
+        raise _Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, started=started)) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
-        raise type(error)(f"{error}\n{resume_hint(sys.argv, inputs=inputs, output=output)}") from error
+        raise type(error)(f"{error}\n{resume_hint(sys.argv, inputs=inputs, output=output, started=started)}") from error
     except OutputClosed:
         raise _OutputGone from None
     _say(format_summary(summary))
@@ -252,7 +254,7 @@ class _Interrupted(Exception):
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise _Interrupted("nothing was answered yet")
+    raise _Interrupted("the same command goes on")
 
 
 class _OutputGone(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nvcli.jobs.job import Choice, Job, JobResult
@@ -37,6 +37,7 @@ LINES = st.lists(
 )
 
 
+@example(lines=[b'{"custom_id":"a","url":"","body":{},"index":[]}'], text="", name="out.jsonl")
 @given(lines=LINES, text=st.text(max_size=20), name=st.sampled_from(["out.jsonl", "out.jsonl.gz", "out.jsonl.zst"]))
 def test_every_line_is_one_row(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], text: str, name: str

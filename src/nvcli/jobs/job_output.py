@@ -126,13 +126,12 @@ class FileOutput(JobOutput):
                 self._replace(_in_order(self._file.path, self._reorder_bytes))
             if is_parquet(self._path):
                 self._write_parquet()
-            if not self._can_continue:
-                return
-            finished = Finished(
-                rows=rows, errors=dict(errors), all_read=all_read, output_bytes=self._path.stat().st_size
-            )
-            save_manifest(self._path, msgspec.structs.replace(self._job, finished=finished))
-            if is_parquet(self._path) and all_read and not errors:
+            if self._can_continue:
+                finished = Finished(
+                    rows=rows, errors=dict(errors), all_read=all_read, output_bytes=self._path.stat().st_size
+                )
+                save_manifest(self._path, msgspec.structs.replace(self._job, finished=finished))
+            if is_parquet(self._path) and not (self._can_continue and (errors or not all_read)):
                 self._file.path.unlink()  # nothing will be continued
         except OSError as error:
             raise OutputError(f"the output {self._path} cannot be finished: {error.strerror}") from None

@@ -29,7 +29,8 @@ class WrittenRow(msgspec.Struct, frozen=True):
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
     """Keys of the row's form first, then what the input row passed through."""
     place = result.place
-    if place.form is not RowForm.NATIVE:
+    is_native = place.form is RowForm.NATIVE
+    if not is_native:
         row = openai_row(result, created=form.created, model=place.model or form.model)
     else:
         row = {
@@ -40,7 +41,8 @@ def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
             "error": result.error,
         }
     for key, value in place.extra.items():
-        row.setdefault(key, value)  # a key of ours is never overridden
+        if is_native or key != "index":  # by which `read_output_row` knows native rows
+            row.setdefault(key, value)  # a key of ours is never overridden
     return row
 
 
