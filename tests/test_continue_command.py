@@ -89,20 +89,6 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(shell: Shell) -> None:
     assert [row["index"] for row in shell.rows()] == list(range(200))
 
 
-def test_an_output_that_was_not_overwritten_yet_stays_to_be_overwritten(shell: Shell) -> None:
-    assert shell.run("in.jsonl").returncode == 1
-    before = shell.rows()
-    command = shell.command("in.jsonl", "--overwrite", "--order", "input", fakes="polls_until_ready=10**9")
-    with subprocess.Popen(command, cwd=shell.folder, env=ENVIRON, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(1)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "nothing was answered yet" in stderr
-    assert "--overwrite" in stderr
-    assert shell.rows() == before
-
-
 def test_ctrl_c_twice_ends_at_once(shell: Shell) -> None:
     started = time.monotonic()
     done = shell.interrupt("in.jsonl", signals=3)
