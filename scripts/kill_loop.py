@@ -194,6 +194,7 @@ def main() -> None:
     torn = 0
     command = [sys.executable, "-m", "nvcli", "generate"]
     common = ["-m", "demo", "--set", "device=cpu", "--set", "job.sync_seconds=0.1", "--progress", "none"]
+    common += ["--set", "max_num_seqs=32"]  # few rows at a time, so that they finish one after the other
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         while survived.total() < options.kills:

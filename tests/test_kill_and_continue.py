@@ -34,19 +34,20 @@ def finish_killed(job: KilledJob, kills: int) -> Counter[str]:
 @pytest.mark.timeout(600)
 def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "nvcli", "generate", "-m", "demo", *SETTINGS]
-    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 500, tokens=70))
+    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 300, tokens=70))
     jobs = {}
     for seed, order, suffix in ((5, "completion", ""), (6, "input", ".gz")):
         output = tmp_path / f"{order}.jsonl{suffix}"
-        arguments = [*command, source, "-o", str(output), "--order", order]
+        # Few rows at a time, so that they finish one after the other.
+        arguments = [*command, source, "-o", str(output), "--order", order, "--set", "max_num_seqs=32"]
         jobs[order] = output, KilledJob(arguments, output, rng=random.Random(seed), run_seconds=0.6, env=ENVIRON)
     whole = tmp_path / "whole.jsonl"
     with ThreadPoolExecutor(2) as pool:  # one for each core
-        killed = [pool.submit(finish_killed, job, 6) for _, job in jobs.values()]
+        killed = [pool.submit(finish_killed, job, 5) for _, job in jobs.values()]
         untouched = pool.submit(finish_untouched, [*command, source, "-o", str(whole), "--order", "input"], env=ENVIRON)
         kills = sum((future.result() for future in killed), Counter[str]())
         untouched.result()
-    assert kills.total() >= 10  # a job may come to its end between two kills
+    assert kills.total() >= 8  # a job may come to its end between two kills
     assert set(kills) == {"parent", "engine", "rank 0", "Ctrl-C"}
     for order, (output, _) in jobs.items():
         ordered = order == "input"
