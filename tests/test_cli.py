@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,43 +12,13 @@ from pathlib import Path
 import pytest
 
 import nvcli
+from fake_command import ENVIRON, nvcli_command
 from weightless_model import write_weightless_model
-
-SOURCES = Path(nvcli.__file__).parent.parent
-ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])}
-
-WITH_FAKES = """
-import os, sys
-sys.path.insert(0, {tests!r})
-from fake_engine import FakeEngine
-from tokenizers import Tokenizer as Backend
-from nvcli import cli
-from nvcli.engine.client import EngineClient
-from nvcli.pipeline.tokenizer import Tokenizer
-
-class Loaded:  # spares each test the import of transformers
-    chat_template = eos_token_id = None
-    def __init__(self, path):
-        self.backend_tokenizer = Backend.from_file(str(path / "tokenizer.json"))
-
-Tokenizer.load = classmethod(lambda cls, path: cls(Loaded(path)))
-EngineClient.start = classmethod(lambda cls, config, name: FakeEngine(config, {options}))
-cli.main()
-"""
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_weightless_model(tmp_path_factory.mktemp("model"))
-
-
-def nvcli_command(*arguments: str, cwd: Path, fakes: str | None = None) -> list[str]:
-    """The real command, or the same with fake engines (`fakes`: their options)."""
-    if fakes is None:
-        return [sys.executable, "-m", "nvcli", *arguments]
-    script = cwd / "with_fakes.py"
-    script.write_text(WITH_FAKES.format(tests=str(Path(__file__).parent), options=fakes))
-    return [sys.executable, str(script), *arguments]
 
 
 def run(*arguments: str, cwd: Path, fakes: str | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -72,7 +41,19 @@ def test_help_and_version(tmp_path: Path) -> None:
     assert "generate" in result.stdout
     result = run("generate", "--help", cwd=tmp_path)
     assert result.returncode == 0
-    for part in ("--output", "--config", "--model", "--tp", "--dp", "--set", "--overwrite", "--order", "--limit"):
+    for part in (
+        "--output",
+        "--config",
+        "--model",
+        "--tp",
+        "--dp",
+        "--set",
+        "--overwrite",
+        "--order",
+        "--limit",
+        "--retry-errors",
+        "--max-errors",
+    ):
         assert part in result.stdout
     assert "Examples:" in result.stdout
     assert "Exit codes:" in result.stdout
@@ -151,7 +132,11 @@ def test_a_job_from_file_to_file(tmp_path: Path, model_folder: Path) -> None:
     assert "5 of 5 rows answered" in result.stderr
     again = run("generate", "in.jsonl", cwd=tmp_path, fakes="")
     assert again.returncode == 2
+    assert "  job.order: input → completion\n" in again.stderr
     assert "--overwrite" in again.stderr
+    again = run("generate", "in.jsonl", "--order", "input", cwd=tmp_path, fakes="")
+    assert again.returncode == 0, again.stderr
+    assert "is complete: 5 of 5 rows answered" in again.stderr
 
 
 def test_rows_with_errors_make_code_1(tmp_path: Path, model_folder: Path) -> None:
@@ -176,7 +161,7 @@ def test_a_dead_engine_makes_code_3(tmp_path: Path, model_folder: Path) -> None:
     result = run("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="dies_after_polls=3")
     assert result.returncode == 3, result.stderr
     assert "rank 0" in result.stderr
-    assert "--overwrite" in result.stderr
+    assert "continue with:\n" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
+import time
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -18,7 +21,7 @@ import typer
 from nvcli import __version__
 
 EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or model;
-3 the engine failed; 130 interrupted."""
+3 the engine or the disk failed; 130 interrupted. After 1 by --max-errors, 3 and 130 the same command goes on."""
 
 app = typer.Typer(
     name="nvcli",
@@ -44,21 +47,35 @@ class ProgressChoice(StrEnum):
 
 def main() -> None:
     """The `nvcli` command."""
-    from nvcli.errors import NvcliError, WorkerError
+    signal.signal(signal.SIGINT, _interrupt)  # a job has a way of its own, while it runs
+    try:
+        code = _run()
+    except _Interrupted:
+        code = 130
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave(code)
+
+
+def _run() -> int:
+    """Its exit code."""
+    from nvcli.errors import NvcliError, OutputError, TooManyErrors, WorkerError
 
     try:
         app()  # ends with SystemExit, its own usage errors included (2)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
-    except _Interrupted:
-        _say("interrupted; the rows answered so far are in the output; start anew with --overwrite")
+    except _Interrupted as end:
+        _say(f"interrupted; {end}")
         code = 130
     except _OutputGone:
         code = 141  # as a command that SIGPIPE ends
-    except WorkerError as error:
-        _say(f"error: {error}\nthe rows answered so far are in the output; run the same command with --overwrite")
+    except (WorkerError, OutputError) as error:
+        _say(f"error: {error}")
         code = 3
+    except TooManyErrors as error:
+        _say(f"ended: {error}")
+        code = 1
     except NvcliError as error:
         _say(f"error: {error}")
         code = 2
@@ -68,7 +85,7 @@ def main() -> None:
         traceback.print_exc()
         _say("this is a bug in nvcli; please report it with the lines above")
         code = 3
-    _leave(code)
+    return code
 
 
 def _print_version(wanted: bool) -> None:
@@ -91,7 +108,10 @@ def _root(
     help="""Answer every row of INPUT with the model, into one output file.
 
     INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id` and `sampling`; its other
-    keys are passed through. `-` is standard input, and files may be .gz.
+    keys are passed through. Rows of OpenAI batch files are answered in OpenAI's form. `-` is standard input, a quoted
+    pattern names many files; files may be .gz, .zst or .parquet, and so may the output.
+
+    An output that is there is continued: the same command finishes a job that was cut short.
 
     \b
     Examples:
@@ -121,6 +141,12 @@ def generate(
         typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration; may be repeated."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start an existing output anew.")] = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Answer the failed rows of an existing output again.")
+    ] = False,
+    max_errors: Annotated[
+        int | None, typer.Option("--max-errors", metavar="N", min=0, help="End the job when more rows failed.")
+    ] = None,
     order: Annotated[OrderChoice | None, typer.Option("--order", help="Order of the output's rows.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")] = None,
     progress: Annotated[ProgressChoice, typer.Option("--progress", help="How to show progress.")] = ProgressChoice.AUTO,
@@ -132,15 +158,24 @@ def generate(
     from nvcli.config import find_config_file, load_run_config
 
     config_file = find_config_file(config)
-    flags = {"--model": model, "--tp": tp, "--dp": dp, "--order": order.value if order else None}
+    flags = {
+        "--model": model,
+        "--tp": tp,
+        "--dp": dp,
+        "--order": order.value if order else None,
+        "--max-errors": max_errors,
+    }
     run = load_run_config(config_file, overrides or (), flags)
 
-    from nvcli.jobs.writer import OutputClosed
+    from nvcli.errors import OutputError, TooManyErrors, WorkerError
+    from nvcli.jobs.resume_hint import resume_hint
+    from nvcli.jobs.sink import OutputClosed
     from nvcli.pipeline.generate import generate as run_job
     from nvcli.pipeline.progress import make_progress
     from nvcli.pipeline.progress_file import ProgressFile
     from nvcli.pipeline.summary import format_summary
 
+    started = time.time()
     shown = make_progress(progress.value, sys.stderr)
     if progress_file is not None:
         shown = ProgressFile(progress_file, shown)
@@ -148,9 +183,19 @@ def generate(
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
         with shown:
-            summary = run_job(run, inputs=inputs, output=output, progress=shown, overwrite=overwrite, limit=limit)
-    except KeyboardInterrupt:
-        raise _Interrupted from None  # before typer makes exit code 1 of it
+            summary = run_job(
+                run,
+                inputs=inputs,
+                output=output,
+                progress=shown,
+                overwrite=overwrite,
+                retry_errors=retry_errors,
+                limit=limit,
+            )
+    except (KeyboardInterrupt, _Interrupted):  # before typer makes exit code 1 of it
+        raise _Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, started=started)) from None
+    except (WorkerError, OutputError, TooManyErrors) as error:
+        raise type(error)(f"{error}\n{resume_hint(sys.argv, inputs=inputs, output=output, started=started)}") from error
     except OutputClosed:
         raise _OutputGone from None
     _say(format_summary(summary))
@@ -277,6 +322,10 @@ def profile_memory(
 
 class _Interrupted(Exception):
     pass
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise _Interrupted("the same command goes on")
 
 
 class _OutputGone(Exception):

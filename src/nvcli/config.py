@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import SamplingParams
-from nvcli.validation import InvalidValue, convert, show
+from nvcli.validation import InvalidValue, convert, join_path, show
 
 if TYPE_CHECKING:
     from nvcli.config_source import ConfigSource
@@ -36,6 +36,7 @@ FLAG_KEYS = {
     "--tp": "tensor_parallel_size",
     "--dp": "data_parallel_size",
     "--order": "job.order",
+    "--max-errors": "job.max_errors",
 }
 """Flags that are short for a key."""
 
@@ -48,6 +49,18 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     on_too_long: OnTooLong = "error"
     """A prompt that leaves no room for its answer in `max_model_len`: an error row, or the prompt is cut at its left
     or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
+    max_errors: Annotated[int, Meta(ge=0)] | None = None
+    """More failed rows than this in one run end it; null: it goes on to the end."""
+    sync_seconds: Annotated[float, Meta(ge=0.05, le=3600)] = 2.0
+    """Answered rows are on disk at most about this long after they came."""
+    reorder_memory: str | PositiveInt = "256MiB"
+    """With `order: input`, what rows that wait for their turn may take before they wait in a temporary file."""
+    prompt_field: Annotated[str, Meta(min_length=1)] = "prompt"
+    """The key (Parquet: column) of a row's prompt text."""
+    messages_field: Annotated[str, Meta(min_length=1)] = "messages"
+    """The key of a row's conversation."""
+    id_field: Annotated[str, Meta(min_length=1)] = "id"
+    """The key of a row's id."""
 
     plan: bool = True
     """Choose the order in which the rows that were read ahead are computed: prompts that begin alike together, long
@@ -179,8 +192,8 @@ def load_run_config(
 def _check_together(run: RunConfig, source: ConfigSource) -> None:
     """What no single key can break. Raises ConfigError."""
 
-    def fail(key: str, message: str) -> None:
-        origin = source.origin((key,))
+    def fail(path: tuple[str, ...], message: str) -> None:
+        origin = source.origin(path)
         raise ConfigError(f"{origin}: {message}" if origin else message)
 
     if not run.model.strip():
@@ -191,14 +204,25 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
     if run.max_num_batched_tokens < run.max_num_seqs:
         key = "max_num_batched_tokens" if "max_num_batched_tokens" in source.values else "max_num_seqs"
         fail(
-            key,
+            (key,),
             f"`max_num_batched_tokens` ({run.max_num_batched_tokens}) is smaller than `max_num_seqs` "
             f"({run.max_num_seqs}), so a step could not hold one token of each; raise it or lower `max_num_seqs`",
         )
-    try:
-        parse_size(run.kv_cache_memory)
-    except ValueError as error:
-        fail("kv_cache_memory", f"`kv_cache_memory` is {show(run.kv_cache_memory)}; {error}")
+    for path, size in (
+        (("kv_cache_memory",), run.kv_cache_memory),
+        (("job", "reorder_memory"), run.job.reorder_memory),
+    ):
+        try:
+            parse_size(size)
+        except ValueError as error:
+            fail(path, f"`{join_path(path)}` is {show(size)}; {error}")
+    job = run.job
+    keys = [job.prompt_field, job.messages_field, job.id_field, "prompt_token_ids", "sampling"]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        fail(
+            ("job",),
+            f"the key `{twice}` of a row cannot be two things: see `prompt_field`, `messages_field`, `id_field`",
+        )
 
 
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)

@@ -5,6 +5,8 @@
     ├── LoadError        the checkpoint cannot be read; the message names the file or tensor
     ├── CapacityError    the run does not fit the memory; the message carries the itemised plan and the fix
     ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
+    ├── OutputError      the output cannot be written any further (a full disk); what is written stays
+    ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
     └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
 
 Messages are for users: one or two lines, no traceback. `cli.py` alone turns them into exit codes.
@@ -29,6 +31,14 @@ class CapacityError(NvcliError):
 
 class WorkerError(NvcliError):
     """An engine or rank process failed, died or stopped answering."""
+
+
+class OutputError(NvcliError):
+    """The output cannot be written any further."""
+
+
+class TooManyErrors(NvcliError):
+    """More rows failed than the job allows."""
 
 
 class RowError(NvcliError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.files import check_inputs, check_output, choose_output
+from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,8 @@ from nvcli.jobs.files import check_inputs, check_output, choose_output
     [
         ("a.jsonl", "a.out.jsonl"),
         ("d/a.jsonl.gz", "d/a.out.jsonl"),
+        ("a.jsonl.zst", "a.out.jsonl"),
+        ("a.parquet", "a.out.jsonl"),
         ("a.json", "a.out.jsonl"),
         ("a.txt", "a.txt.out.jsonl"),
         (".jsonl", ".jsonl.out.jsonl"),
@@ -55,16 +57,25 @@ def test_outputs(tmp_path: Path) -> None:
     for output, message in [
         (source, "also an input"),
         (link, "also an input"),
-        (existing, "--overwrite"),
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "c.jsonl", "mkdir -p"),
-        (tmp_path / "c.jsonl.gz", "compressed"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            check_output([str(source)], str(output), overwrite=False)
-    check_output([str(source)], str(existing), overwrite=True)
-    with pytest.raises(ConfigError, match="also an input"):
-        check_output([str(source)], str(source), overwrite=True)
-    for output in ("-", "/dev/null", str(tmp_path / "new.jsonl")):
-        check_output([str(source)], output, overwrite=False)
+            check_output([str(source)], str(output))
+    for output in ("-", "/dev/null", str(existing), str(tmp_path / "new.jsonl"), str(tmp_path / "c.jsonl.gz")):
+        check_output([str(source)], output)
     assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_patterns_name_their_files_sorted_and_without_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "all.jsonl", "[x].jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder.jsonl").mkdir()
+    assert expand_inputs(["-", "?.jsonl", "plain"]) == ["-", "a.jsonl", "b.jsonl", "plain"]
+    assert expand_inputs(["*.jsonl"], "all.jsonl") == ["[x].jsonl", "a.jsonl", "b.jsonl"]
+    assert expand_inputs(["[x].jsonl"]) == ["[x].jsonl"]
+    with pytest.raises(ConfigError, match=r"no\*\.jsonl matches no file"):
+        expand_inputs(["no*.jsonl"])

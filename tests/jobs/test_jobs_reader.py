@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvcli.errors import ConfigError
+from nvcli.jobs import lines as lines_module
 from nvcli.jobs import reader as reader_module
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.parser import RowParser
@@ -215,7 +216,7 @@ def test_batches_grow_from_few_rows_and_are_bounded(read_rows: ReadRows, tmp_pat
 
 
 def test_a_line_much_longer_than_a_chunk(read_rows: ReadRows) -> None:
-    prompt = "x" * (3 * reader_module.CHUNK_BYTES + 5)
+    prompt = "x" * (3 * lines_module.READ_BYTES[""] + 5)
     job = only(read_rows(msgspec.json.encode({"prompt": prompt})))
     assert isinstance(job, Job)
     assert job.prompt == prompt
@@ -241,7 +242,7 @@ def test_every_line_is_accounted_for_whatever_it_holds(
     read_rows: ReadRows, lines: list[bytes], chunk_bytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader_module, "CHUNK_BYTES", chunk_bytes)
+        patch.setitem(lines_module.READ_BYTES, "", chunk_bytes)
         rows = read_rows(b"\n".join(lines))
     numbers = [
         number

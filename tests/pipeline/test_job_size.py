@@ -5,11 +5,20 @@ from __future__ import annotations
 import gzip
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nvcli.jobs.parser import RowParser
+from nvcli.jobs.reader import RowReader
 from nvcli.pipeline import job_size
-from nvcli.pipeline.job_size import most_requests
+
+
+def most_requests(inputs: list[str], defaults: dict[str, Any], *, limit: int | None, enough: int) -> int:
+    def make_reader() -> RowReader:
+        return RowReader(inputs, RowParser(defaults), limit=limit)
+
+    return job_size.most_requests(inputs, make_reader, enough=enough)
 
 
 def write(path: Path, text: str) -> str:

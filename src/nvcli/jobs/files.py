@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import glob
 import os
-import stat
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
 
 STREAM = "-"
 """Standard input or output."""
+
+MANIFEST_SUFFIX = ".manifest.json"
+"""With an output's name: the file beside it that says which job it is of."""
+WORKING_SUFFIX = ".rows.jsonl"
+"""With a Parquet output's name: the file that its rows are in until it is complete."""
+
+
+def is_parquet(path: Path | str) -> bool:
+    return str(path).endswith(".parquet")
+
+
+def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
+    """Patterns (`data/*.jsonl`) replaced by the files that they match, sorted. Raises ConfigError.
+
+    The output and what a job keeps beside one are left out. A name that is there is no pattern, whatever characters it
+    has.
+    """
+    names: list[str] = []
+    for name in inputs:
+        if name == STREAM or not any(character in name for character in "*?[") or Path(name).exists():
+            names.append(name)
+            continue
+        found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
+        files = [file for file in found if Path(file).is_file() and not _is_of_output(file, output)]
+        if not files:
+            raise ConfigError(f"the input {name} matches no file")
+        names += files
+    return names
 
 
 def check_inputs(inputs: Sequence[str]) -> None:
@@ -23,10 +52,12 @@ def check_inputs(inputs: Sequence[str]) -> None:
             raise ConfigError(f"the input {name} is a folder; name the files in it, such as {path / '*.jsonl'}")
         if not path.exists():
             raise ConfigError(f"there is no input file {name}")
-        if path.suffix == ".zst":
-            raise ConfigError(f"the input {name} is compressed with zstd, which is not read yet; unpack it or use .gz")
         if not os.access(path, os.R_OK):
             raise ConfigError(f"the input {name} cannot be read: no permission")
+        if is_parquet(name):
+            _check_pyarrow("input", name)
+            if not path.is_file():
+                raise ConfigError(f"the input {name} is no regular file, as Parquet has to be")
     seen: set[str] = set()
     for name in inputs:
         key = name if name == STREAM else str(Path(name).resolve())
@@ -43,13 +74,13 @@ def choose_output(inputs: Sequence[str], output: str | None) -> str:
         which = "standard input" if len(inputs) == 1 else "several inputs"
         raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
     path = Path(inputs[0])
-    name = path.name.removesuffix(".gz")
-    stem = name.removesuffix(".jsonl").removesuffix(".json") or name
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    stem = name.removesuffix(".jsonl").removesuffix(".json").removesuffix(".parquet") or name
     return str(path.with_name(f"{stem}.out.jsonl"))
 
 
-def check_output(inputs: Sequence[str], output: str, *, overwrite: bool) -> None:
-    """The output can be written, is none of the inputs, and is new unless it may be overwritten."""
+def check_output(inputs: Sequence[str], output: str) -> None:
+    """The output can be written and is none of the inputs."""
     if output == STREAM:
         return
     path = Path(output)
@@ -57,15 +88,30 @@ def check_output(inputs: Sequence[str], output: str, *, overwrite: bool) -> None
         raise ConfigError(f"the output {output} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"the folder of the output {output} does not exist; make it with: mkdir -p {path.parent}")
-    if path.suffix in (".gz", ".zst"):
-        raise ConfigError(f"the output {output} would be compressed, which is not written yet; name a .jsonl file")
     for name in inputs:
-        if name != STREAM and path.exists() and path.samefile(name):
+        if name != STREAM and _is_same(name, output):
             raise ConfigError(f"the output {output} is also an input; name another with -o")
     if path.exists():
-        if stat.S_ISREG(path.stat().st_mode) and not overwrite:
-            raise ConfigError(f"the output {output} exists; start it anew with --overwrite, or name another with -o")
         if not os.access(path, os.W_OK):
             raise ConfigError(f"the output {output} cannot be written: no permission")
+        if path.is_file() and path.parent != Path("/dev") and not os.access(path.parent, os.W_OK):
+            raise ConfigError(f"no permission to write in {path.parent}, where the output's manifest belongs")
     elif not os.access(path.parent, os.W_OK):
         raise ConfigError(f"the output {output} cannot be made: no permission to write in {path.parent}")
+    if is_parquet(output):
+        _check_pyarrow("output", output)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
+
+
+def _is_of_output(file: str, output: str | None) -> bool:
+    return file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX)) or _is_same(file, output)
+
+
+def _is_same(name: str, output: str | None) -> bool:
+    return output is not None and Path(output).exists() and Path(output).samefile(name)
+
+
+def _check_pyarrow(which: str, name: str) -> None:
+    if find_spec("pyarrow") is None:
+        raise ConfigError(f"the {which} {name} is Parquet, which needs pyarrow; install it with: pip install pyarrow")

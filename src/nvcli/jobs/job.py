@@ -3,9 +3,10 @@
 Every row that is not blank becomes exactly one `JobResult`. A row that cannot be answered has an `error` whose `type`
 is one of these, or a type that the engine gave:
 
-    invalid_json, not_an_object, invalid_id, duplicate_id      the line itself
+    invalid_json, not_an_object, invalid_id, duplicate_id,     the line itself
+    line_too_long
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
-    invalid_sampling
+    invalid_sampling, unsupported_url, unsupported_parameter
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, no_chat_template,
     chat_template_error, tokenizer_error
@@ -13,6 +14,7 @@ is one of these, or a type that the engine gave:
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -21,6 +23,16 @@ from nvcli.errors import RowError
 from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
+
+
+class RowForm(Enum):
+    """What a row looks like, and so what its answer looks like."""
+
+    NATIVE = 1
+    CHAT = 2
+    """A row of an OpenAI batch file for /v1/chat/completions."""
+    COMPLETION = 3
+    """The same for /v1/completions."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +46,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """For messages: `line 7`, or `line 7 of b.jsonl` where there are several inputs."""
     extra: dict[str, Any] = {}
     """Keys that are not nvcli's own; they go into the output row as they came."""
+    form: RowForm = RowForm.NATIVE
+    model: str | None = None
+    """With an OpenAI form: the model that the row names, which its answer repeats."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

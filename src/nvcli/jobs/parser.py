@@ -1,55 +1,87 @@
-"""One line of the input → a `Job`, or the typed error of that row. Never raises for what a line holds."""
+"""One row of the input → a `Job`, or the typed error of that row. Never raises for what a row holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Job, JobId, JobResult, Place, failed
+from nvcli.jobs.bad_json import explain_bad_json
+from nvcli.jobs.job import Job, JobId, JobResult, Place, RowForm, failed
+from nvcli.jobs.line_splitter import MAX_LINE_BYTES, Line, OversizedLine
+from nvcli.jobs.native_row import RowDefaults, RowKeys, native_id, native_job
+from nvcli.jobs.openai_row import OWN_KEYS as OPENAI_KEYS
+from nvcli.jobs.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
 from nvcli.jobs.seen_ids import SeenIds
-from nvcli.sampling_params import SamplingParams
-from nvcli.validation import InvalidValue, convert, show
+from nvcli.validation import show
 
-PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-OWN_KEYS = frozenset((*PROMPT_KEYS, "id", "sampling"))
-"""Keys that say something to nvcli; every other key is passed through."""
-
-_MAX_ID = (1 << 63) - 1
+Row = Line | dict[str, Any]
+"""A line of JSON, or what a table's row holds."""
 
 
 class RowParser:
-    """Holds what rows are judged by: the defaults of `sampling`, and the ids that were seen."""
+    """Holds what rows are judged by: their keys, the defaults of `sampling`, and the ids that were seen."""
 
-    def __init__(self, sampling_defaults: Mapping[str, Any]) -> None:
+    def __init__(self, sampling_defaults: Mapping[str, Any], keys: RowKeys | None = None) -> None:
         """The defaults are valid as SamplingParams; a row's own keys go over them."""
-        self._defaults = dict(sampling_defaults)
-        self._default_sampling = convert(self._defaults, SamplingParams)
+        self._keys = keys or RowKeys()
+        self._own_keys = self._keys.all
+        self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode = msgspec.json.Decoder().decode
+        self._decode_id: Callable[[bytes], Any] = msgspec.json.Decoder(
+            msgspec.defstruct("IdOnly", [("id", Any, msgspec.UNSET)], rename={"id": self._keys.id})
+        ).decode
 
-    def parse(self, line: bytes, *, index: int, line_id: int, where: str) -> Job | JobResult:
+    def parse(self, row: Row, *, index: int, line_id: int, where: str) -> Job | JobResult:
         """`line_id` is the id of a row without one, `where` names the line in messages."""
         row_id: JobId = line_id
+        form = RowForm.NATIVE
+        model = None
         extra: dict[str, Any] = {}
         try:
-            row = self._decode_line(line)
-            extra = {key: value for key, value in row.items() if key not in OWN_KEYS}
-            row_id = _id_of(row, line_id)
-            if not self._seen.add(row_id, given="id" in row):
-                what = "the id" if "id" in row else "no `id` is given, and its line number"
+            values = row if isinstance(row, dict) else self._decode_line(row)
+            is_native = not looks_like_openai(values) or any(key in values for key in self._keys.prompts)
+            own_keys = self._own_keys if is_native else OPENAI_KEYS
+            extra = {key: value for key, value in values.items() if key not in own_keys}
+            if is_native:
+                is_given = self._keys.id in values
+                row_id = native_id(values, self._keys, line_id)
+            else:
+                is_given, form, model = True, openai_form(values), openai_model(values)
+                row_id = openai_id(values)
+            if not self._seen.add(row_id, given=is_given):
+                what = "the id" if is_given else f"no `{self._keys.id}` is given, and its line number"
                 raise RowError("duplicate_id", f"{what} {show(row_id)} is the id of an earlier row; ids must differ")
-            place = Place(id=row_id, index=index, line=where, extra=extra)
-            sampling = self._sampling_of(row)
-            return _job_of(row, place, sampling)
+            place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model)
+            if is_native:
+                return native_job(values, place, self._keys, self._defaults)
+            return openai_job(values, place, self._defaults)
         except RowError as error:
             if row_id == line_id:
                 self._seen.add(line_id, given=False)
-            return failed(Place(id=row_id, index=index, line=where, extra=extra), error)
+            place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model)
+            return failed(place, error)
 
-    def _decode_line(self, line: bytes) -> dict[str, Any]:
+    def skip(self, row: Row, *, line_id: int, is_good: bool) -> None:
+        """Take note of a row that is answered already: its id is taken. `is_good`: its answer was no error."""
+        if is_good and isinstance(row, bytes) and b'"custom_id"' not in row:
+            try:
+                row_id = self._decode_id(row).id
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                row_id = None  # another row than the one that was answered
+            if row_id is msgspec.UNSET:
+                self._seen.add(line_id, given=False)
+            elif isinstance(row_id, str | int):
+                self._seen.add(row_id, given=True)
+            return
+        self.parse(row, index=0, line_id=line_id, where="")
+
+    def _decode_line(self, line: Line) -> dict[str, Any]:
+        if isinstance(line, OversizedLine):
+            raise RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
         try:
             row = self._decode(line)
         except UnicodeDecodeError as error:
@@ -57,103 +89,7 @@ class RowParser:
         except RecursionError:
             raise RowError("invalid_json", "nested too deep") from None
         except msgspec.DecodeError as error:
-            raise RowError("invalid_json", _explain_json(line, str(error))) from None
+            raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
         if not isinstance(row, dict):
             raise RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {show(row)}')
         return row
-
-    def _sampling_of(self, row: dict[str, Any]) -> SamplingParams:
-        own = row.get("sampling")
-        if not own and "sampling" not in row:
-            return self._default_sampling
-        if not isinstance(own, dict):
-            raise RowError("invalid_sampling", f"`sampling` is {show(own)}; expected an object with keys")
-        try:
-            return convert({**self._defaults, **own}, SamplingParams, under=("sampling",))
-        except InvalidValue as error:
-            raise RowError("invalid_sampling", error.message) from None
-
-
-def _id_of(row: dict[str, Any], line_id: int) -> JobId:
-    if "id" not in row:
-        return line_id
-    value = row["id"]
-    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_ID):
-        return value
-    raise RowError("invalid_id", f"`id` is {show(value)}; allowed: text or an integer of 64 bits")
-
-
-def _job_of(row: dict[str, Any], place: Place, sampling: SamplingParams) -> Job:
-    given = [key for key in PROMPT_KEYS if key in row]
-    if not given:
-        raise RowError("missing_prompt", "none of `prompt`, `messages` and `prompt_token_ids` is given; give one")
-    if len(given) > 1:
-        names = " and ".join(f"`{key}`" for key in given)
-        raise RowError("conflicting_prompts", f"{names} are given; give one of them")
-    try:
-        match given[0]:
-            case "prompt":
-                prompt = convert(row["prompt"], str, under=("prompt",))
-                return Job(place=place, prompt=prompt, sampling=sampling)
-            case "messages":
-                messages = convert(row["messages"], list[dict[str, Any]], under=("messages",))
-                return Job(place=place, messages=_checked(messages), sampling=sampling)
-            case _:
-                ids = convert(row["prompt_token_ids"], list[int], under=("prompt_token_ids",))
-                return Job(place=place, prompt_token_ids=ids, sampling=sampling)
-    except InvalidValue as error:
-        raise RowError("invalid_value", error.message) from None
-
-
-def _checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: a role each, and text parts of a content joined to one text."""
-    if not messages:
-        raise InvalidValue(("messages",), "`messages` is empty; give at least one message")
-    checked = []
-    for number, message in enumerate(messages):
-        name = f"messages[{number}]"
-        if not isinstance(message.get("role"), str):
-            raise InvalidValue((), f'`{name}.role` is {show(message.get("role"))}; allowed: text such as "user"')
-        content = message.get("content")
-        if isinstance(content, list):
-            message = {**message, "content": _join_parts(content, f"{name}.content")}
-        elif not isinstance(content, str | None):
-            raise InvalidValue((), f"`{name}.content` is {show(content)}; allowed: text or a list of text parts")
-        elif content is None and "tool_calls" not in message:
-            raise InvalidValue((), f"`{name}` has no `content`")
-        checked.append(message)
-    return checked
-
-
-def _join_parts(parts: list[Any], name: str) -> str:
-    texts = []
-    for number, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise InvalidValue((), f'`{name}[{number}]` is {show(part)}; allowed: {{"type": "text", "text": …}}')
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _explain_json(line: bytes, reason: str) -> str:
-    """Why a line is not JSON. Python's laxer parser finds the key of a number that JSON does not have."""
-    import json
-
-    try:
-        key = _find_non_finite(json.loads(line), "")
-    except (ValueError, RecursionError):
-        key = None
-    if key is not None:
-        return f"`{key}` is not a finite number"
-    return f"not valid JSON: {reason.removeprefix('JSON is malformed: ')}"
-
-
-def _find_non_finite(value: Any, name: str) -> str | None:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return name or "the value"
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        items = [(f"{name}.{key}" if name else key, inner) for key, inner in value.items()]
-    elif isinstance(value, list):
-        items = [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]
-    return next((found for key, inner in items if (found := _find_non_finite(inner, key)) is not None), None)

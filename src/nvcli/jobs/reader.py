@@ -1,53 +1,66 @@
-"""The input as a stream of rows: files, `.gz` files and standard input, one after the other.
+"""The input as a stream of rows: files, standard input and tables, one after the other.
 
-Holds one chunk and one batch at a time, whatever the size of the input. What a line holds never raises; a file that
+Holds one chunk and one batch at a time, whatever the size of the input. What a row holds never raises; an input that
 cannot be read to its end does (ConfigError), after all rows before that place were given out.
 """
 
 from __future__ import annotations
 
-import os
-import stat
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.files import STREAM
+from nvcli.jobs.answered import AnsweredRows
+from nvcli.jobs.compression import CompressionError
+from nvcli.jobs.files import STREAM, is_parquet
 from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.parser import RowParser
+from nvcli.jobs.lines import LineSource
+from nvcli.jobs.parser import Row, RowParser
 
-CHUNK_BYTES = 256 * 1024
 FIRST_BATCH_ROWS = 8
 """So that the engine has something to do while the next batch is read; batches double from here."""
 MAX_BATCH_ROWS = 256
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 
-_BOM = b"\xef\xbb\xbf"
+
+class _Source(Protocol):
+    """One input: its rows, and how far it was read."""
+
+    @property
+    def bytes_read(self) -> int: ...
+    def lines(self) -> Iterator[Row | None]: ...
 
 
 class RowReader:
-    """Gives out the rows of all inputs, once; counts what it has read."""
+    """Gives out the rows of all inputs that are not answered yet, once; counts what it has read."""
 
-    def __init__(self, inputs: Sequence[str], parser: RowParser, *, limit: int | None = None) -> None:
-        """`limit`: read this many rows and no more."""
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        parser: RowParser,
+        *,
+        limit: int | None = None,
+        answered: AnsweredRows | None = None,
+    ) -> None:
+        """`limit`: read this many rows and no more. `answered`: rows to pass over; they count as read."""
         self._inputs = list(inputs)
         self._parser = parser
         self._limit = limit
-        self._file: IO[bytes] | None = None
+        self._answered = answered or AnsweredRows()
+        self._source: _Source | None = None
         self._bytes_before = 0
         self.rows_read = 0
+        self.all_read = False
+        """Every input was read to its end, and not as far as the limit only."""
         self.bytes_total = _total_bytes(self._inputs)
         """On disk, compressed where they are; None: not known, as with standard input."""
 
     @property
     def bytes_read(self) -> int:
         """On disk, compressed where they are. Read by another thread, so a little behind or ahead at times."""
-        try:
-            return self._bytes_before + (self._file.tell() if self._file is not None else 0)
-        except (OSError, ValueError):  # a pipe has no position; the file was closed meanwhile
-            return self._bytes_before
+        source = self._source
+        return self._bytes_before + (source.bytes_read if source is not None else 0)
 
     def batches(self) -> Iterator[list[Job | JobResult]]:
         """Rows in order. A batch is given out when it is full, and before a read that may have to wait."""
@@ -57,82 +70,58 @@ class RowReader:
         lines_before = 0  # in the inputs before this one
         for name in self._inputs:
             number = 0
+            source = self._source = _open_source(name)
             try:
-                for line in self._lines(name):
+                for line in source.lines():
                     if line is None:
                         if batch:
                             yield batch
                             batch, batch_bytes = [], 0
                         continue
                     number += 1
-                    if not line or line.isspace():
+                    if isinstance(line, bytes) and (not line or line.isspace()):
                         continue
-                    where = f"line {number}" if len(self._inputs) == 1 else f"line {number} of {_label(name)}"
-                    row = self._parser.parse(line, index=self.rows_read, line_id=lines_before + number, where=where)
+                    row = self._row(line, name, number, lines_before + number)
                     self.rows_read += 1
-                    batch.append(row)
-                    batch_bytes += len(line)
+                    if row is not None:
+                        batch.append(row)
+                        batch_bytes += len(line) if isinstance(line, bytes) else 0
                     if self._limit is not None and self.rows_read >= self._limit:
-                        yield batch
+                        if batch:
+                            yield batch
                         return
                     if len(batch) >= target or batch_bytes >= MAX_BATCH_BYTES:
                         yield batch
                         batch, batch_bytes = [], 0
                         target = min(2 * target, MAX_BATCH_ROWS)
-            except (OSError, EOFError, zlib.error) as error:
+            except (OSError, CompressionError) as error:
                 if batch:
                     yield batch
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise ConfigError(f"{_label(name)}: cannot be read past line {number}: {reason}") from error
             lines_before += number
+            self._bytes_before += source.bytes_read
+            self._source = None
+        self.all_read = True
         if batch:
             yield batch
 
-    def _lines(self, name: str) -> Iterator[bytes | None]:
-        """Lines without their newline; None before each read that may have to wait for a writer."""
-        pieces: list[bytes] = []  # of a line that spans chunks
-        at_start = True
-        with _open(name) as raw:
-            is_file = stat.S_ISREG(os.fstat(raw.fileno()).st_mode)
-            self._file = raw if is_file else None
-            stream = _decompress(name, raw)
-            while True:
-                if not is_file:
-                    yield None
-                chunk = stream.read1(CHUNK_BYTES) if hasattr(stream, "read1") else stream.read(CHUNK_BYTES)
-                if not chunk:
-                    break
-                first, *others = chunk.split(b"\n")
-                pieces.append(first)
-                if not others:
-                    continue
-                lines = [b"".join(pieces), *others]
-                pieces = [lines.pop()]
-                if at_start:
-                    at_start = False
-                    lines[0] = lines[0].removeprefix(_BOM)
-                yield from lines
-            last = b"".join(pieces)
-            if last:
-                yield last.removeprefix(_BOM) if at_start else last
-            if is_file:
-                self._file = None
-                self._bytes_before += os.fstat(raw.fileno()).st_size
+    def _row(self, line: Row, name: str, number: int, line_id: int) -> Job | JobResult | None:
+        """None for a row that is answered already."""
+        index = self.rows_read
+        if index in self._answered.all:
+            self._parser.skip(line, line_id=line_id, is_good=index not in self._answered.failed)
+            return None
+        where = f"line {number}" if len(self._inputs) == 1 else f"line {number} of {_label(name)}"
+        return self._parser.parse(line, index=index, line_id=line_id, where=where)
 
 
-def _open(name: str) -> IO[bytes]:
-    # Unbuffered: a thread that waits in a plain read holds no lock that the interpreter needs in order to exit.
-    if name == STREAM:
-        return open(0, "rb", buffering=0, closefd=False)
-    return open(name, "rb", buffering=0)
+def _open_source(name: str) -> _Source:
+    if is_parquet(name):
+        from nvcli.jobs.parquet_input import ParquetSource
 
-
-def _decompress(name: str, raw: IO[bytes]) -> IO[bytes]:
-    if not name.endswith(".gz"):
-        return raw
-    import gzip
-
-    return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
+        return ParquetSource(Path(name))
+    return LineSource(name)
 
 
 def _label(name: str) -> str:

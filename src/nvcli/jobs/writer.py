@@ -1,149 +1,95 @@
-"""Results → lines of the output, whole lines only, written soon after they come.
+"""Results → lines of the output, whole lines only, on disk soon after they come.
 
-Lines are gathered and handed to the system together: when a mebibyte has come, every two seconds (`tick`) and at the
-end. With `order="input"` results wait in memory for those before them.
+Lines are gathered and handed to the system together: when a mebibyte has come, when the oldest has waited long enough
+(`tick`) and at the end. With `order="input"` results wait for those before them, the most of them in a file.
 """
 
 from __future__ import annotations
 
-import os
-import stat
 import time
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from nvcli.config import Order
-from nvcli.errors import ConfigError
 from nvcli.jobs.job import JobResult
+from nvcli.jobs.output_row import OutputForm, output_row
+from nvcli.jobs.reorder import ReorderBuffer
+from nvcli.jobs.sink import Sink
 
-FLUSH_SECONDS = 2.0
 FLUSH_BYTES = 1024 * 1024
-
-
-class OutputClosed(Exception):
-    """Whoever read our standard output has gone (`nvcli … -o - | head`); nobody wants the rest."""
-
-
-class Sink:
-    """Where lines go: a file descriptor. An existing file is emptied by the first write, not before."""
-
-    def __init__(self, fd: int, name: str, *, path: Path | None = None, is_new: bool = False) -> None:
-        self._fd = fd
-        self._name = name
-        self._path = path
-        self._is_new = is_new
-        self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-        self._started = path is None
-
-    @classmethod
-    def open(cls, path: Path) -> Sink:
-        """Raises ConfigError."""
-        is_new = not path.exists()
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
-        return cls(fd, str(path), path=path, is_new=is_new)
-
-    def write(self, data: bytes | bytearray) -> None:
-        """All of it. Raises OutputClosed, or ConfigError when the device refuses (a full disk)."""
-        view = memoryview(data)
-        try:
-            self._start()
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except BrokenPipeError:
-            raise OutputClosed from None
-        except OSError as error:
-            raise ConfigError(f"the output {self._name} cannot be written any further: {error.strerror}") from None
-
-    def close(self, *, keep_empty: bool) -> None:
-        """Sync to disk. A new file that was never written to is removed again unless `keep_empty`."""
-        if keep_empty:
-            self._start()
-        if self._is_file and self._started:
-            os.fsync(self._fd)
-        os.close(self._fd)
-        if self._path is not None and self._is_new and not self._started:
-            self._path.unlink(missing_ok=True)
-
-    def _start(self) -> None:
-        if not self._started:
-            self._started = True
-            if self._is_file:
-                os.ftruncate(self._fd, 0)
+SYNC_SECONDS = 2.0
 
 
 class ResultWriter:
     """Encodes and orders results. Not thread-safe."""
 
-    def __init__(self, sink: Sink, *, order: Order = "completion") -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        form: OutputForm | None = None,
+        *,
+        reorder: ReorderBuffer | None = None,
+        sync_seconds: float = SYNC_SECONDS,
+    ) -> None:
+        """`reorder`: what keeps the order of the input; None: rows are written as they come. `sync_seconds`: how long
+        a row may take to the disk."""
         self._sink = sink
-        self._encode = msgspec.json.Encoder().encode
+        self._form = form or OutputForm()
+        self._encode = msgspec.json.Encoder(enc_hook=str).encode  # tables hold values that JSON does not have
         self._lines = bytearray()
-        self._last_flush = time.monotonic()
-        self._in_order = order == "input"
-        self._held: dict[int, bytes] = {}
-        self._next_index = 0
+        self._reorder = reorder
+        # A little is left for the sync itself.
+        self._flush_seconds = 0.75 * sync_seconds
+        self._oldest_since = 0.0
         self._is_closed = False
 
     def write(self, results: Iterable[JobResult]) -> None:
+        """Raises OutputError or OutputClosed."""
+        reorder = self._reorder
         for result in results:
-            line = self._encode(output_row(result))
-            if not self._in_order:
-                self._lines += line
-                self._lines += b"\n"
-                continue
-            self._held[result.place.index] = line
-            while (ready := self._held.pop(self._next_index, None)) is not None:
-                self._lines += ready
-                self._lines += b"\n"
-                self._next_index += 1
-        if len(self._lines) >= FLUSH_BYTES:
-            self.flush()
+            line = self._encode(output_row(result, self._form))
+            if reorder is None:
+                self._append(line)
+            else:
+                reorder.add(result.place.index, line)
+        if reorder is not None:
+            for line in reorder.take():
+                self._append(line)
 
     def tick(self) -> None:
-        """Call often: flushes what has waited long enough."""
-        if self._lines and time.monotonic() - self._last_flush >= FLUSH_SECONDS:
+        """Call often: writes and syncs what has waited long enough."""
+        if self._lines and time.monotonic() - self._oldest_since >= self._flush_seconds:
             self.flush()
 
     def flush(self) -> None:
         lines, self._lines = self._lines, bytearray()
-        self._last_flush = time.monotonic()
         if lines:
-            self._sink.write(lines)
+            self._sink.write(bytes(lines))
+            self._sink.sync()
 
     def close(self) -> None:
         """The job came to its end: write what is there, and sync. Idempotent."""
-        assert not self._held, "results are missing before those that wait for their turn"
-        self._close(keep_empty=True)
+        assert not self._reorder, "results are missing before those that wait for their turn"
+        if not self._is_closed:
+            self._sink.start()  # a job without rows has an output too
+        self.close_early()
 
     def close_early(self) -> None:
         """The job was cut short: save what can be saved. Does nothing after `close`."""
-        self._close(keep_empty=False)
-
-    def _close(self, *, keep_empty: bool) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         try:
             self.flush()
         finally:
-            self._sink.close(keep_empty=keep_empty)
+            if self._reorder is not None:
+                self._reorder.close()
+            self._sink.close()
 
-
-def output_row(result: JobResult) -> dict[str, Any]:
-    """The native output row: nvcli's own keys first, then what the input row passed through."""
-    row: dict[str, Any] = {
-        "id": result.place.id,
-        "index": result.place.index,
-        "choices": result.choices,
-        "usage": result.usage,
-        "error": result.error,
-    }
-    for key, value in result.place.extra.items():
-        row.setdefault(key, value)  # a key of ours is never overridden
-    return row
+    def _append(self, line: bytes) -> None:
+        if not self._lines:
+            self._oldest_since = time.monotonic()
+        self._lines += line
+        self._lines += b"\n"
+        if len(self._lines) >= FLUSH_BYTES:
+            self.flush()

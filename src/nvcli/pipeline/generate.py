@@ -17,24 +17,30 @@ from typing import Protocol
 
 import msgspec
 
-from nvcli.config import EngineConfig, RunConfig
-from nvcli.jobs.files import STREAM, check_inputs, check_output, choose_output
+from nvcli.config import EngineConfig, JobConfig, RunConfig, parse_size
+from nvcli.errors import ConfigError, TooManyErrors
+from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
+from nvcli.jobs.fingerprint import describe_inputs, is_repeatable
+from nvcli.jobs.job_output import JobOutput, open_output
+from nvcli.jobs.manifest import Finished, Manifest
 from nvcli.jobs.parser import RowParser
 from nvcli.jobs.reader import RowReader
-from nvcli.jobs.writer import ResultWriter, Sink
+from nvcli.jobs.reorder import ReorderBuffer
+from nvcli.jobs.writer import ResultWriter
 from nvcli.messages import EngineReady
 from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import load_model_config
 from nvcli.pipeline.counts import Counts
 from nvcli.pipeline.duplicates import Duplicates
 from nvcli.pipeline.feeder import Feeder
+from nvcli.pipeline.fingerprint import job_facts
 from nvcli.pipeline.interrupts import Interrupts
 from nvcli.pipeline.job_size import most_requests
 from nvcli.pipeline.pipeline import Engine, Pipeline
 from nvcli.pipeline.planner import Planner
 from nvcli.pipeline.prepare import ModelLimits
 from nvcli.pipeline.progress import Progress
-from nvcli.pipeline.resolve import resolve_engine_config, sampling_defaults
+from nvcli.pipeline.resolve import resolve_engine_config, row_keys, sampling_defaults
 from nvcli.pipeline.status import RunView
 from nvcli.pipeline.summary import Summary
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
@@ -69,34 +75,42 @@ def generate(
     output: str | None,
     progress: Progress,
     overwrite: bool = False,
+    retry_errors: bool = False,
     limit: int | None = None,
     start: StartEngine = start_engine,
 ) -> Summary:
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
-    Raises ConfigError, LoadError, CapacityError or WorkerError; OutputClosed when nobody reads the output any more;
-    KeyboardInterrupt after SIGINT or SIGTERM. Rows that were answered by then are in the output.
+    An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
+    Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or TooManyErrors; OutputClosed when nobody
+    reads the output any more; KeyboardInterrupt after SIGINT or SIGTERM. Rows that were answered by then are in the
+    output.
     """
     started_at = time.monotonic()
+    if overwrite and retry_errors:
+        raise ConfigError("--overwrite and --retry-errors exclude each other: start anew, or keep what is answered")
+    inputs = expand_inputs(inputs, output)
     check_inputs(inputs)
     output = choose_output(inputs, output)
-    check_output(inputs, output, overwrite=overwrite)
+    check_output(inputs, output)
     model_path = resolve_model(run.model)
     model = load_model_config(model_path)
     check_tokenizer_files(model_path)
     config = resolve_engine_config(run, model_path, model)
     defaults = sampling_defaults(run, model)
-    num_seqs = most_requests(inputs, defaults, limit=limit, enough=config.max_num_seqs)
-    config = msgspec.structs.replace(config, max_num_seqs=num_seqs)
-    reader = RowReader(inputs, RowParser(defaults), limit=limit)
+    can_continue = is_repeatable(inputs)
+    job = Manifest(
+        created=int(time.time()),
+        model=run.model,
+        facts=job_facts(run, config, defaults, model_path=model_path),
+        inputs=list(zip(inputs, describe_inputs(inputs), strict=True)) if can_continue else [],
+    )
     limits = ModelLimits(
         max_model_len=config.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         on_too_long=run.job.on_too_long,
     )
-    feeder = Feeder(reader, lambda: _load_tokenizer(model_path), limits)
-    planner, duplicates = _plan(run)
     counts = Counts()
     reports: list[EngineReady] = []
 
@@ -107,14 +121,41 @@ def generate(
                 progress.note(note)
         reports.append(ready)
 
-    with Interrupts() as interrupts, contextlib.ExitStack() as stack:
-        # Undone in reverse, however the run ends: the output is made safe first, then the processes are ended.
-        sink = _open_sink(output)  # before standard output is set aside: it may be /dev/stdout by name
+    with contextlib.ExitStack() as stack:
+        # Undone in reverse, however the run ends: the output is made safe first, then the processes are ended, and
+        # only then another run may have the output.
+        opened = open_output(  # before standard output is set aside: it may be /dev/stdout by name
+            output,
+            job,
+            order=run.job.order,
+            can_continue=can_continue,
+            overwrite=overwrite,
+            retry_errors=retry_errors,
+            limit=limit,
+            reorder_bytes=parse_size(run.job.reorder_memory) or 0,
+        )
+        stack.callback(opened.close)
+        interrupts = stack.enter_context(Interrupts())  # from here on a signal waits for a good moment
+        for note in opened.notes:
+            progress.note(note)
+        if opened.finished is not None:
+            return _complete(output, opened.finished, started_at)
+        counts.rows_resumed = opened.answered.all.count
+
+        def make_reader() -> RowReader:
+            parser = RowParser(defaults, row_keys(run.job))
+            return RowReader(inputs, parser, limit=limit, answered=opened.answered)
+
+        num_seqs = most_requests(inputs, make_reader, enough=config.max_num_seqs)
+        config = msgspec.structs.replace(config, max_num_seqs=num_seqs)
+        reader = make_reader()
+        feeder = Feeder(reader, lambda: _load_tokenizer(model_path), limits)
+        planner, duplicates = _plan(run)
         stack.callback(progress.close)
         stack.enter_context(_rare_collections())
         stack.enter_context(_stdout_aside())
         processes = stack.enter_context(contextlib.ExitStack())
-        writer = ResultWriter(sink, order=run.job.order)
+        writer = _make_writer(opened, run.job)
         stack.callback(writer.close_early)
         stack.callback(feeder.stop)
         engines = []
@@ -138,14 +179,19 @@ def generate(
         def each_round() -> None:
             interrupts.check()
             progress.update(view)
+            _check_errors(counts, run.job.max_errors)
 
         pipeline.run(each_round)
+        _check_errors(counts, run.job.max_errors)
         generated_at = time.monotonic()
         writer.close()
+        rows, errors = counts.rows_resumed + counts.rows_done, opened.errors + counts.errors
+        opened.finish(rows=rows, errors=errors, all_read=reader.all_read)
     return Summary(
         output=output,
-        rows=counts.rows_done,
-        errors=dict(counts.errors),
+        rows=rows,
+        rows_resumed=counts.rows_resumed,
+        errors=dict(errors),
         prompt_tokens=counts.prompt_tokens,
         cached_tokens=counts.cached_tokens,
         completion_tokens=counts.completion_tokens,
@@ -204,10 +250,38 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _open_sink(output: str) -> Sink:
-    if output == STREAM:
-        return Sink(os.dup(sys.__stdout__.fileno() if sys.__stdout__ else 1), "standard output")
-    return Sink.open(Path(output))
+def _make_writer(opened: JobOutput, job: JobConfig) -> ResultWriter:
+    reorder = None
+    if job.order == "input":
+        reorder = ReorderBuffer(
+            opened.answered.all.next_missing, max_bytes=parse_size(job.reorder_memory) or 0, folder=opened.folder
+        )
+    return ResultWriter(opened.sink, opened.form, reorder=reorder, sync_seconds=job.sync_seconds)
+
+
+def _check_errors(counts: Counts, max_errors: int | None) -> None:
+    """Raises TooManyErrors. Rows that failed in earlier runs do not count: the same command gets further each time."""
+    if max_errors is not None and counts.rows_failed > max_errors:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.errors.most_common())
+        raise TooManyErrors(f"{counts.rows_failed:,} rows failed, and `job.max_errors` allows {max_errors:,}: {kinds}")
+
+
+def _complete(output: str, finished: Finished, started_at: float) -> Summary:
+    return Summary(
+        output=output,
+        rows=finished.rows,
+        rows_resumed=finished.rows,
+        errors=finished.errors,
+        was_complete=True,
+        prompt_tokens=0,
+        cached_tokens=0,
+        completion_tokens=0,
+        total_seconds=time.monotonic() - started_at,
+        generation_seconds=0.0,
+        startup={},
+        tokenizer_load_seconds=0.0,
+        reading_seconds=0.0,
+    )
 
 
 @contextlib.contextmanager

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.files import STREAM
 from nvcli.jobs.job import Job
-from nvcli.jobs.parser import RowParser
 from nvcli.jobs.reader import RowReader
 
 _QUICKLY_READ_BYTES = 1 << 20
 
 
-def most_requests(
-    inputs: Sequence[str], sampling_defaults: Mapping[str, Any], *, limit: int | None, enough: int
-) -> int:
-    """Requests (samples of rows) that the inputs can make; `enough` where they make more, or take long to read."""
+def most_requests(inputs: Sequence[str], make_reader: Callable[[], RowReader], *, enough: int) -> int:
+    """Requests (samples of rows) that the inputs can make; `enough` where they make more, or take long to read.
+
+    `make_reader`: a new reader of the inputs.
+    """
     paths = [Path(name) for name in inputs if name != STREAM]
     if len(paths) < len(inputs) or any(not path.is_file() for path in paths):
         return enough
@@ -26,7 +25,7 @@ def most_requests(
         return enough
     count = 0
     try:
-        for rows in RowReader(inputs, RowParser(sampling_defaults), limit=limit).batches():
+        for rows in make_reader().batches():
             count += sum(row.sampling.n for row in rows if isinstance(row, Job))
             if count >= enough:
                 return enough

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from nvcli.config import AttentionBackends, EngineConfig, RunConfig, parse_size
+from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError
+from nvcli.jobs.native_row import RowKeys
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import InvalidValue, convert
 
@@ -84,6 +85,11 @@ def sampling_defaults(run: RunConfig, model: ModelFacts) -> dict[str, Any]:
             "`generation_config: none` leaves the checkpoint's defaults out"
         ) from None
     return defaults
+
+
+def row_keys(job: JobConfig) -> RowKeys:
+    """Under which keys a row has what is nvcli's."""
+    return RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
 
 
 def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> Literal["cpu", "cuda"]:

@@ -15,8 +15,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     output: str
     rows: int
+    """Of the whole output, those of earlier runs included."""
+    rows_resumed: int = 0
+    """Answered by earlier runs; all figures but `rows` and `errors` leave them out."""
     errors: dict[str, int]
-    """Failed rows by error type."""
+    """Failed rows by error type, those of earlier runs included."""
+    was_complete: bool = False
+    """There was nothing to do."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -46,11 +51,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def format_summary(summary: Summary) -> str:
     """A few lines of plain text."""
     answered = summary.rows - summary.rows_failed
-    lines = [f"{answered:,} of {summary.rows:,} rows answered in {format_seconds(summary.total_seconds)}"]
-    lines[0] += "" if summary.output == "-" else f" → {summary.output}"
+    if summary.was_complete:
+        lines = [f"{summary.output} is complete: {answered:,} of {summary.rows:,} rows answered; nothing to do"]
+    else:
+        lines = [f"{answered:,} of {summary.rows:,} rows answered in {format_seconds(summary.total_seconds)}"]
+        lines[0] += f" ({summary.rows_resumed:,} by an earlier run)" if summary.rows_resumed else ""
+        lines[0] += "" if summary.output == "-" else f" → {summary.output}"
     if summary.errors:
         by_type = sorted(summary.errors.items(), key=lambda item: -item[1])
         lines.append("  failed    " + ", ".join(f"{name} {count:,}" for name, count in by_type))
+        lines.append("            --retry-errors tries these rows again")
+    if summary.was_complete:
+        return "\n".join(lines)
     cached = ""
     if summary.cached_tokens:
         share = summary.cached_tokens / summary.prompt_tokens
@@ -66,7 +78,8 @@ def format_summary(summary: Summary) -> str:
         seconds = summary.generation_seconds
         lines.append(
             f"  speed     {summary.completion_tokens / seconds:,.0f} generated and "
-            f"{summary.prompt_tokens / seconds:,.0f} prompt tokens/s, {summary.rows / seconds:,.1f} rows/s"
+            f"{summary.prompt_tokens / seconds:,.0f} prompt tokens/s, "
+            f"{(summary.rows - summary.rows_resumed) / seconds:,.1f} rows/s"
         )
     parts = {part: seconds for part, seconds in summary.startup.items() if seconds >= _SHOWN_SECONDS}
     startup = ", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in parts.items())

@@ -17,8 +17,8 @@ from nvcli.jobs.parser import RowParser
 from nvcli.jobs.reader import RowReader
 from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.pipeline.prepare import ModelLimits, PreparedRow, prepare
-from nvcli.pipeline.resolve import resolve_engine_config, sampling_defaults
+from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.pipeline.resolve import resolve_engine_config, row_keys, sampling_defaults
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 from nvcli.profile.lengths import FileLengths, lengths_of
 from nvcli.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
@@ -85,8 +85,9 @@ def _file_lengths(run: RunConfig, config: EngineConfig, model: ModelConfig, inpu
     )
     requests: list[tuple[int, int]] = []
     failed = 0
-    for rows in RowReader([input_file], RowParser(sampling_defaults(run, model))).batches():
-        for row in prepare(rows, tokenizer, limits):
+    preparer = Preparer(tokenizer, limits)
+    for rows in RowReader([input_file], RowParser(sampling_defaults(run, model), row_keys(run.job))).batches():
+        for row in preparer.prepare(rows):
             if isinstance(row, PreparedRow):
                 requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.n
             else:

@@ -1,0 +1,221 @@
+"""Kills the processes of a job, each in its turn, at random moments, and continues it, until it is done.
+
+    python scripts/kill_loop.py --kills 200 --seed 7
+
+Every job is then compared with one that was never touched: the same lines, and the same file for `--order input`.
+Now and then the end of the file is torn off or garbled between two runs, as a power loss would. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nvcli.jobs.compression import Unpacker, compression_of
+
+VICTIMS = ("parent", "engine", "rank 0", "Ctrl-C")
+
+
+def make_rows(rng: random.Random, count: int, tokens: int = 40) -> Iterator[dict[str, Any] | str]:
+    """Rows of all kinds, greedy and sampled, good and bad, in both forms. Prompts are shorter than a block, so that
+    `cached_tokens` does not depend on what ran before."""
+    for number in range(count):
+        prompt = f"What is {rng.randrange(1000)} + {rng.randrange(1000)}?\n"
+        sampling = {"max_tokens": rng.randint(1, 2 * tokens), "ignore_eos": True}
+        kind = rng.randrange(8)
+        if kind == 0:
+            yield rng.choice(["not json", '{"prompt": 1}', '{"id": "same", "prompt": "x", "sampling": {"top_p": 7}}'])
+        elif kind == 1:
+            body = {"model": "any", "messages": [{"role": "user", "content": prompt}], **sampling, "temperature": 1.0}
+            yield {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        elif kind == 2:
+            yield {"id": f"i{number}", "prompt": prompt, "sampling": {**sampling, "n": 2, "temperature": 1.0}}
+        elif kind == 3:
+            yield {"prompt": prompt, "sampling": {**sampling, "temperature": 1.5, "seed": number}, "kept": [number]}
+        else:
+            yield {"prompt": prompt, "sampling": sampling}
+
+
+def write_rows(path: Path, rng: random.Random, count: int, tokens: int = 40) -> Path:
+    rows = make_rows(rng, count, tokens)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+class KilledJob:
+    """One job, `command`, which writes to `output`, and what is done to it."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        output: Path,
+        *,
+        rng: random.Random,
+        start_seconds: float = 4.0,
+        run_seconds: float = 1.0,
+        **popen: Any,
+    ) -> None:
+        """Some kills come while a run starts, within `start_seconds`; most of them within `run_seconds` after its first
+        rows reached the file."""
+        self._command = list(command)
+        self._output = output
+        self._rng = rng
+        self._start_seconds = start_seconds
+        self._run_seconds = run_seconds
+        self._popen = popen
+        self.kills: Counter[str] = Counter()
+        self.num_torn = 0
+
+    def run(self, *, kills: int, victims: Sequence[str] = VICTIMS) -> int:
+        """Until the job is done; its exit code. It is not touched any more after so many kills."""
+        while self.kills.total() < kills:
+            code = self._run_once(victims[self.kills.total() % len(victims)])
+            if code in (0, 1):
+                return code
+            if self._rng.random() < 0.3:
+                self._tear()
+        return self._run_once(None)
+
+    def _run_once(self, victim: str | None) -> int:
+        """Start it, and have the victim end it, if it does not come to its end before."""
+        size = self._size()
+        with (
+            tempfile.TemporaryFile() as log,
+            subprocess.Popen(self._command, stdout=log, stderr=log, **self._popen) as process,
+        ):
+            if victim is not None:
+                self._wait(process, size)
+            processes = [process.pid, *descendants(process.pid)]
+            names = dict(zip(("parent", "engine", "rank 0"), processes, strict=False)) | {"Ctrl-C": process.pid}
+            is_killed = victim in names and process.poll() is None
+            if is_killed:
+                os.kill(names[victim], signal.SIGINT if victim == "Ctrl-C" else signal.SIGKILL)
+            code = process.wait(120)
+            log.seek(0)
+            text = log.read().decode()
+        _wait_gone(processes)
+        if code not in (0, 1):
+            expected = {"parent": -signal.SIGKILL, "Ctrl-C": 130}.get(victim or "", 3)
+            # Ctrl-C before the command is so far that it listens ends it as it ends any Python.
+            is_early = victim == "Ctrl-C" and code in (-signal.SIGINT, 1, 130)
+            assert is_killed, f"ended with {code} by itself:\n{text}"
+            assert code == expected or is_early, f"{victim} was killed, exit code {code}:\n{text}"
+            assert "Traceback" not in text or is_early, text
+            if code in (3, 130) and self._size():
+                assert "continue with:\n" in text or "the same command goes on" in text, text
+            self.kills[victim or ""] += 1
+        return code
+
+    def _wait(self, process: subprocess.Popen[bytes], size: int) -> None:
+        """For the moment: while the run starts, or after its first rows were written."""
+        rng = self._rng
+        deadline = time.monotonic() + (rng.uniform(0, self._start_seconds) if rng.random() < 0.2 else 60)
+        while process.poll() is None and self._size() <= size:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, self._run_seconds))
+
+    def _tear(self) -> None:
+        """What a power loss may do to rows that were not synced."""
+        size = self._size()
+        if not size:
+            return
+        self.num_torn += 1
+        os.truncate(self._output, self._rng.randrange(max(0, size - 2000), size))
+        if self._rng.random() < 0.5:
+            with self._output.open("ab") as file:
+                file.write(self._rng.choice([bytes(500), self._rng.randbytes(300), b'{"id":1,"index":0', b"\n\n"]))
+
+    def _size(self) -> int:
+        return self._output.stat().st_size if self._output.exists() else 0
+
+
+def comparable(lines: bytes, *, ordered: bool) -> list[bytes]:
+    """A job's lines without the time when it began, sorted unless their order counts."""
+    kept = [re.sub(rb'"created":\d+', b"", line) for line in lines.splitlines(keepends=True)]
+    return kept if ordered else sorted(kept)
+
+
+def unpacked(path: Path) -> bytes:
+    """The bytes of a file, of one that is not compressed as they are."""
+    compression = compression_of(path.name)
+    data = path.read_bytes()
+    return b"".join(Unpacker(compression).feed(data)) if compression else data
+
+
+def descendants(pid: int) -> list[int]:
+    """Children before their own children."""
+    try:
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return children + [grandchild for child in children for grandchild in descendants(child)]
+
+
+def _wait_gone(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in pids if _is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill and continue jobs until so many kills are survived.")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=600)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    survived: Counter[str] = Counter()
+    torn = 0
+    command = [sys.executable, "-m", "nvcli", "generate"]
+    common = ["-m", "demo", "--set", "device=cpu", "--set", "job.sync_seconds=0.1", "--progress", "none"]
+    common += ["--set", "max_num_seqs=32"]  # few rows at a time, so that they finish one after the other
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        while survived.total() < options.kills:
+            source = write_rows(folder / "in.jsonl", rng, options.rows)
+            order = rng.choice(["input", "completion"])
+            suffix = rng.choice(["", ".gz", ".zst"])
+            whole, output = folder / "whole.jsonl", folder / f"out.jsonl{suffix}"
+            settings = [*common, "--order", order, "--tp", rng.choice("112"), "--set", f"seed={rng.randrange(99)}"]
+            subprocess.run([*command, str(source), "-o", str(whole), *settings, "--overwrite"], stderr=subprocess.PIPE)
+            job = KilledJob([*command, str(source), "-o", str(output), *settings], output, rng=rng)
+            job.run(kills=options.kills - survived.total())
+            ordered = order == "input"
+            assert comparable(unpacked(output), ordered=ordered) == comparable(whole.read_bytes(), ordered=ordered)
+            survived += job.kills
+            torn += job.num_torn
+            kinds = ", ".join(f"{victim} {count}" for victim, count in survived.most_common())
+            job_text = " ".join(settings)
+            print(f"{survived.total()} kills survived ({kinds}), {torn} torn ends; last job: {job_text}", flush=True)
+            for path in folder.iterdir():
+                path.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Which rows an output answers already, one bit a row."""
+
+from __future__ import annotations
+
+
+class RowSet:
+    """Row numbers from 0, one bit each up to the largest."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self.count = 0
+
+    def add(self, index: int) -> bool:
+        """False if it was there."""
+        byte, bit = index >> 3, 1 << (index & 7)
+        if byte >= len(self._bits):
+            self._bits.extend(bytes(byte + 1 - len(self._bits)))
+        if self._bits[byte] & bit:
+            return False
+        self._bits[byte] |= bit
+        self.count += 1
+        return True
+
+    def __contains__(self, index: int) -> bool:
+        byte = index >> 3
+        return byte < len(self._bits) and bool(self._bits[byte] & 1 << (index & 7))
+
+    def minus(self, other: RowSet) -> RowSet:
+        """These without those, every one of which is in here."""
+        rest = RowSet()
+        rest._bits = bytearray(self._bits)
+        for byte, bits in enumerate(other._bits):
+            rest._bits[byte] &= ~bits
+        rest.count = self.count - other.count
+        return rest
+
+    def next_missing(self, index: int) -> int:
+        """The first number from `index` on that is not in the set."""
+        while index in self:
+            if not index & 7:
+                while self._bits[index >> 3 : (index >> 3) + 1] == b"\xff":
+                    index += 8
+                if index not in self:
+                    return index
+            index += 1
+        return index
+
+
+class AnsweredRows:
+    """Rows with a line in the output: all of them, and those whose line is an error."""
+
+    def __init__(self) -> None:
+        self.all = RowSet()
+        self.failed = RowSet()
+
+    def without_failed(self) -> AnsweredRows:
+        """As if the failed ones had no line."""
+        rest = AnsweredRows()
+        rest.all = self.all.minus(self.failed)
+        return rest

@@ -1,0 +1,40 @@
+"""The command as a user runs it, for tests that look at it from outside; with fake engines where none is needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nvcli
+
+SOURCES = Path(nvcli.__file__).parent.parent
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])}
+
+WITH_FAKES = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from fake_engine import FakeEngine
+from tokenizers import Tokenizer as Backend
+from nvcli import cli
+from nvcli.engine.client import EngineClient
+from nvcli.pipeline.tokenizer import Tokenizer
+
+class Loaded:  # spares each test the import of transformers
+    chat_template = eos_token_id = None
+    def __init__(self, path):
+        self.backend_tokenizer = Backend.from_file(str(path / "tokenizer.json"))
+
+Tokenizer.load = classmethod(lambda cls, path: cls(Loaded(path)))
+EngineClient.start = classmethod(lambda cls, config, name: FakeEngine(config, {options}))
+cli.main()
+"""
+
+
+def nvcli_command(*arguments: str, cwd: Path, fakes: str | None = None) -> list[str]:
+    """The real command, or the same with fake engines (`fakes`: their options)."""
+    if fakes is None:
+        return [sys.executable, "-m", "nvcli", *arguments]
+    script = cwd / "with_fakes.py"
+    script.write_text(WITH_FAKES.format(tests=str(Path(__file__).parent), options=fakes))
+    return [sys.executable, str(script), *arguments]

@@ -1,0 +1,223 @@
+"""Rows of OpenAI batch files: which parameters are taken, which refused, and what an answer looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, RowForm, Usage
+from nvcli.jobs.output_row import OutputForm, output_row, read_output_row
+from nvcli.sampling_params import SamplingParams
+
+ReadRows = Callable[..., list[Job | JobResult]]
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def line(url: str = CHAT, **changes: Any) -> bytes:
+    """A row whose body has these keys over a good one's; `outer` are keys of the row itself."""
+    outer = changes.pop("outer", {})
+    body = {"model": "gpt-x", **({"messages": MESSAGES} if url == CHAT else {"prompt": "hi"}), **changes}
+    row = {"custom_id": "a", "method": "POST", "url": url, "body": body, **outer}
+    return msgspec.json.encode({key: value for key, value in row.items() if value is not None}) + b"\n"
+
+
+def parse(read_rows: ReadRows, data: bytes, **options: Any) -> Job | JobResult:
+    (row,) = read_rows(data, **options)
+    return row
+
+
+def as_json(result: JobResult) -> dict[str, Any]:
+    row = output_row(result, OutputForm(created=77, model="served"))
+    decoded: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(row))
+    return decoded
+
+
+def test_a_chat_row(read_rows: ReadRows) -> None:
+    job = parse(
+        read_rows,
+        line(
+            max_completion_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=3, presence_penalty=1,
+            frequency_penalty=-1, logit_bias={"7": -100}, logprobs=True, top_logprobs=4, user="u", metadata={"a": "b"},
+            store=True, service_tier="auto", stream=False, response_format={"type": "text"}, tools=None, top_k=3,
+        ),
+        defaults={"temperature": 0.1, "min_p": 0.2},
+    )  # fmt: skip
+    assert isinstance(job, Job)
+    assert (job.place.id, job.place.form, job.place.model, job.messages) == ("a", RowForm.CHAT, "gpt-x", MESSAGES)
+    assert job.place.extra == {}
+    assert job.sampling == SamplingParams(
+        max_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=3, presence_penalty=1.0, frequency_penalty=-1.0,
+        logit_bias={7: -100.0}, logprobs=4, min_p=0.2, top_k=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "ids"), [("hi", "hi", None), (["hi"], "hi", None), ([1, 2], None, [1, 2]), ([[1]], None, [1])]
+)
+def test_a_completion_row(read_rows: ReadRows, prompt: Any, text: str | None, ids: list[int] | None) -> None:
+    job = parse(read_rows, line(COMPLETION, prompt=prompt, logprobs=2, best_of=1, echo=False, max_tokens=None))
+    assert isinstance(job, Job)
+    assert (job.place.form, job.prompt, job.prompt_token_ids) == (RowForm.COMPLETION, text, ids)
+    assert job.sampling == SamplingParams(logprobs=2)
+
+
+BAD = [
+    (line(stream=True), "unsupported_parameter", "`body.stream` is true"),
+    (line(response_format={"type": "json_object"}), "unsupported_parameter", "`body.response_format` is"),
+    (line(tools=[{}]), "unsupported_parameter", "`body.tools`"),
+    (line(temprature=1), "unsupported_parameter", "`body.temprature` is not supported; did you mean `temperature`?"),
+    (line(suffix="x", url=COMPLETION), "unsupported_parameter", "`body.suffix`"),
+    (line(COMPLETION, best_of=3), "unsupported_parameter", "`body.best_of`"),
+    (line(temperature=-1), "invalid_sampling", "`body.temperature` is -1; allowed"),
+    (line(n="2"), "invalid_sampling", "`body.n` is"),
+    (line(max_tokens=3, max_completion_tokens=4), "invalid_sampling", "differ"),
+    (line(logprobs=5), "invalid_sampling", "`body.logprobs` is 5"),
+    (line(top_logprobs=5), "invalid_sampling", "without `body.logprobs`"),
+    (line(logprobs=True, top_logprobs=21), "invalid_sampling", "`body.top_logprobs` is 21"),
+    (line(messages=[]), "invalid_value", "`body.messages` is empty"),
+    (line(messages=[{"role": "user", "content": 3}]), "invalid_value", "`body.messages[0].content` is 3"),
+    (line(messages=None), "missing_prompt", "`body.messages`"),
+    (line(COMPLETION, prompt=None), "missing_prompt", "`body.prompt`"),
+    (line(COMPLETION, prompt=["a", "b"]), "invalid_value", "holds 2 prompts"),
+    (line(COMPLETION, prompt=[1, "b"]), "invalid_value", "`body.prompt[1]`"),
+    (line(COMPLETION, prompt=5), "invalid_value", "`body.prompt` is 5"),
+    (line(model=5), "invalid_value", "`body.model` is 5"),
+    (line(outer={"method": "GET"}), "invalid_value", "`method`"),
+    (line("/v1/embeddings"), "unsupported_url", '`url` is "/v1/embeddings"'),
+    (line(outer={"url": 5}), "unsupported_url", "`url` is 5"),
+    (line(outer={"body": None}), "invalid_value", "`body` is null"),
+    (line(outer={"custom_id": None}), "invalid_id", "`custom_id` is missing"),
+    (line(outer={"custom_id": 5}), "invalid_id", "`custom_id` is 5"),
+]
+
+
+@pytest.mark.parametrize(("data", "kind", "message"), BAD)
+def test_a_bad_row_is_answered_with_error_objects(read_rows: ReadRows, data: bytes, kind: str, message: str) -> None:
+    result = parse(read_rows, b"\n" + data)
+    assert isinstance(result, JobResult)
+    row = as_json(result)
+    assert list(row) == ["id", "custom_id", "response", "error"]
+    assert row["id"] == "batch_req_0"
+    assert row["error"]["code"] == kind
+    assert row["error"]["message"].startswith("line 2: ")
+    assert message in row["error"]["message"]
+    assert row["response"]["status_code"] == 400
+    assert row["response"]["body"]["error"] == {
+        "message": row["error"]["message"],
+        "type": "invalid_request_error",
+        "param": None,
+        "code": kind,
+    }
+
+
+def test_ids_are_shared_by_both_forms_and_foreign_keys_pass_through(read_rows: ReadRows) -> None:
+    rows = read_rows(line(outer={"topic": "t"}) + b'{"id":"a","prompt":"x"}\n' + line())
+    assert isinstance(rows[0], Job)
+    assert rows[0].place.extra == {"topic": "t"}
+    assert [row.error and row.error.type for row in rows[1:] if isinstance(row, JobResult)] == ["duplicate_id"] * 2
+    assert [row.place.form for row in rows[1:]] == [RowForm.NATIVE, RowForm.CHAT]
+
+
+def test_a_native_row_may_carry_such_keys_along(read_rows: ReadRows) -> None:
+    job = parse(read_rows, b'{"prompt":"x","custom_id":"c","url":"u","body":{}}')
+    assert isinstance(job, Job)
+    assert job.place.form is RowForm.NATIVE
+    assert list(job.place.extra) == ["custom_id", "url", "body"]
+
+
+def result_for(read_rows: ReadRows, data: bytes) -> JobResult:
+    job = parse(read_rows, data)
+    assert isinstance(job, Job)
+    logprobs = Logprobs(tokens=["a", "\ufffd"], token_logprobs=[-0.5, -1.0], top_logprobs=[{"a": -0.5, "b": -2.0}, {}])
+    choice = Choice(index=0, text="a?", finish_reason="stop", logprobs=logprobs)
+    usage = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
+    return JobResult(place=job.place, choices=[choice], usage=usage)
+
+
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 1},
+}
+
+
+def test_the_answer_to_a_chat_row(read_rows: ReadRows) -> None:
+    row = as_json(result_for(read_rows, line()))
+    assert row == {
+        "id": "batch_req_0",
+        "custom_id": "a",
+        "response": {
+            "status_code": 200,
+            "request_id": "req_0",
+            "body": {
+                "id": "chatcmpl-0",
+                "object": "chat.completion",
+                "created": 77,
+                "model": "gpt-x",
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"role": "assistant", "content": "a?", "refusal": None},
+                        "logprobs": {
+                            "content": [
+                                {
+                                    "token": "a",
+                                    "logprob": -0.5,
+                                    "bytes": [97],
+                                    "top_logprobs": [
+                                        {"token": "a", "logprob": -0.5, "bytes": [97]},
+                                        {"token": "b", "logprob": -2.0, "bytes": [98]},
+                                    ],
+                                },
+                                {"token": "\ufffd", "logprob": -1.0, "bytes": None, "top_logprobs": []},
+                            ],
+                            "refusal": None,
+                        },
+                        "finish_reason": "stop",
+                    }
+                ],
+                "usage": USAGE,
+            },
+        },
+        "error": None,
+    }
+
+
+def test_the_answer_to_a_completion_row(read_rows: ReadRows) -> None:
+    body = as_json(result_for(read_rows, line(COMPLETION, model=None)))["response"]["body"]
+    assert body == {
+        "id": "cmpl-0",
+        "object": "text_completion",
+        "created": 77,
+        "model": "served",
+        "choices": [
+            {
+                "index": 0,
+                "text": "a?",
+                "logprobs": {
+                    "tokens": ["a", "\ufffd"],
+                    "token_logprobs": [-0.5, -1.0],
+                    "top_logprobs": [{"a": -0.5, "b": -2.0}, {}],
+                    "text_offset": [0, 1],
+                },
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": USAGE,
+    }
+
+
+def test_a_later_run_knows_the_rows_of_both_forms(read_rows: ReadRows) -> None:
+    (bad,) = read_rows(line(stream=True))
+    assert isinstance(bad, JobResult)
+    for result, error in ((result_for(read_rows, line()), None), (bad, "unsupported_parameter")):
+        place = msgspec.structs.replace(result.place, index=12)
+        data = msgspec.json.encode(output_row(msgspec.structs.replace(result, place=place), OutputForm()))
+        written = read_output_row(data)
+        assert written is not None
+        assert (written.index, written.error_type) == (12, error)

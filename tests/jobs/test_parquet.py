@@ -1,0 +1,147 @@
+"""Parquet in and out: rows as in JSONL, and an output that can be continued until it is complete."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nvcli.errors import ConfigError
+from nvcli.jobs import files
+from nvcli.jobs.files import check_inputs, check_output
+from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.manifest import manifest_path
+from nvcli.jobs.native_row import RowKeys
+from nvcli.jobs.parquet_output import write_parquet
+from nvcli.jobs.parser import RowParser
+from nvcli.jobs.reader import RowReader
+from output_jobs import open_job, write
+
+
+def read(path: Path, **options: Any) -> list[Job | JobResult]:
+    reader = RowReader([str(path)], RowParser({}, options.pop("keys", None)), **options)
+    rows = [row for batch in reader.batches() for row in batch]
+    assert reader.bytes_read == reader.bytes_total
+    return rows
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+    return path
+
+
+def test_columns_are_keys_and_nulls_are_absent(tmp_path: Path) -> None:
+    path = table(
+        tmp_path / "in.parquet",
+        [
+            {"id": "a", "prompt": "p", "messages": None, "sampling": {"top_k": 5, "seed": None}, "x": 1.5},
+            {"id": None, "prompt": None, "messages": [{"role": "user", "content": "hi", "name": None}], "x": None},
+            {"id": "c", "prompt": None, "messages": None, "x": 2.0},
+            {"id": "a", "prompt": "p", "messages": None},
+        ],
+    )
+    rows = read(path)
+    assert isinstance(rows[0], Job)
+    assert (rows[0].place.id, rows[0].prompt, rows[0].sampling.top_k, rows[0].place.extra) == ("a", "p", 5, {"x": 1.5})
+    assert isinstance(rows[1], Job)
+    assert (rows[1].place.id, rows[1].messages) == (2, [{"role": "user", "content": "hi"}])
+    errors = [row.error.type for row in rows if isinstance(row, JobResult) and row.error]
+    assert errors == ["missing_prompt", "duplicate_id"]
+
+
+def test_other_column_names_and_many_rows(tmp_path: Path) -> None:
+    path = table(tmp_path / "in.parquet", [{"question": f"q{i}", "key": i, "prompt": "kept"} for i in range(700)])
+    rows = read(path, keys=RowKeys(prompt="question", id="key"))
+    assert [row.prompt for row in rows if isinstance(row, Job)] == [f"q{i}" for i in range(700)]
+    assert [row.place.id for row in rows] == list(range(700))
+    assert rows[5].place.extra == {"prompt": "kept"}
+
+
+def test_what_is_no_parquet_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    path.write_bytes(b"x" * 100)
+    with pytest.raises(ConfigError, match=r"in\.parquet: cannot be read as Parquet"):
+        list(RowReader([str(path)], RowParser({})).batches())
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "find_spec", lambda name: None)
+    path = tmp_path / "in.parquet"
+    path.touch()
+    for check in (lambda: check_inputs([str(path)]), lambda: check_output([], str(tmp_path / "out.parquet"))):
+        with pytest.raises(ConfigError, match=r"pip install pyarrow"):
+            check()
+
+
+def test_an_output_is_written_at_the_end_and_can_be_continued_until_then(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    write(path, range(4), failing=())
+    assert not path.exists()
+    assert (tmp_path / "out.parquet.rows.jsonl").exists()
+    output = write(path, range(9), failing=(), finish=True)
+    assert output.answered.all.count == 4
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name, manifest_path(path).name]
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    assert [row["index"] for row in rows] == list(range(9))
+    assert rows[3]["choices"][0]["text"] == "ünswer 3\n"
+    assert rows[3]["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 0}
+    assert rows[3]["error"] is None
+    again = open_job(path)
+    assert again.finished is not None
+    again.close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name, manifest_path(path).name]
+
+
+def test_failed_rows_can_be_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    write(path, range(9), finish=True)
+    errors = [row["error"] for row in pyarrow.parquet.read_table(path).to_pylist() if row["error"]]
+    assert [error["type"] for error in errors] == ["prompt_too_long"] * 2
+    write(path, range(9), failing=(), finish=True, retry_errors=True)
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    assert sorted(row["index"] for row in rows) == list(range(9))
+    assert all(row["error"] is None for row in rows)
+
+
+def test_an_existing_table_of_another_origin_is_refused(tmp_path: Path) -> None:
+    path = table(tmp_path / "out.parquet", [{"a": 1}])
+    with pytest.raises(ConfigError, match="--overwrite"):
+        open_job(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.parquet"]
+
+
+def test_types_of_columns(tmp_path: Path) -> None:
+    own = {"index": 0, "choices": [], "usage": {}, "error": None}
+    logprobs = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0, "b": -2.0}]}
+    choice = {"index": 0, "text": "a", "finish_reason": "stop", "token_ids": [4], "logprobs": logprobs}
+    rows = [
+        {"id": "x", **own, "number": 1, "mixed": 1, "nested": {"a": [1]}, "big": 1 << 70, "none": None, "flag": True},
+        {"id": 7, **own, "choices": [choice], "number": 1.5, "mixed": "t", "late": "l"},
+    ]
+    path = tmp_path / "out.parquet"
+    write_parquet(lambda: map(msgspec.json.encode, rows), path)
+    first, second = pyarrow.parquet.read_table(path).to_pylist()
+    assert (first["id"], second["id"]) == ("x", "7")
+    assert (first["number"], first["mixed"], first["nested"], first["flag"]) == (1.0, "1", '{"a":[1]}', True)
+    assert (second["mixed"], second["late"], second["nested"], second["none"]) == ("t", "l", None, None)
+    assert math.isclose(float(first["big"]), float(1 << 70))
+    assert second["choices"][0]["logprobs"]["top_logprobs"] == [[("a", -1.0), ("b", -2.0)]]
+
+
+def test_an_output_without_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    write(path, [], finish=True)
+    assert pyarrow.parquet.read_table(path).num_rows == 0
+
+
+def test_rows_in_openai_form(tmp_path: Path) -> None:
+    row = {"id": "batch_req_0", "custom_id": "a", "response": {"status_code": 200}, "error": None}
+    path = tmp_path / "out.parquet"
+    write_parquet(lambda: [msgspec.json.encode(row)], path)
+    (read_back,) = pyarrow.parquet.read_table(path).to_pylist()
+    assert read_back == {"id": "batch_req_0", "custom_id": "a", "response": '{"status_code":200}', "error": None}

@@ -1,0 +1,85 @@
+"""Small jobs without engines: the rows of an input answered into an output, as far as a test wants."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nvcli.config import Order
+from nvcli.errors import RowError
+from nvcli.jobs.compression import Unpacker, compression_of
+from nvcli.jobs.job import Choice, JobResult, Place, RowForm, Usage, failed
+from nvcli.jobs.job_output import JobOutput, open_output
+from nvcli.jobs.manifest import Manifest
+from nvcli.jobs.reorder import ReorderBuffer
+from nvcli.jobs.writer import ResultWriter
+
+JOB = Manifest(created=1000, model="m", facts={"seed": 0, "dtype": "float32"}, inputs=[("in.jsonl", "5 bytes")])
+FAILING = frozenset((3, 4))
+
+
+def result_of(index: int, *, failing: Iterable[int] = (), form: RowForm = RowForm.NATIVE) -> JobResult:
+    place = Place(id=f"r{index}", index=index, line=f"line {index + 1}", form=form)
+    if index in failing:
+        return failed(place, RowError("prompt_too_long", "too long"))
+    choices = [Choice(index=0, text=f"ünswer {index}\n", finish_reason="stop")]
+    return JobResult(place=place, choices=choices, usage=Usage(prompt_tokens=index))
+
+
+def open_job(path: Path, job: Manifest = JOB, **options: Any) -> JobOutput:
+    return open_output(str(path), job, **options)
+
+
+def write(
+    path: Path,
+    indices: Iterable[int],
+    *,
+    order: Order = "completion",
+    failing: Iterable[int] = FAILING,
+    finish: bool = False,
+    form: RowForm = RowForm.NATIVE,
+    **options: Any,
+) -> JobOutput:
+    """One run that answers those of these rows that are missing, a flush for each."""
+    output = open_job(path, order=order, **options)
+    try:
+        answered = output.answered.all
+        reorder = ReorderBuffer(answered.next_missing, max_bytes=1000) if order == "input" else None
+        writer = ResultWriter(output.sink, output.form, reorder=reorder)
+        results = [result_of(index, failing=failing, form=form) for index in indices if index not in answered]
+        for result in results:
+            writer.write([result])
+            writer.flush()
+        if not finish:
+            writer.close_early()
+            return output
+        writer.close()
+        errors = output.errors + errors_of(results)
+        output.finish(rows=answered.count + len(results), errors=errors, all_read=True)
+        return output
+    finally:
+        output.close()
+
+
+def errors_of(results: Iterable[JobResult]) -> Counter[str]:
+    return Counter(result.error.type for result in results if result.error is not None)
+
+
+def plain_bytes(path: Path) -> bytes:
+    """What the file holds, unpacked."""
+    compression = compression_of(path.name)
+    data = path.read_bytes()
+    if not compression:
+        return data
+    unpacker = Unpacker(compression)
+    plain = b"".join(unpacker.feed(data))
+    unpacker.end()
+    return plain
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in plain_bytes(path).splitlines()]
