@@ -34,13 +34,13 @@ def finish_killed(job: KilledJob, kills: int) -> Counter[str]:
 @pytest.mark.timeout(600)
 def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "nvcli", "generate", "-m", "demo", *SETTINGS]
-    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 300, tokens=70))
+    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 400, tokens=70))
     jobs = {}
     for seed, order, suffix in ((5, "completion", ""), (6, "input", ".gz")):
         output = tmp_path / f"{order}.jsonl{suffix}"
         # Few rows at a time, so that they finish one after the other.
-        arguments = [*command, source, "-o", str(output), "--order", order, "--set", "max_num_seqs=32"]
-        jobs[order] = output, KilledJob(arguments, output, rng=random.Random(seed), run_seconds=0.6, env=ENVIRON)
+        arguments = [*command, source, "-o", str(output), "--order", order, "--set", "max_num_seqs=16"]
+        jobs[order] = output, KilledJob(arguments, output, rng=random.Random(seed), run_seconds=0.3, env=ENVIRON)
     whole = tmp_path / "whole.jsonl"
     with ThreadPoolExecutor(2) as pool:  # one for each core
         killed = [pool.submit(finish_killed, job, 5) for _, job in jobs.values()]

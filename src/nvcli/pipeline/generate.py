@@ -217,14 +217,16 @@ def _describe(ready: EngineReady, run: RunConfig) -> str:
 
 
 def _plan(run: RunConfig) -> tuple[Planner, Duplicates | None]:
-    rows = max(MIN_WINDOW_ROWS, 8 * run.max_num_seqs * run.data_parallel_size)
+    running = run.max_num_seqs * run.data_parallel_size
+    rows = max(MIN_WINDOW_ROWS, 8 * running)
     planner = Planner(
         block_size=run.block_size if run.job.plan and run.enable_prefix_caching else None,
         longest_first=run.job.plan,
         max_rows=rows,
         max_bytes=MAX_WINDOW_BYTES,
-        # Rows that are to be written in the order of the input wait for the one that is passed over.
-        max_passed_over=rows if run.job.order == "input" else 4 * rows,
+        # Rows that are to be written in the order of the input wait for the one that is passed over, and a crash loses
+        # those that wait: no more than run at a time.
+        max_passed_over=running if run.job.order == "input" else 4 * rows,
         num_lanes=run.data_parallel_size,
     )
     if not run.job.plan:
