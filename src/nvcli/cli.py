@@ -60,7 +60,7 @@ def main() -> None:
     from nvcli.errors import NvcliError, WorkerError
 
     try:
-        app()  # ends with SystemExit, its own usage errors included (2)
+        app(prog_name="nvcli")  # ends with SystemExit, its own usage errors included (2)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))

@@ -40,6 +40,7 @@ def check_gpus(
     if hidden := os.environ.get("CUDA_VISIBLE_DEVICES"):
         findings.append(note("visible GPUs", f"CUDA_VISIBLE_DEVICES={hidden}"))
     needed = num_gpus if device == "cuda" else 0
+    findings += _mig(smi, is_needed=needed > 1)
     findings += [_gpu(gpu, smi, is_needed=gpu.index < needed) for gpu in report.gpus]
     if report.is_available and len(report.gpus) < needed:
         findings.append(
@@ -108,6 +109,17 @@ def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cu
     return problem("driver", f"does not start: {reason}", advice)
 
 
+def _mig(smi: SmiReport, *, is_needed: bool) -> list[Finding]:
+    """A GPU that is cut into slices: a process sees one slice, and NCCL joins none."""
+    cut = [str(gpu.index) for gpu in smi.gpus.values() if gpu.mig]
+    if not cut:
+        return []
+    found = f"on for GPU {', '.join(cut)} as nvidia-smi numbers them: a run can use one slice"
+    if is_needed:
+        return [warning("MIG", found, "use --tp 1, or ask the machine's owner for a whole GPU")]
+    return [note("MIG", found)]
+
+
 def _gpu(gpu: GpuReport, smi: SmiReport, *, is_needed: bool) -> Finding:
     """One GPU; one that the run does not need gives no warning."""
     name = f"GPU {gpu.index}"
@@ -115,8 +127,6 @@ def _gpu(gpu: GpuReport, smi: SmiReport, *, is_needed: bool) -> Finding:
     known = smi.gpus.get(gpu.uuid)
     memory = f"{format_gib(free_bytes(gpu, smi))} of {format_gib(gpu.total_bytes)} free"
     found = f"{gpu.name}, compute capability {capability}, {memory}"
-    if known and known.mig:
-        found += ", MIG on"
     if gpu.failure:
         fail = problem if is_needed else warning
         return fail(name, f"{found}; cannot compute: {gpu.failure}", f"look at `nvidia-smi -i {gpu.index}` and `dmesg`")

@@ -86,7 +86,7 @@ def _generation_config(path: Path, config: ModelConfig) -> Finding:
 
 def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Finding]]:
     """Every file's header against its size, then all of them against the index."""
-    advice = "download what is named again: hf download NAME --local-dir FOLDER"
+    advice = f"copy what is named again from where it came from, such as: hf download OWNER/NAME --local-dir {path}"
     try:
         files = weight_files(path)
     except LoadError as error:

@@ -148,6 +148,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise LoadError(f"{file}: corrupt: its header is malformed ({error!r}); download it again") from None
     if size < expected:
         raise LoadError(f"{file}: truncated: {size:,} of {expected:,} bytes; download it again")
+    if size > expected:  # safetensors itself refuses to open it
+        raise LoadError(f"{file}: {size:,} bytes, and its header describes {expected:,}; download it again")
     return tensors
 
 
