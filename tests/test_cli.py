@@ -35,7 +35,9 @@ def write_rows(path: Path, count: int, *extra: str) -> Path:
 
 def test_help_and_version(tmp_path: Path) -> None:
     result = run("--version", cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (0, f"nvcli {nvcli.__version__}\n")
+    lines = result.stdout.splitlines()
+    assert (result.returncode, lines[0]) == (0, f"nvcli {nvcli.__version__}")
+    assert [line.split()[0] for line in lines] == ["nvcli", "Python", "torch", "triton"]
     result = run("--help", cwd=tmp_path)
     assert result.returncode == 0
     assert "generate" in result.stdout
@@ -61,7 +63,14 @@ def test_help_and_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["generate", "--help"], ["generate", "in.jsonl"], ["generate", "no.jsonl", "-m", "demo"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["doctor", "--help"],
+        ["generate", "--help"],
+        ["generate", "in.jsonl"],
+        ["generate", "no.jsonl", "-m", "demo"],
+    ],
 )
 def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
     write_rows(tmp_path / "in.jsonl", 1)

@@ -18,14 +18,21 @@ from typing import Annotated
 
 import typer
 
-from nvcli import __version__
+from nvcli import completion
 
 EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or model;
 3 the engine or the disk failed; 130 interrupted. After 1 by --max-errors, 3 and 130 the same command goes on."""
 
 app = typer.Typer(
     name="nvcli",
-    help="Offline LLM generation on one machine: a JSONL file in, a JSONL file out.",
+    help="""Offline LLM generation on one machine: a JSONL file in, a JSONL file out.
+
+    \b
+    Examples:
+      nvcli generate questions.jsonl --model demo
+      nvcli doctor --model Qwen/Qwen3-8B --tp 2
+      nvcli COMMAND --help
+    """,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -36,6 +43,12 @@ app = typer.Typer(
 class OrderChoice(StrEnum):
     INPUT = "input"
     COMPLETION = "completion"
+
+
+class DeviceChoice(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class ProgressChoice(StrEnum):
@@ -61,7 +74,7 @@ def _run() -> int:
     from nvcli.errors import NvcliError, OutputError, TooManyErrors, WorkerError
 
     try:
-        app()  # ends with SystemExit, its own usage errors included (2)
+        app(prog_name="nvcli")  # ends with SystemExit, its own usage errors included (2)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
@@ -90,14 +103,22 @@ def _run() -> int:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"nvcli {__version__}")
+        from nvcli.versions import describe_versions
+
+        typer.echo(describe_versions())
         raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions of nvcli, Python, torch with its CUDA, and Triton.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     pass
@@ -132,13 +153,25 @@ def generate(
         typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="PATH|NAME", help="Folder, Hugging Face id, or `demo`.")
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="PATH|NAME",
+            help="Folder, Hugging Face id, or `demo`.",
+            autocompletion=completion.models,
+        ),
     ] = None,
     tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy.")] = None,
     dp: Annotated[int | None, typer.Option("--dp", metavar="N", help="Copies of the model.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any key of the configuration; may be repeated.",
+            autocompletion=completion.keys,
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start an existing output anew.")] = False,
     retry_errors: Annotated[
@@ -216,17 +249,31 @@ def generate(
 )
 def bench(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="PATH|NAME", help="Folder, Hugging Face id, or `demo`.")
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="PATH|NAME",
+            help="Folder, Hugging Face id, or `demo`.",
+            autocompletion=completion.models,
+        ),
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", metavar="NAME", help="Made-up weights of a known shape, such as qwen3-0.6b; no files."),
+        typer.Option(
+            "--shape",
+            metavar="NAME",
+            help="Made-up weights of a known shape, such as qwen3-0.6b; no files.",
+            autocompletion=completion.shapes,
+        ),
     ] = None,
-    num_requests: Annotated[int, typer.Option("--num-requests", metavar="N", min=1)] = 256,
+    num_requests: Annotated[
+        int, typer.Option("--num-requests", metavar="N", min=1, help="Requests, all there at the start.")
+    ] = 256,
     input_len: Annotated[str, typer.Option("--input-len", metavar="A:B", help="Prompt tokens.")] = "100:1024",
     output_len: Annotated[str, typer.Option("--output-len", metavar="A:B", help="Answer tokens.")] = "100:1024",
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0)] = 0.6,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.6,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths and prompts.")] = 0,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Passes over the workload.")] = 1,
     config: Annotated[
         Path | None,
@@ -235,7 +282,12 @@ def bench(
     tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for the model.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any key of the configuration; may be repeated.",
+            autocompletion=completion.keys,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")] = False,
 ) -> None:
@@ -272,11 +324,23 @@ def bench(
 )
 def profile_memory(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="PATH|NAME", help="Folder, Hugging Face id, or `demo`.")
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="PATH|NAME",
+            help="Folder, Hugging Face id, or `demo`.",
+            autocompletion=completion.models,
+        ),
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", metavar="NAME", help="Made-up weights of a known shape, such as qwen3-8b; no files."),
+        typer.Option(
+            "--shape",
+            metavar="NAME",
+            help="Made-up weights of a known shape, such as qwen3-8b; no files.",
+            autocompletion=completion.shapes,
+        ),
     ] = None,
     input_file: Annotated[
         str | None, typer.Option("--input", metavar="FILE", help="Show how many of this file's requests fit.")
@@ -318,6 +382,77 @@ def profile_memory(
         print_bars(profile)
         typer.echo(format_profile(profile))
     raise typer.Exit(2 if profile.problem is not None else 0)
+
+
+@app.command(
+    epilog="Exit codes: 0 nothing found would stop a run; 1 something would; 2 usage or configuration.",
+    help="""Find out whether this machine, and a model where one is named, are fit for a run.
+
+    Looks at Python, torch, drivers and GPUs, attention backends, collectives between --tp processes, memory, limits,
+    folders, and the model's files. Every warning and problem says what to do. Downloads nothing.
+
+    \b
+    Examples:
+      nvcli doctor
+      nvcli doctor --model Qwen/Qwen3-8B --tp 2
+      nvcli doctor -c configs/h200-qwen3-8b.yaml -o /data/answers.jsonl
+      nvcli doctor --device cpu --tp 2 --json | jq '.findings[] | select(.level == "problem")'
+    """,
+)
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="PATH|NAME",
+            help="Folder, Hugging Face id, or `demo`.",
+            autocompletion=completion.models,
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy: their all-reduce is tried.")
+    ] = None,
+    dp: Annotated[int | None, typer.Option("--dp", metavar="N", help="Copies of the model.")] = None,
+    device: Annotated[
+        DeviceChoice | None, typer.Option("--device", help="What the run would be on. Without it: what is there.")
+    ] = None,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="Where answers would go: its folder is looked at."),
+    ] = Path("answers.jsonl"),
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any key of the configuration; may be repeated.",
+            autocompletion=completion.keys,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1.0, help="How long a check may take.")
+    ] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON, on standard output.")] = False,
+) -> None:
+    from nvcli.config import find_config_file, load_run_config
+    from nvcli.doctor.examination import examine
+    from nvcli.doctor.findings import Level, count
+    from nvcli.doctor.report import format_json, format_verdict, print_section
+
+    flags = {"--model": model, "--tp": tp, "--dp": dp, "--device": device.value if device else None}
+    run = load_run_config(find_config_file(config), overrides or (), flags, needs_model=False)
+    sections = []
+    for section in examine(run, output=output.absolute().parent, timeout=timeout):
+        sections.append(section)
+        if not as_json:
+            print_section(section, sys.stdout)
+    typer.echo(format_json(sections) if as_json else format_verdict(sections))
+    raise typer.Exit(1 if count(sections, Level.PROBLEM) else 0)
 
 
 class _Interrupted(Exception):

@@ -35,6 +35,7 @@ FLAG_KEYS = {
     "--model": "model",
     "--tp": "tensor_parallel_size",
     "--dp": "data_parallel_size",
+    "--device": "device",
     "--order": "job.order",
     "--max-errors": "job.max_errors",
 }
@@ -163,11 +164,16 @@ def find_config_file(explicit: Path | None) -> Path | None:
 
 
 def load_run_config(
-    path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    *,
+    needs_model: bool = True,
 ) -> RunConfig:
     """Lay `--set key=value` overrides over the file, and flags (of `FLAG_KEYS`; None: not given) over both.
 
-    Raises ConfigError that names where the value came from, the key, the value and what is allowed.
+    Without `needs_model`, `model` may stay empty. Raises ConfigError that names where the value came from, the key, the
+    value and what is allowed.
     """
     from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
 
@@ -185,8 +191,18 @@ def load_run_config(
     except InvalidValue as error:
         origin = source.origin(error.path)
         raise ConfigError(f"{origin}: {error.message}" if origin else error.message) from None
+    if needs_model:
+        _check_model(run)
     _check_together(run, source)
     return run
+
+
+def _check_model(run: RunConfig) -> None:
+    if not run.model.strip():
+        raise ConfigError(
+            "no model given: name a checkpoint's folder or Hugging Face id with `--model` or with `model:` in the "
+            "configuration file\n`--model demo` is built in and needs nothing"
+        )
 
 
 def _check_together(run: RunConfig, source: ConfigSource) -> None:
@@ -196,11 +212,6 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
         origin = source.origin(path)
         raise ConfigError(f"{origin}: {message}" if origin else message)
 
-    if not run.model.strip():
-        raise ConfigError(
-            "no model given: name a checkpoint's folder or Hugging Face id with `--model` or with `model:` in the "
-            "configuration file\n`--model demo` is built in and needs nothing"
-        )
     if run.max_num_batched_tokens < run.max_num_seqs:
         key = "max_num_batched_tokens" if "max_num_batched_tokens" in source.values else "max_num_seqs"
         fail(

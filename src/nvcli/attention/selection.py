@@ -47,6 +47,11 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     return backend, list(dict.fromkeys(notes))
 
 
+def why_not(name: str, case: AttentionCase) -> list[str]:
+    """Reasons why the backend of that name cannot serve `case`; empty when it can."""
+    return _load(name).unsupported(case)
+
+
 def _choose(name: str, case: AttentionCase, notes: list[str]) -> str:
     """The name of the backend that `name` stands for; adds to the notes what was passed over."""
     if name != "auto":

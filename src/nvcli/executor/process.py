@@ -35,23 +35,25 @@ class ChildProcess:
         name: str,
         pass_fds: tuple[int, ...] = (),
         env: Mapping[str, str] | None = None,
+        output_fd: int = 2,
     ) -> None:
         """Start `target` ("module:function") as function(argument, control) in a new process.
 
         `argument` is pickled. File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults:
-        variables that the user has set stay as they are.
+        variables that the user has set stay as they are. `output_fd` takes what the child prints.
         """
         self.name = name
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
             search_path = os.pathsep.join(p for p in sys.path if p)
-            # -P: the user's folder must not shadow modules. stdout=2: chatter goes to standard error.
+            # -P: the user's folder must not shadow modules. Chatter must not go to standard output.
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nvcli.executor.process", target, str(fd), str(os.getpid())],
                 pass_fds=(fd, *pass_fds),
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=output_fd,
+                stderr=output_fd,
                 env={**(env or {}), **os.environ, "PYTHONPATH": search_path},
                 process_group=0,
             )

@@ -5,9 +5,11 @@ Torch-free; huggingface_hub is imported only for a name that is neither `demo` n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +39,11 @@ class TensorInfo:
 
 def resolve_model(name: str) -> Path:
     """Folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then download)."""
+    return find_model(name) or _download(name)
+
+
+def find_model(name: str) -> Path | None:
+    """Like `resolve_model` without the download: None where one would be tried. Raises ConfigError and LoadError."""
     if name == "demo":
         from nvcli.demo import demo_path
 
@@ -50,7 +57,7 @@ def resolve_model(name: str) -> Path:
         raise LoadError(f"{name}: a file; `model` is the folder around it, in Hugging Face layout")
     if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
         raise LoadError(f"{name}: no such folder")
-    return _cached_in_hub(name) or _download(name)
+    return _cached_in_hub(name)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -93,7 +100,7 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     index = read_index(path)
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(path):
-        for name, info in _read_header(file).items():
+        for name, info in read_header(file).items():
             if index and index.get(name) != file.name:
                 continue  # by its own word not part of the checkpoint, or not this copy of it
             if name in tensors:
@@ -108,8 +115,11 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """The format: 8 bytes little-endian header length, JSON header, data (github.com/huggingface/safetensors)."""
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Tensors of one safetensors file. Raises LoadError for a missing, truncated or corrupt file.
+
+    The format: 8 bytes little-endian header length, JSON header, data (github.com/huggingface/safetensors).
+    """
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -138,6 +148,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         raise LoadError(f"{file}: corrupt: its header is malformed ({error!r}); download it again") from None
     if size < expected:
         raise LoadError(f"{file}: truncated: {size:,} of {expected:,} bytes; download it again")
+    if size > expected:  # safetensors itself refuses to open it
+        raise LoadError(f"{file}: {size:,} bytes, and its header describes {expected:,}; download it again")
     return tensors
 
 
@@ -161,12 +173,29 @@ def _cached_in_hub(name: str) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    check_download(name)  # answers at once whether the download can work
+    with _hub_errors(name):
+        return Path(snapshot_download(name, **_HUB_FILES))
+
+
+def check_download(name: str) -> None:
+    """Raises LoadError that says why the model `name` cannot be downloaded from the Hugging Face hub."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors(name):
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """What goes wrong with the hub within becomes a LoadError with a way out."""
     from huggingface_hub import errors as hub
 
     try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT)  # answers at once whether the download can work
-        return Path(snapshot_download(name, **_HUB_FILES))
+        yield
+        return
     except hub.HFValidationError:
         problem = "neither a folder nor a valid Hugging Face id (`owner/name`)"
     except hub.OfflineModeIsEnabled:

@@ -81,13 +81,14 @@ class ModelConfig:
         if self.intermediate_size % size:
             problems.append(f"intermediate size {self.intermediate_size} does not divide by {size}")
         if problems:
-            possible = [n for n in range(1, 17) if self._divides(n)]
+            possible = [n for n in range(1, 17) if self.divides_by(n)]
             raise ConfigError(
                 f"tensor_parallel_size {size} does not fit this model: {'; '.join(problems)}. "
                 f"Possible: {', '.join(map(str, possible))}"
             )
 
-    def _divides(self, size: int) -> bool:
+    def divides_by(self, size: int) -> bool:
+        """Whether the model can be cut over `size` ranks."""
         kv_fits = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
         return kv_fits and self.num_heads % size == 0 and self.intermediate_size % size == 0
 

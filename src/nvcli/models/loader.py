@@ -45,12 +45,7 @@ def load_weights(model: CausalLM, path: Path, device: torch.device) -> int:
     Returns the bytes of this rank's parameters. Raises LoadError before any memory is taken where the checkpoint does
     not fit the model, and for files that cannot be read.
     """
-    sources = [
-        (module, source)
-        for module_path, module in model.named_modules()
-        if isinstance(module, WeightModule)
-        for source in module.weight_sources(module_path)
-    ]
+    sources = _declared_sources(model)
     tensors = read_tensors(path)
     _check(model, [source for _, source in sources], tensors, path)
     materialize(model, device)
@@ -61,6 +56,11 @@ def load_weights(model: CausalLM, path: Path, device: torch.device) -> int:
         _zero_padding(model, assignments)
         _read(assignments, tensors)
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def check_weights(model: CausalLM, path: Path) -> None:
+    """Raise the LoadError that `load_weights` would raise before it takes memory. No weights are read."""
+    _check(model, [source for _, source in _declared_sources(model)], read_tensors(path), path)
 
 
 def make_up_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
@@ -89,6 +89,15 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, made[id(parameter)])
         if isinstance(module, DerivedModule):
             module.derive(device)
+
+
+def _declared_sources(model: CausalLM) -> list[tuple[WeightModule, WeightSource]]:
+    return [
+        (module, source)
+        for module_path, module in model.named_modules()
+        if isinstance(module, WeightModule)
+        for source in module.weight_sources(module_path)
+    ]
 
 
 def _check(model: CausalLM, sources: Iterable[WeightSource], tensors: Mapping[str, TensorInfo], path: Path) -> None:

@@ -14,6 +14,7 @@ from nvcli.errors import ConfigError
 from nvcli.jobs.native_row import RowKeys
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import InvalidValue, convert
+from nvcli.versions import torch_build
 
 
 class ModelFacts(Protocol):
@@ -57,14 +58,15 @@ def resolve_engine_config(
         gpu_memory_utilization=run.gpu_memory_utilization,
         kv_cache_memory=parse_size(run.kv_cache_memory),
         block_size=run.block_size,
-        attention_backend=_attention_choice(run.attention_backend),
+        attention_backend=attention_choice(run.attention_backend),
         enable_prefix_caching=run.enable_prefix_caching,
         enforce_eager=run.enforce_eager,
         step_timeout=run.step_timeout,
     )
 
 
-def _attention_choice(choice: str | AttentionBackends) -> str:
+def attention_choice(choice: str | AttentionBackends) -> str:
+    """`EngineConfig.attention_backend`."""
     if isinstance(choice, str):
         return choice
     return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
@@ -101,12 +103,7 @@ def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = Path("/de
 
 
 def _torch_has_cuda() -> bool:
-    """From torch/version.py, unexecuted: importing torch takes seconds, and only ranks need it."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return True  # an unusual build: let the ranks find out
-    return re.search(r"^cuda\b[^=\n]*=\s*None", text, re.MULTILINE) is None
+    build = torch_build()
+    if build is None:  # an unusual build: let the ranks find out
+        return find_spec("torch") is not None
+    return build.cuda is not None

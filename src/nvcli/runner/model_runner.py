@@ -124,7 +124,12 @@ class ModelRunner:
 
     def _join_process_group(self) -> None:
         with self._phase("process group"):
-            self.group = join_process_group(self.config, self._context, self.device)
+            self.group = join_process_group(
+                self._context,
+                self.device,
+                size=self.config.tensor_parallel_size,
+                timeout_seconds=self.config.step_timeout,
+            )
 
     def _build_model(self) -> None:
         with self._phase("build model"):

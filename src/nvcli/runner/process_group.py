@@ -8,19 +8,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nvcli.config import EngineConfig
 from nvcli.models.parallel import TensorParallelGroup
 from nvcli.runner.interface import RankContext
 
 _LOCALHOST = "127.0.0.1"
 
 
-def join_process_group(config: EngineConfig, context: RankContext, device: torch.device) -> TensorParallelGroup:
-    """Collective over all ranks. One rank needs no group and makes none."""
-    size = config.tensor_parallel_size
+def join_process_group(
+    context: RankContext, device: torch.device, *, size: int, timeout_seconds: float
+) -> TensorParallelGroup:
+    """Collective over all `size` ranks. One rank needs no group and makes none."""
     if size == 1:
         return TensorParallelGroup(None, device)
-    timeout = timedelta(seconds=config.step_timeout)
+    timeout = timedelta(seconds=timeout_seconds)
     # The host's name may not resolve, and no packet of ours leaves the machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_master = context.rank == 0

@@ -1,0 +1,44 @@
+"""Values that the shell completes for options without a fixed set of them. Imports come when one is asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def models(incomplete: str) -> list[str]:
+    """`demo`, the models of the local Hugging Face cache, and folders."""
+    cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
+    cached = Path(cache).expanduser().glob("models--*")
+    names = ["demo", *sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in cached)]
+    return [name for name in names if name.startswith(incomplete)] + _folders(incomplete)
+
+
+def shapes(incomplete: str) -> list[str]:
+    """Names that `nvcli bench --shape` knows."""
+    from nvcli.bench.shapes import SHAPES
+
+    return [name for name in SHAPES if name.startswith(incomplete)]
+
+
+def keys(incomplete: str) -> list[str]:
+    """Keys of the configuration, with the equals sign that `--set` wants behind them."""
+    from nvcli.config import JobConfig, RunConfig
+    from nvcli.sampling_params import SamplingParams
+
+    sections = {"job": JobConfig, "sampling": SamplingParams}
+    names = [key for key in RunConfig.__struct_fields__ if key not in sections]
+    names += [f"{section}.{key}" for section, kind in sections.items() for key in kind.__struct_fields__]
+    return [f"{name}=" for name in names if name.startswith(incomplete)]
+
+
+def _folders(incomplete: str) -> list[str]:
+    """Folders that begin so; the shell completes file names by itself only where nothing else fits."""
+    head, slash, tail = incomplete.rpartition("/")
+    parent = Path(f"{head}{slash}" or ".").expanduser()
+    try:
+        found = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
+    except OSError:
+        return []
+    shown = [name for name in found if name.startswith(tail) and (tail.startswith(".") or not name.startswith("."))]
+    return [f"{head}{slash}{name}/" for name in shown]

@@ -1,0 +1,135 @@
+"""Whether ranks can add up over the group that a run would make: NCCL between GPUs, gloo between CPU processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from multiprocessing.connection import Connection, wait
+from typing import Literal
+
+from nvcli.doctor.all_reduce_rank import (
+    LARGE_BYTES,
+    SMALL_BYTES,
+    AllReduceResult,
+    AllReduceTask,
+    Phase,
+    Port,
+)
+from nvcli.doctor.findings import Finding, note, ok, problem
+from nvcli.doctor.probe import Probe
+
+_TARGET = "nvcli.doctor.all_reduce_rank:main"
+_WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
+
+
+class _Failed(Exception):
+    pass
+
+
+def check_all_reduce(
+    device: Literal["cpu", "cuda"], *, size: int, num_copies: int, timeout: float, target: str = _TARGET
+) -> list[Finding]:
+    """For each of `num_copies` groups of `size` ranks. `target`: what a rank runs."""
+    backend = "NCCL" if device == "cuda" else "gloo"
+    if size == 1:
+        return [note("all-reduce", "not checked: a model on one rank needs none; --tp N checks N of them")]
+    findings = []
+    for copy in range(num_copies):
+        name = f"all-reduce {copy}" if num_copies > 1 else "all-reduce"
+        first_gpu = copy * size
+        try:
+            result = _all_reduce(device, size=size, first_gpu=first_gpu, timeout=timeout, target=target)
+        except _Failed as failed:
+            found = f"{backend} over {size} ranks: {failed}"
+            advice = "run it again with NCCL_DEBUG=INFO" if device == "cuda" else "look at the limits above"
+            if device == "cuda" and "NCCL_P2P_DISABLE" not in os.environ:
+                advice = _try_without_peers(size, first_gpu, timeout, target)
+            findings.append(problem(name, found, advice))
+            continue
+        if result.wrong:
+            advice = "do not trust runs with --tp here; look for Xid errors in `dmesg`, try NCCL_P2P_DISABLE=1"
+            findings.append(problem(name, f"{backend} over {size} ranks: {result.wrong}", advice))
+        else:
+            findings.append(ok(name, f"{backend} over {size} ranks: {_describe(device, size, result)}"))
+    return findings
+
+
+def _describe(device: str, size: int, result: AllReduceResult) -> str:
+    """Bus bandwidth as nccl-tests define it: what each rank's link carries."""
+    large = LARGE_BYTES[device]
+    bandwidth = large / result.large_seconds * 2 * (size - 1) / size
+    return (
+        f"sums are right; {SMALL_BYTES >> 10} KiB in {result.small_seconds * 1e6:,.0f} µs, {large >> 20} MiB in "
+        f"{result.large_seconds * 1e3:,.2f} ms (bus bandwidth {bandwidth / 1e9:,.1f} GB/s)"
+    )
+
+
+def _try_without_peers(size: int, first_gpu: int, timeout: float, target: str) -> str:
+    """What to do, after finding out whether peer access is to blame."""
+    try:
+        _all_reduce("cuda", size=size, first_gpu=first_gpu, timeout=timeout, target=target, env=_WITHOUT_PEERS)
+    except _Failed:
+        return "run it again with NCCL_DEBUG=INFO; look at /dev/shm above, at the fabric manager, and at `dmesg`"
+    return (
+        "with NCCL_P2P_DISABLE=1 it works: set that for now (slower), and look at IOMMU and ACS settings, which break "
+        "peer access"
+    )
+
+
+def _all_reduce(
+    device: Literal["cpu", "cuda"],
+    *,
+    size: int,
+    first_gpu: int,
+    timeout: float,
+    target: str,
+    env: Mapping[str, str] | None = None,
+) -> AllReduceResult:
+    """The slowest rank's times, and the first wrong sum that any rank saw. Raises _Failed."""
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(size):
+            task = AllReduceTask(
+                rank=rank, size=size, device=device, gpu_index=first_gpu + rank, timeout_seconds=timeout
+            )
+            probe = Probe(target, task, name=f"rank {rank}", timeout=timeout, env=env)
+            ranks.append(stack.enter_context(probe))
+        results = _collect(ranks, timeout)
+    return AllReduceResult(
+        wrong=next((result.wrong for result in results if result.wrong), ""),
+        small_seconds=max(result.small_seconds for result in results),
+        large_seconds=max(result.large_seconds for result in results),
+    )
+
+
+def _collect(ranks: list[Probe], timeout: float) -> list[AllReduceResult]:
+    """Every rank's result. A rank that ends early, or none that answers for `timeout` seconds, is a failure."""
+    deadline = time.monotonic() + timeout
+    phases = ["starting"] * len(ranks)
+    results: dict[int, AllReduceResult] = {}
+    by_control: dict[object, int] = {probe.child.control: rank for rank, probe in enumerate(ranks)}
+    while len(results) < len(ranks):
+        waiting = [probe.child.control for rank, probe in enumerate(ranks) if rank not in results]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            states = ", ".join(f"rank {rank} at {phase}" for rank, phase in enumerate(phases) if rank not in results)
+            raise _Failed(f"no answer within {timeout:g} s: {states}")
+        for control in ready:
+            assert isinstance(control, Connection)
+            rank = by_control[control]
+            try:
+                message = control.recv()
+            except (EOFError, ConnectionResetError):
+                probe = ranks[rank]
+                how = probe.child.describe_exit()
+                raise _Failed(f"rank {rank} {how} at {phases[rank]}{probe.last_words()}") from None
+            if isinstance(message, Port):
+                for other in ranks[1:]:
+                    other.child.control.send(message)
+            elif isinstance(message, Phase):
+                phases[rank] = message.name
+            else:
+                results[rank] = message
+    return [results[rank] for rank in range(len(ranks))]

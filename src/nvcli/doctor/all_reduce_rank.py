@@ -1,0 +1,115 @@
+"""Probe: one rank of an all-reduce of known values. Run as `nvcli.doctor.all_reduce_rank:main`.
+
+It joins the group as a run's rank does, so what works here works there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import msgspec
+
+SMALL_BYTES = 8 << 10
+"""Like a decode step of one row."""
+LARGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Like a step of a long prompt."""
+_PATTERN = 251
+_REPEATS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceTask:
+    """A rank's argument."""
+
+    rank: int
+    size: int
+    device: str
+    gpu_index: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Rank 0 to the others, through the parent: where the rendezvous store listens."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What the rank is about to do."""
+
+    name: str
+
+
+class AllReduceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's word on it."""
+
+    wrong: str
+    """How the sums differ from what they must be; empty where they do not."""
+    small_seconds: float
+    large_seconds: float
+
+
+def main(task: AllReduceTask, control: Connection) -> None:
+    control.send(Phase("importing torch"))
+    import torch
+
+    from nvcli.runner.interface import RankContext
+    from nvcli.runner.process_group import join_process_group
+
+    def wait_for_port() -> int:
+        message = control.recv()
+        assert isinstance(message, Port)
+        return message.port
+
+    context = RankContext(
+        rank=task.rank,
+        report_phase=lambda name: control.send(Phase(name)),
+        publish_port=lambda port: control.send(Port(port)),
+        wait_for_port=wait_for_port,
+    )
+    device = torch.device("cpu")
+    if task.device == "cuda":
+        device = torch.device("cuda", task.gpu_index)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    control.send(Phase("joining the group"))
+    group = join_process_group(context, device, size=task.size, timeout_seconds=task.timeout_seconds)
+    control.send(Phase("the all-reduce"))
+    wrong, seconds = "", {}
+    for num_bytes in (SMALL_BYTES, LARGE_BYTES[task.device]):
+        # Sums stay below 2²⁴, where float32 is exact.
+        pattern = torch.arange(num_bytes // 4, device=device).remainder_(_PATTERN).float()
+        total = group.all_reduce(pattern * (task.rank + 1))
+        num_wrong = int((total != pattern * (task.size * (task.size + 1) // 2)).sum())
+        if num_wrong and not wrong:
+            wrong = f"{num_wrong:,} of {len(total):,} sums are wrong"
+        values = torch.zeros_like(pattern)
+        seconds[num_bytes] = _time(lambda values=values: group.all_reduce(values), device)  # type: ignore[misc]
+    small, large = seconds.values()
+    control.send(AllReduceResult(wrong=wrong, small_seconds=small, large_seconds=large))
+    control.recv()  # stay until all are done: who leaves early takes the others' connections along
+
+
+def _time(run: Callable[[], object], device: object) -> float:
+    """Median of several runs, each waited for."""
+    import torch
+
+    def wait() -> None:
+        if device != torch.device("cpu"):
+            torch.cuda.synchronize()
+
+    times = []
+    for _ in range(_REPEATS):
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,62 @@
+"""Probe: which attention backends serve a run, and why others do not. Run as `nvcli.doctor.attention_probe:main`.
+
+In a process of its own: a package that was built for another torch may take it down.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import msgspec
+
+from nvcli.doctor.findings import Finding, note, ok, problem
+
+
+class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
+    """`attention.backend.AttentionCase` in plain values, and what the configuration chooses."""
+
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    max_num_seqs: int
+    choice: str
+
+
+def main(task: AttentionTask, control: Connection) -> None:
+    control.send(probe(task))
+
+
+def probe(task: AttentionTask) -> list[Finding]:
+    """Imports torch, and the backends' packages."""
+    import torch
+
+    from nvcli.attention.backend import AttentionCase
+    from nvcli.attention.selection import BACKENDS, NOT_ASKED, select_backend, why_not
+    from nvcli.errors import ConfigError
+
+    case = AttentionCase(
+        device=torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu"),
+        dtype=getattr(torch, task.dtype),
+        num_heads=task.num_heads,
+        num_kv_heads=task.num_kv_heads,
+        head_dim=task.head_dim,
+        block_size=task.block_size,
+        max_num_seqs=task.max_num_seqs,
+    )
+    findings = []
+    for name in BACKENDS:
+        passed_over = NOT_ASKED[task.device].get(name)
+        if reasons := why_not(name, case):
+            findings.append(note(name, "; ".join(reasons)))
+        else:
+            findings.append(ok(name, f"works; auto leaves it out: {passed_over}" if passed_over else "works"))
+    shape = f"{task.num_heads} heads, {task.num_kv_heads} KV heads of {task.head_dim}, {task.dtype}"
+    try:
+        backend, _ = select_backend(task.choice, case)
+    except ConfigError as error:
+        return [*findings, problem("choice", str(error), "set attention_backend: auto")]
+    return [*findings, ok("choice", f"{task.choice} is {backend.name}, for {shape}")]

@@ -1,0 +1,165 @@
+"""The whole examination, section by section: what is cheap first, what takes seconds in probes beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from nvcli.config import EngineConfig, RunConfig
+from nvcli.doctor.all_reduce import check_all_reduce
+from nvcli.doctor.attention_probe import AttentionTask
+from nvcli.doctor.device_probe import DeviceReport, GpuReport
+from nvcli.doctor.findings import Finding, Section, note, ok, problem
+from nvcli.doctor.fit import check_fit
+from nvcli.doctor.folders import check_folders
+from nvcli.doctor.gpus import check_gpus, free_bytes
+from nvcli.doctor.machine import check_machine, read_meminfo
+from nvcli.doctor.model_files import ModelFiles, check_model_files
+from nvcli.doctor.model_probe import ModelTask
+from nvcli.doctor.nvidia_smi import ask_nvidia_smi
+from nvcli.doctor.probe import Probe, ProbeFailed
+from nvcli.doctor.software import check_software
+from nvcli.errors import ConfigError
+from nvcli.models.config import ModelConfig
+from nvcli.pipeline.resolve import attention_choice, detect_device, resolve_engine_config
+
+_EXAMPLE_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+"""What the attention backends are asked about where no model is given: Qwen3-8B's."""
+
+
+def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section]:
+    """`run.model` may be empty. `output`: the folder that answers would go to. `timeout`: of each probe, in seconds.
+
+    Never raises for what is wrong with the machine or the model. No process outlives it.
+    """
+    device = detect_device() if run.device == "auto" else run.device
+    num_ranks = run.tensor_parallel_size * run.data_parallel_size
+    with ExitStack() as stack:
+
+        def start(target: str, task: msgspec.Struct | None, name: str) -> Probe:
+            return stack.enter_context(Probe(f"nvcli.doctor.{target}:main", task, name=name, timeout=timeout))
+
+        smi = ask_nvidia_smi()  # before our own probes take memory of the GPUs
+        device_probe = start("device_probe", None, "device probe")
+        yield Section(title="Software", findings=check_software(device))
+        yield Section(title="Machine", findings=check_machine(device, num_ranks=num_ranks))
+        yield Section(title="Folders", findings=check_folders(device, output))
+
+        files = check_model_files(run.model) if run.model.strip() else None
+        config, config_findings = _engine_config(run, files, device)
+        attention_probe = start("attention_probe", _attention_task(run, files, config, device), "attention probe")
+        model_probe = None
+        if files is not None and files.path is not None:
+            model_probe = start("model_probe", _model_task(files.path, files), "model probe")
+
+        report = _result(device_probe)
+        yield Section(
+            title="GPUs",
+            findings=check_gpus(report, smi, device=device, num_gpus=num_ranks, is_explicit=run.device != "auto"),
+        )
+        has_gpus = isinstance(report, DeviceReport) and len(report.gpus) >= num_ranks
+        can_run = device == "cpu" or has_gpus
+        yield Section(
+            title="Attention backends",
+            findings=_findings(attention_probe, "attention") if can_run else [_not_checked("attention")],
+        )
+        yield Section(
+            title="Collectives",
+            findings=check_all_reduce(
+                device, size=run.tensor_parallel_size, num_copies=run.data_parallel_size, timeout=timeout
+            )
+            if can_run
+            else [_not_checked("all-reduce")],
+        )
+        if files is not None:
+            findings = [*files.findings, *config_findings]
+            if model_probe is not None:
+                findings += _findings(model_probe, "tokenizer")
+            if config is not None and files.config is not None and files.num_weights is not None:
+                gpus = [] if isinstance(report, str) else report.gpus
+                gpus = [msgspec.structs.replace(gpu, free_bytes=free_bytes(gpu, smi)) for gpu in gpus]
+                findings.append(_fit(config, files.config, files.num_weights, run, gpus))
+            yield Section(title=f"Model {run.model}", findings=findings)
+
+
+def _not_checked(name: str) -> Finding:
+    return note(name, "not checked: the GPUs that the run needs are not there")
+
+
+def _fit(config: EngineConfig, model: ModelConfig, num_weights: int, run: RunConfig, gpus: list[GpuReport]) -> Finding:
+    ram = read_meminfo()["MemAvailable"]
+    return check_fit(config, model, num_weights, num_copies=run.data_parallel_size, gpus=gpus, ram=ram)
+
+
+def _engine_config(
+    run: RunConfig, files: ModelFiles | None, device: Literal["cpu", "cuda"]
+) -> tuple[EngineConfig | None, list[Finding]]:
+    """What the run and the model come to together; None where that cannot be told."""
+    if files is None or files.path is None or files.config is None:
+        return None, []
+    try:
+        config = resolve_engine_config(run, files.path, files.config, found_device=device)
+    except ConfigError as error:
+        return None, [problem("configuration", str(error), "change that key, in the file or with --set")]
+    return config, [
+        ok(
+            "configuration",
+            f"{config.device}, {config.dtype}, --tp {config.tensor_parallel_size}, --dp {run.data_parallel_size}, "
+            f"max_model_len {config.max_model_len:,}",
+        )
+    ]
+
+
+def _attention_task(
+    run: RunConfig, files: ModelFiles | None, config: EngineConfig | None, device: Literal["cpu", "cuda"]
+) -> AttentionTask:
+    """As a rank of the run would ask."""
+    model = files.config if files is not None else None
+    heads = _EXAMPLE_HEADS
+    dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    if model is not None and config is not None:
+        size = config.tensor_parallel_size
+        heads = {
+            "num_heads": model.num_heads // size,
+            "num_kv_heads": max(1, model.num_kv_heads // size),
+            "head_dim": model.head_dim,
+        }
+        dtype = config.dtype
+    return AttentionTask(
+        device=device,
+        dtype=dtype,
+        block_size=run.block_size,
+        max_num_seqs=run.max_num_seqs,
+        choice=attention_choice(run.attention_backend),
+        **heads,
+    )
+
+
+def _model_task(path: Path, files: ModelFiles) -> ModelTask:
+    return ModelTask(
+        path=str(path),
+        vocab_size=files.config.vocab_size if files.config else None,
+        has_weights=files.config is not None and files.tensors is not None,
+    )
+
+
+def _result(probe: Probe) -> DeviceReport | str:
+    """The report, or why there is none."""
+    try:
+        report: DeviceReport = probe.result()
+    except ProbeFailed as failed:
+        return str(failed)
+    return report
+
+
+def _findings(probe: Probe, name: str) -> list[Finding]:
+    """A probe's findings; its failure is one."""
+    try:
+        findings: list[Finding] = probe.result()
+    except ProbeFailed as failed:
+        return [problem(name, str(failed), "find out why: the check does what a run would do next")]
+    return findings

@@ -1,0 +1,65 @@
+"""What the checks return. A check never raises for what it finds: that is its answer."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Level(StrEnum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Neither good nor bad, or not checked."""
+    WARNING = "warning"
+    """A run works, but slower, or with less, than it might."""
+    PROBLEM = "problem"
+    """A run would not start, or would fail."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the report."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+    """What to do; every warning and problem says it."""
+
+    def __post_init__(self) -> None:
+        assert self.advice or self.level in (Level.OK, Level.NOTE), f"{self.name}: nothing said of what to do"
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings about one thing."""
+
+    title: str
+    findings: list[Finding]
+
+
+def ok(name: str, found: str) -> Finding:
+    return Finding(name=name, level=Level.OK, found=found)
+
+
+def note(name: str, found: str) -> Finding:
+    return Finding(name=name, level=Level.NOTE, found=found)
+
+
+def warning(name: str, found: str, advice: str) -> Finding:
+    return Finding(name=name, level=Level.WARNING, found=found, advice=advice)
+
+
+def problem(name: str, found: str, advice: str) -> Finding:
+    return Finding(name=name, level=Level.PROBLEM, found=found, advice=advice)
+
+
+def count(sections: list[Section], level: Level) -> int:
+    """Findings of that level."""
+    return sum(finding.level == level for section in sections for finding in section.findings)
+
+
+def format_gib(num_bytes: float) -> str:
+    """Such as `79.2 GiB`; in MiB below one."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,67 @@
+"""Folders that a run writes to: where answers go, where compiled kernels are kept, where temporary files lie."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
+
+_LITTLE_BYTES = 1 << 30
+
+
+def check_folders(device: Literal["cpu", "cuda"], output: Path) -> list[Finding]:
+    """`output`: the folder of the file that answers would be written to."""
+    return [check_output(output), check_kernel_cache(kernel_cache_folder(), device), check_temporary()]
+
+
+def check_output(folder: Path) -> Finding:
+    if not folder.is_dir():
+        return problem("output", f"{folder} is no folder", f"mkdir -p {folder}, or name another with --output")
+    if (reason := why_not_writable(folder)) is not None:
+        return problem("output", f"{folder} cannot be written to: {reason}", "name another folder with --output")
+    return _space("output", folder, "free some space, or name a folder on another disk with --output")
+
+
+def kernel_cache_folder() -> Path:
+    """Where Triton keeps compiled kernels, by its own rules."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~/")
+    return Path(named) if named else Path(home) / ".triton" / "cache"
+
+
+def check_kernel_cache(folder: Path, device: Literal["cpu", "cuda"]) -> Finding:
+    existing = next(part for part in (folder, *folder.parents) if part.exists())
+    reason = why_not_writable(existing) if existing.is_dir() else f"{existing} is a file"
+    if reason is None:
+        return _space("kernel cache", folder, "set TRITON_CACHE_DIR to a folder on another disk", existing)
+    found = f"{folder} cannot be written to: {reason}"
+    if device == "cpu":
+        return note("kernel cache", f"{found}; only runs on a GPU need it")
+    return problem("kernel cache", found, "set TRITON_CACHE_DIR to a folder that can be written to")
+
+
+def check_temporary() -> Finding:
+    try:
+        folder = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        return problem("temporary files", str(error.strerror), "set TMPDIR to a folder that can be written to")
+    return _space("temporary files", folder, "set TMPDIR to a folder on another disk")
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """None where a file can be made there; tried, because permissions do not tell of read-only and full disks."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _space(name: str, folder: Path, advice: str, existing: Path | None = None) -> Finding:
+    free = shutil.disk_usage(existing or folder).free
+    found = f"{folder}, {format_gib(free)} free"
+    return ok(name, found) if free >= _LITTLE_BYTES else warning(name, found, advice)

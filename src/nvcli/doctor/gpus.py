@@ -1,0 +1,179 @@
+"""Findings about GPUs: driver, each GPU and who holds its memory, access from one to another."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from nvcli.doctor.device_probe import DeviceReport, GpuReport
+from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
+from nvcli.doctor.nvidia_smi import SmiGpu, SmiReport
+
+_MIN_CAPABILITY = (8, 0)
+_HELD_SHARE = 0.02
+"""Of a GPU's memory: less is the driver's own."""
+
+_DRIVER_ADVICE = {
+    "CUDA_ERROR_NO_DEVICE": "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; start a container with --gpus all",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "start the fabric manager: systemctl start nvidia-fabricmanager",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "driver and libcuda are of different versions: reboot, or install one again",
+}
+
+
+def check_gpus(
+    report: DeviceReport | str, smi: SmiReport, *, device: Literal["cpu", "cuda"], num_gpus: int, is_explicit: bool
+) -> list[Finding]:
+    """`report`: the probe's, or why there is none. `num_gpus`: what the run needs if `device` is cuda.
+
+    `is_explicit`: the device was named, and not found to be what there is.
+    """
+    if isinstance(report, str):
+        level = problem if device == "cuda" else warning
+        return [level("torch", f"cannot be asked for GPUs: {report}", "make `python -c 'import torch'` work first")]
+    findings = [ok("torch", _describe_torch(report))]
+    if report.is_available:
+        findings.append(_driver(report, smi))
+    else:
+        findings.append(_no_gpus(report, smi, device=device, is_explicit=is_explicit))
+    if smi.failure:
+        findings.append(warning("nvidia-smi", smi.failure, "look at `dmesg` for messages of the driver (NVRM, Xid)"))
+    if hidden := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        findings.append(note("visible GPUs", f"CUDA_VISIBLE_DEVICES={hidden}"))
+    needed = num_gpus if device == "cuda" else 0
+    findings += _mig(smi, is_needed=needed > 1)
+    findings += [_gpu(gpu, smi, is_needed=gpu.index < needed) for gpu in report.gpus]
+    if report.is_available and len(report.gpus) < needed:
+        findings.append(
+            problem(
+                "number of GPUs",
+                f"the run needs {needed}, and {len(report.gpus)} can be seen",
+                "lower --tp or data_parallel_size, or look at CUDA_VISIBLE_DEVICES",
+            )
+        )
+    if report.pinned_failure:
+        findings.append(
+            problem("page-locked memory", report.pinned_failure, "free some RAM, or raise the container's memory limit")
+        )
+    if len(report.gpus) > 1:
+        findings.append(_peers(report, smi, is_needed=needed > 1))
+    return findings
+
+
+def free_bytes(gpu: GpuReport, smi: SmiReport) -> int:
+    """nvidia-smi was asked before our own probes took memory; where it is not there, theirs counts as used."""
+    known = smi.gpus.get(gpu.uuid)
+    return known.total_bytes - known.used_bytes if known else gpu.free_bytes
+
+
+def _describe_torch(report: DeviceReport) -> str:
+    if report.torch_cuda is None:
+        return "imports; built without CUDA"
+    return f"imports; built for CUDA {report.torch_cuda}{f', NCCL {report.nccl}' if report.nccl else ''}"
+
+
+def _driver(report: DeviceReport, smi: SmiReport) -> Finding:
+    """torch runs on a driver of its CUDA's major version or a later one."""
+    driver = next((gpu.driver for gpu in smi.gpus.values()), "")
+    serves = ".".join(map(str, report.driver_cuda)) if report.driver_cuda else "?"
+    return ok("driver", f"{driver} (CUDA up to {serves})".lstrip())
+
+
+def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cuda"], is_explicit: bool) -> Finding:
+    """Why torch sees none, and whether that stops the run."""
+    if report.driver_cuda is None and not smi.gpus:
+        if device == "cuda" and not is_explicit:
+            return problem(
+                "driver",
+                f"there are GPUs (/dev/nvidia*) and no driver library: {report.driver_failure}",
+                "install the driver's libcuda.so.1; start a container with --gpus all",
+            )
+        if device == "cuda":
+            return problem("GPUs", "none: this machine has no NVIDIA driver", "use `device: cpu`, or `device: auto`")
+        return note("GPUs", "no NVIDIA GPU on this machine: runs use the CPU")
+    if device == "cpu":
+        why = "torch is built without CUDA" if report.torch_cuda is None else "the run is on the CPU"
+        if is_explicit or report.torch_cuda is not None:
+            return note("GPUs", f"not used: {why}")
+        return warning("GPUs", f"not used: {why}", "install a torch that is built for CUDA (pytorch.org)")
+    if report.torch_cuda is None:
+        return problem("GPUs", "torch is built without CUDA", "install a torch that is built for CUDA (pytorch.org)")
+    if report.driver_cuda and report.driver_cuda[0] < int(report.torch_cuda.partition(".")[0]):
+        serves = ".".join(map(str, report.driver_cuda))
+        return problem(
+            "driver",
+            f"serves CUDA up to {serves}, and torch is built for {report.torch_cuda}",
+            "install a newer driver, or a torch that is built for an older CUDA (pytorch.org)",
+        )
+    reason = report.driver_failure or "torch finds no GPU"
+    advice = _DRIVER_ADVICE.get(reason, "look at `nvidia-smi`, at CUDA_VISIBLE_DEVICES, and at `dmesg` for Xid errors")
+    return problem("driver", f"does not start: {reason}", advice)
+
+
+def _mig(smi: SmiReport, *, is_needed: bool) -> list[Finding]:
+    """A GPU that is cut into slices: a process sees one slice, and NCCL joins none."""
+    cut = [str(gpu.index) for gpu in smi.gpus.values() if gpu.mig]
+    if not cut:
+        return []
+    found = f"on for GPU {', '.join(cut)} as nvidia-smi numbers them: a run can use one slice"
+    if is_needed:
+        return [warning("MIG", found, "use --tp 1, or ask the machine's owner for a whole GPU")]
+    return [note("MIG", found)]
+
+
+def _gpu(gpu: GpuReport, smi: SmiReport, *, is_needed: bool) -> Finding:
+    """One GPU; one that the run does not need gives no warning."""
+    name = f"GPU {gpu.index}"
+    capability = ".".join(map(str, gpu.capability))
+    known = smi.gpus.get(gpu.uuid)
+    memory = f"{format_gib(free_bytes(gpu, smi))} of {format_gib(gpu.total_bytes)} free"
+    found = f"{gpu.name}, compute capability {capability}, {memory}"
+    if gpu.failure:
+        fail = problem if is_needed else warning
+        return fail(name, f"{found}; cannot compute: {gpu.failure}", f"look at `nvidia-smi -i {gpu.index}` and `dmesg`")
+    if held := _held(gpu, known, smi):
+        found = f"{found}; {held}"
+        if is_needed:
+            return warning(name, found, "end those programs, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+        return note(name, found)
+    if gpu.capability < _MIN_CAPABILITY and is_needed:
+        wanted = ".".join(map(str, _MIN_CAPABILITY))
+        return warning(name, f"{found}: below {wanted}, only plain torch attention works", "use a newer GPU for speed")
+    return ok(name, found)
+
+
+def _held(gpu: GpuReport, known: SmiGpu | None, smi: SmiReport) -> str:
+    """Who holds memory of the GPU; empty where nobody does."""
+    if known is None:
+        return ""  # our own probes are in what torch tells
+    programs = [p for p in smi.processes if p.gpu_uuid == gpu.uuid]
+    if programs:
+        return ", ".join(f"{p.name} (pid {p.pid}) holds {format_gib(p.used_bytes)}" for p in programs)
+    if known.used_bytes > _HELD_SHARE * known.total_bytes:
+        return f"{format_gib(known.used_bytes)} are held by programs that cannot be seen from here"
+    return ""
+
+
+def _peers(report: DeviceReport, smi: SmiReport, *, is_needed: bool) -> Finding:
+    """Access of GPUs to each other's memory, and by which link."""
+    indices = [gpu.index for gpu in report.gpus]
+    peers = set(report.peers)
+    pairs = [(a, b) for a in indices for b in indices if a < b]
+    apart = [f"{a}–{b}" for a, b in pairs if (a, b) not in peers or (b, a) not in peers]
+    links = _links(report, smi)
+    via = f" over {links}" if links else ""
+    if not apart:
+        return ok("peer access", f"between all {len(indices)} GPUs{via}")
+    which = "between no GPUs" if len(apart) == len(pairs) else f"not between {', '.join(apart[:8])}"
+    found = f"{which}{via}; collectives go through the host's memory"
+    if not is_needed:
+        return note("peer access", found)
+    return warning(
+        "peer access", found, "prefer --dp to --tp; where NVLink or one PCIe switch joins them, look at IOMMU and ACS"
+    )
+
+
+def _links(report: DeviceReport, smi: SmiReport) -> str:
+    """Each kind of link once: `NVLink (NV18)`, `PCIe (PHB)`."""
+    by_torch = [smi.gpus[gpu.uuid].index for gpu in report.gpus if gpu.uuid in smi.gpus]
+    kinds = {smi.links.get((min(a, b), max(a, b)), "") for a in by_torch for b in by_torch if a != b} - {""}
+    return ", ".join(f"{'NVLink' if kind.startswith('NV') else 'PCIe'} ({kind})" for kind in sorted(kinds))

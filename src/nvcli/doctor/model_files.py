@@ -1,0 +1,111 @@
+"""A model's folder: config, weights and tokenizer files. All that is wrong is told, not the first alone.
+
+Torch-free, and reads no weights: what needs the tokenizer loaded or the model built is in `model_probe`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
+from nvcli.errors import ConfigError, LoadError
+from nvcli.models.checkpoint import TensorInfo, check_download, find_model, read_header, read_tensors, weight_files
+from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
+
+_MOST_FILES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """What could be read; None where it could not."""
+
+    path: Path | None
+    config: ModelConfig | None
+    tensors: Mapping[str, TensorInfo] | None
+    findings: list[Finding]
+
+    @property
+    def num_weights(self) -> int | None:
+        """Numbers in all tensors."""
+        return None if self.tensors is None else sum(math.prod(info.shape) for info in self.tensors.values())
+
+
+def check_model_files(name: str) -> ModelFiles:
+    """`name`: as in the configuration. Nothing is downloaded."""
+    path, finding = _find(name)
+    if path is None:
+        return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
+    config, config_findings = _read_config(path)
+    tensors, weight_findings = _read_weights(path)
+    findings = [finding, *config_findings, *weight_findings]
+    return ModelFiles(path=path, config=config, tensors=tensors, findings=findings)
+
+
+def _find(name: str) -> tuple[Path | None, Finding]:
+    try:
+        path = find_model(name)
+        if path is None:
+            check_download(name)
+    except (ConfigError, LoadError) as error:
+        return None, problem("folder", str(error), "give a folder with config.json, weights and tokenizer to --model")
+    if path is None:
+        found = f"{name} is not in the local Hugging Face cache; the first run would download it"
+        return None, warning("folder", found, f"hf download {name}, then ask again: its files were not checked")
+    return path, ok("folder", str(path))
+
+
+def _read_config(path: Path) -> tuple[ModelConfig | None, list[Finding]]:
+    try:
+        config = load_model_config(path)
+    except LoadError as error:
+        return None, [problem("config", str(error), "choose a checkpoint that nvcli serves, or correct the file")]
+    found = (
+        f"{config.architecture}, {config.num_layers} layers, {config.dtype}, "
+        f"up to {config.max_position_embeddings:,} tokens"
+    )
+    return config, [ok("config", found), _generation_config(path, config)]
+
+
+def _generation_config(path: Path, config: ModelConfig) -> Finding:
+    name = "generation config"
+    if not config.eos_token_ids:
+        return warning(
+            name,
+            "no end-of-sequence id, here or in config.json",
+            f"add eos_token_id to {GENERATION_CONFIG_FILE}; without one, answers end at max_tokens alone",
+        )
+    ends = f"ends at {', '.join(map(str, config.eos_token_ids))}"
+    if not (path / GENERATION_CONFIG_FILE).exists():
+        return note(name, f"no {GENERATION_CONFIG_FILE}; {ends}, by config.json")
+    defaults = ", ".join(f"{key} {value}" for key, value in config.generation_defaults.items())
+    return ok(name, f"{ends}; {defaults or 'no sampling defaults'}")
+
+
+def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Finding]]:
+    """Every file's header against its size, then all of them against the index."""
+    advice = f"copy what is named again from where it came from, such as: hf download OWNER/NAME --local-dir {path}"
+    try:
+        files = weight_files(path)
+    except LoadError as error:
+        return None, [problem("weights", str(error), advice)]
+    broken = []
+    for file in files:
+        try:
+            read_header(file)
+        except LoadError as error:
+            broken.append(problem("weights", str(error), advice))
+    if len(broken) > _MOST_FILES_SHOWN:
+        more = len(broken) - _MOST_FILES_SHOWN
+        broken = [*broken[:_MOST_FILES_SHOWN], problem("weights", f"and {more} files more like these", advice)]
+    if broken:
+        return None, broken
+    try:
+        tensors = read_tensors(path)
+    except LoadError as error:
+        return None, [problem("weights", str(error), advice)]
+    size = format_gib(sum(info.num_bytes for info in tensors.values()))
+    plural = "s" if len(files) > 1 else ""
+    return tensors, [ok("weights", f"{len(files)} file{plural}, {len(tensors)} tensors, {size}, all complete")]

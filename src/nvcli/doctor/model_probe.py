@@ -1,0 +1,89 @@
+"""Probe: the tokenizer loaded and used, the weights against what config.json describes. Run as
+`nvcli.doctor.model_probe:main`; imports transformers and torch."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from nvcli.doctor.findings import Finding, note, ok, problem, warning
+from nvcli.errors import LoadError, RowError
+from nvcli.models.config import load_model_config
+from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
+
+_TEXT = "What is 17 times 7? It is 119."
+_COPY_ADVICE = "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json) into its folder"
+
+
+class ModelTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Which checks make sense is known to the parent."""
+
+    path: str
+    vocab_size: int | None
+    """None: config.json cannot be read."""
+    has_weights: bool
+    """config.json and the weights' headers can be read."""
+
+
+def main(task: ModelTask, control: Connection) -> None:
+    path = Path(task.path)
+    findings = check_tokenizer(path, task.vocab_size)
+    if task.has_weights:
+        findings.append(check_tensors(path))
+    control.send(findings)
+
+
+def check_tokenizer(path: Path, vocab_size: int | None) -> list[Finding]:
+    """That it is there, loads, gives ids the model has, and renders conversations."""
+    try:
+        check_tokenizer_files(path)
+        tokenizer = Tokenizer.load(path)
+    except LoadError as error:
+        return [problem("tokenizer", str(error), _COPY_ADVICE)]
+    (ids,) = tokenizer.encode([_TEXT], add_special_tokens=False)
+    if isinstance(ids, RowError):
+        return [problem("tokenizer", ids.message, _COPY_ADVICE)]
+    if vocab_size is not None and ids and max(ids) >= vocab_size:
+        found = f"gives the id {max(ids)}, and the model has {vocab_size}"
+        return [problem("tokenizer", found, f"it belongs to another model: {_COPY_ADVICE}")]
+    copy = tokenizer.decode([ids])[0]
+    if copy.strip() != _TEXT:
+        note_of_copy = note("tokenizer", f"loads; {_TEXT!r} comes back as {copy!r}")
+        return [note_of_copy, check_chat_template(tokenizer)]
+    return [ok("tokenizer", f"loads; {len(_TEXT)} characters are {len(ids)} tokens"), check_chat_template(tokenizer)]
+
+
+def check_chat_template(tokenizer: Tokenizer) -> Finding:
+    name = "chat template"
+    user = {"role": "user", "content": _TEXT}
+    try:
+        text = tokenizer.render([user])
+    except RowError as error:
+        advice = "give rows `prompt` instead, or copy the model's chat_template.jinja into its folder"
+        return warning(name, f"rows with `messages` become errors: {error.message}", advice)
+    if _TEXT not in text:
+        return warning(
+            name, "renders, but leaves the message out", "copy the model's own chat_template.jinja into its folder"
+        )
+    try:
+        tokenizer.render([{"role": "system", "content": "Be brief."}, user])
+    except RowError:
+        return note(name, "renders; takes no system messages")
+    return ok(name, "renders user and system messages")
+
+
+def check_tensors(path: Path) -> Finding:
+    """That the checkpoint holds each tensor that the model has, in its shape, and no others."""
+    import torch
+
+    from nvcli.models.loader import check_weights
+    from nvcli.models.parallel import TensorParallelGroup
+    from nvcli.models.registry import build_model
+
+    try:
+        check_weights(build_model(load_model_config(path), TensorParallelGroup.single(), torch.float32), path)
+    except LoadError as error:
+        return problem("tensors", str(error), "config.json and weights must be of one model: download both again")
+    return ok("tensors", "names and shapes are those that config.json describes")

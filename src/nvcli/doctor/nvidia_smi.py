@@ -1,0 +1,145 @@
+"""What `nvidia-smi` tells of GPUs that torch does not: the driver, other programs' memory, MIG, the links between them.
+
+Its output is parsed leniently: what is not there, or is there in another form, is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_SECONDS = 30.0
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,mig.mode.current"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmiGpu:
+    """A GPU as the driver numbers it, hidden ones included."""
+
+    index: int
+    uuid: str
+    """Without the `GPU-` in front."""
+    name: str
+    driver: str
+    total_bytes: int
+    used_bytes: int
+    mig: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmiProcess:
+    """A program that holds memory of a GPU."""
+
+    gpu_uuid: str
+    pid: int
+    name: str
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmiReport:
+    """Empty where there is no nvidia-smi."""
+
+    gpus: Mapping[str, SmiGpu]
+    """By uuid."""
+    processes: tuple[SmiProcess, ...]
+    links: Mapping[tuple[int, int], str]
+    """By pair of indices, smaller first: NV18, PIX, PHB, SYS, …"""
+    failure: str = ""
+    """Why nvidia-smi gave no answer, where it is installed."""
+
+
+def ask_nvidia_smi() -> SmiReport:
+    """Takes a second or two where the driver has to wake the GPUs first."""
+    if shutil.which("nvidia-smi") is None:
+        return SmiReport(gpus={}, processes=(), links={})
+    try:
+        gpus = parse_gpus(_run(f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"))
+    except _Failed as failed:
+        return SmiReport(gpus={}, processes=(), links={}, failure=str(failed))
+    processes: tuple[SmiProcess, ...] = ()
+    links: dict[tuple[int, int], str] = {}
+    with contextlib.suppress(_Failed):
+        processes = parse_processes(
+            _run("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
+        )
+    if len(gpus) > 1:
+        with contextlib.suppress(_Failed):
+            links = parse_links(_run("topo", "-m"))
+    return SmiReport(gpus=gpus, processes=processes, links=links)
+
+
+class _Failed(Exception):
+    pass
+
+
+def _run(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _Failed(f"nvidia-smi gave no answer within {_SECONDS:g} s") from None
+    except OSError as error:
+        raise _Failed(f"nvidia-smi cannot be started: {error.strerror}") from None
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise _Failed(f"nvidia-smi failed: {lines[0].strip() if lines else f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def parse_gpus(text: str) -> dict[str, SmiGpu]:
+    """Of `--query-gpu` in CSV."""
+    gpus = {}
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            index, uuid, name, driver, total, used, mig = (field.strip() for field in line.split(","))
+            gpu = SmiGpu(
+                index=int(index),
+                uuid=uuid.removeprefix("GPU-"),
+                name=name,
+                driver=driver,
+                total_bytes=int(total) << 20,
+                used_bytes=int(used) << 20,
+                mig=mig == "Enabled",
+            )
+            gpus[gpu.uuid] = gpu
+    return gpus
+
+
+def parse_processes(text: str) -> tuple[SmiProcess, ...]:
+    """Of `--query-compute-apps` in CSV. Memory that is not told counts 0."""
+    processes = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            uuid, pid, rest = line.split(",", 2)
+            name, _, used = rest.rpartition(",")
+            processes.append(
+                SmiProcess(
+                    gpu_uuid=uuid.strip().removeprefix("GPU-"),
+                    pid=int(pid),
+                    name=name.strip(),
+                    used_bytes=int(used) << 20 if used.strip().isdigit() else 0,
+                )
+            )
+    return tuple(processes)
+
+
+def parse_links(text: str) -> dict[tuple[int, int], str]:
+    """Of `topo -m`: a table with a row and a column for each GPU, and others for network cards."""
+    rows = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
+    header = next((row for row in rows if row and row[0] == "GPU0"), [])
+    columns = [int(name[3:]) for name in header if re.fullmatch(r"GPU\d+", name)]
+    links = {}
+    for row in rows:
+        if row and row is not header and re.fullmatch(r"GPU\d+", row[0]):
+            index = int(row[0][3:])
+            for other, link in zip(columns, row[1:], strict=False):
+                if index < other:
+                    links[index, other] = link
+    return links

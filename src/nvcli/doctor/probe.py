@@ -1,0 +1,65 @@
+"""Probe: a check in a process of its own, because it imports torch, may crash or may hang. Either is an answer.
+
+A probe's module is run as `module:function`, called with (argument, control), and sends one message: its result.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from nvcli.executor.process import ChildProcess
+
+_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
+"""The last line of a traceback."""
+
+
+class ProbeFailed(Exception):
+    """The probe crashed or did not answer in time; the text says which."""
+
+
+class Probe:
+    """A running probe. Use it as a context manager: at the end the process is gone."""
+
+    def __init__(
+        self, target: str, argument: Any, *, name: str, timeout: float, env: Mapping[str, str] | None = None
+    ) -> None:
+        """`env`: defaults of variables that the user has not set."""
+        self.name = name
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
+        self.child = ChildProcess(target, argument, name=name, env=env, output_fd=self._output.fileno())
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def result(self) -> Any:
+        """The probe's message; waits for it. Raises ProbeFailed."""
+        if not self.child.control.poll(max(0.0, self._deadline - time.monotonic())):
+            raise ProbeFailed(f"no answer within {self._timeout:g} s{self.last_words()}")
+        try:
+            return self.child.control.recv()
+        except (EOFError, ConnectionResetError):
+            raise ProbeFailed(f"the check {self.child.describe_exit()}{self.last_words()}") from None
+
+    def last_words(self) -> str:
+        """What the process printed last, to be put behind a message: its error where there is one, else a line."""
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        errors = [line for line in lines if _ERROR.match(line)]
+        return f": {(errors or lines)[-1].strip()}" if lines else ""
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.child.close()
+        self._output.close()

@@ -1,0 +1,49 @@
+"""Whether weights fit, by figures worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_gpus import GIB, gpu
+
+from nvcli.bench.shapes import write_shape
+from nvcli.config import EngineConfig, RunConfig
+from nvcli.doctor.findings import Level
+from nvcli.doctor.fit import check_fit
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.pipeline.resolve import resolve_engine_config
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    return load_model_config(write_shape("qwen3-8b", tmp_path))
+
+
+def engine_config(model: ModelConfig, device: Any, **keys: Any) -> EngineConfig:
+    return resolve_engine_config(RunConfig(model="m", device=device, **keys), Path("/m"), model)
+
+
+@pytest.mark.parametrize(
+    ("weights_gib", "tp", "held_gib", "level", "told"),
+    [
+        (15, 1, 0, Level.OK, "leaves about 57.0 GiB"),  # 0.9 × 80 − 15
+        (140, 2, 0, Level.WARNING, "leaves only about 2.0 GiB"),
+        (140, 1, 0, Level.PROBLEM, "68.0 GiB more than gpu_memory_utilization allows"),
+        (15, 1, 60, Level.PROBLEM, "3.0 GiB more"),
+    ],
+)
+def test_gpus(model: ModelConfig, weights_gib: int, tp: int, held_gib: int, level: Level, told: str) -> None:
+    gpus = [gpu(n, total_bytes=80 * GIB, free_bytes=(80 - held_gib) * GIB) for n in range(2)]
+    config = engine_config(model, "cuda", tensor_parallel_size=tp)
+    finding = check_fit(config, model, weights_gib * GIB // 2, num_copies=1, gpus=gpus, ram=0)
+    assert (finding.level, told in finding.found) == (level, True), finding
+    if level != Level.OK:
+        assert f"--tp {2 * tp}" in finding.advice, "the next size that 32 heads and 8 KV heads can be cut into"
+
+
+def test_ram(model: ModelConfig) -> None:
+    config = engine_config(model, "cpu")
+    assert check_fit(config, model, GIB, num_copies=2, gpus=[], ram=9 * GIB).level == Level.OK
+    assert check_fit(config, model, GIB, num_copies=2, gpus=[], ram=8 * GIB).level == Level.PROBLEM
