@@ -237,6 +237,7 @@ def bench(
 
     from nvcli.bench.command import BenchOptions, run_bench
     from nvcli.bench.report import format_json, format_result
+    from nvcli.errors import WorkerError
 
     options = BenchOptions(
         shape=shape,
@@ -251,7 +252,14 @@ def bench(
         ablate=ablate,
         plot=plot,
     )
-    result = run_bench(run, options, say=_say)
+    try:
+        result = run_bench(run, options, say=_say)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        raise typer.Exit(130) from None
+    except WorkerError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(3) from None
     typer.echo(format_json(result) if as_json else format_result(result))
 
 
