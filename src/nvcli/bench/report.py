@@ -92,7 +92,7 @@ def _step_lines(run: Run) -> list[str]:
     lines = []
     for mode, steps in run.steps.items():
         lines.append(
-            f"  {mode.lower():<7} steps    {steps.count}, {steps.total / 1e3:.2f} s; ms each: "
+            f"  {mode.lower():<7} steps     {steps.count}, {steps.total / 1e3:.2f} s; ms each: "
             f"median {steps.median:.3f}, p90 {steps.p90:.3f}, p99 {steps.p99:.3f}; "
             f"idle before: median {steps.idle_median:.3f}, p99 {steps.idle_p99:.3f}"
         )
