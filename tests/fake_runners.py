@@ -59,6 +59,9 @@ class CountingRunner:
             seconds={},
         )
 
+    def peak_bytes(self) -> int:
+        return 1000 + self.context.rank
+
     def launch(self, step: StepInput) -> Output | None:
         for new in step.new_slots:
             # A request that comes back after a preemption brings its output along as prompt.

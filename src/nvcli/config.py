@@ -144,9 +144,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["checkpoint", "random"] = "checkpoint"
     """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
     record_steps: bool = False
-    """Report the times of every step to the parent."""
+    """Report the times of every step to the parent, and at the end the memory that each rank held at most."""
     measure_memory: bool = False
     """Once all is allocated, run the largest batches again and report what each item then took."""
+    overlap_steps: bool = True
+    """Schedule a step while the one before it runs; false: to measure what that is worth."""
 
     def gpu_index(self, rank: int) -> int:
         """Of the GPUs that the process sees, the one that `rank` has."""

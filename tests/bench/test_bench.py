@@ -1,4 +1,4 @@
-"""`nvcli bench`: the workload is the published one, the figures come from a real engine, wrong options are refused."""
+"""`nvcli bench`: the figures come from a real engine, each option changes what it should, wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nvcli.bench.command import parse_range
-from nvcli.bench.shapes import SHAPES, write_shape
 from nvcli.bench.workload import Workload
-from nvcli.errors import ConfigError
-from nvcli.messages import unpack
-from nvcli.models.config import load_model_config
 
 
 def nvcli_bench(*args: str) -> subprocess.CompletedProcess[str]:
@@ -23,40 +20,15 @@ def nvcli_bench(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
-def test_default_workload_is_nano_vllms() -> None:
-    requests = Workload().requests(151936)
-    assert len(requests) == 256
-    assert sum(len(unpack(request.prompt_ids)) for request in requests) == 142_827
-    assert sum(request.max_tokens for request in requests) == 133_966
-
-
-def test_prompts_stay_in_a_small_vocabulary() -> None:
-    requests = Workload(num_requests=5).requests(640)
-    assert max(max(unpack(request.prompt_ids)) for request in requests) < 640
-
-
-@pytest.mark.parametrize(("text", "ends"), [("100:1024", (100, 1024)), ("7", (7, 7))])
-def test_ranges(text: str, ends: tuple[int, int]) -> None:
-    assert parse_range("--input-len", text) == ends
-
-
-@pytest.mark.parametrize("text", ["", "a", "5:3", "0:9", "-1", "1:2:3"])
-def test_bad_ranges_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--input-len"):
-        parse_range("--input-len", text)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_are_models_that_can_be_built(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    config = load_model_config(write_shape(name, tmp_path_factory.mktemp(name)))
-    config.check_tensor_parallel(2)
-    assert config.dtype == "bfloat16"
+def result_of(*args: str) -> dict[str, Any]:
+    done = nvcli_bench("-m", "demo", *args, "--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def test_measures_a_real_engine() -> None:
-    done = nvcli_bench("-m", "demo", "--num-requests", "6", "--input-len", "5:20", "--output-len", "4:12", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = result_of("--num-requests", "6", "--input-len", "5:20", "--output-len", "4:12")
     (run,) = result["runs"]
     workload = Workload(num_requests=6, input_len=(5, 20), output_len=(4, 12)).requests(640)
     assert run["output_tokens"] == sum(request.max_tokens for request in workload)
@@ -69,7 +41,64 @@ def test_measures_a_real_engine() -> None:
     assert 0 < run["roofline_share"] < 1
     assert 0 < run["limits"]["DECODE"]["limit_seconds"] < run["limits"]["DECODE"]["seconds"]
     assert result["ceilings"]["bytes_per_second"] > 1e8
-    assert {"spawn and import", "load weights", "warm up"} <= result["ready"]["seconds"].keys()
+    assert {"engine process", "spawn", "import", "load weights", "warm up"} <= result["ready_parts"].keys()
+    assert sum(result["ready_parts"].values()) == pytest.approx(result["ready_seconds"])
+    phases = run["phases"]
+    assert phases["prefill"]["seconds"] == pytest.approx(run["steps"]["EXTEND"]["total"] / 1e3)
+    assert phases["prefill"]["seconds"] + phases["decode"]["seconds"] + run["idle_seconds"] == pytest.approx(
+        run["seconds"]
+    )
+    assert run["steps"]["EXTEND"]["idle_p99"] == 0  # what came before the pass is not counted
+    ((peak,),) = result["peak_bytes"]
+    assert peak > result["ready"]["weight_bytes"]
+
+
+def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
+    options = ("--num-requests", "5", "--input-len", "8", "--output-len", "2", "--set", "block_size=16")
+    result = result_of(
+        *options,
+        "--shared-prefix",
+        "36",
+        "--set",
+        "max_num_batched_tokens=64",
+        "--repeat",
+        "2",
+        "--set",
+        "max_num_seqs=8",
+    )
+    # The first step computes one prompt and part of the next; the others find two full blocks of the prefix.
+    first, second = (run["cached_tokens"] for run in result["runs"])
+    assert first == second
+    assert 3 * 32 <= first <= 4 * 32
+
+
+def test_copies_and_ranks_share_the_work() -> None:
+    options = ("--num-requests", "4", "--input-len", "8", "--output-len", "6", "--tp", "2", "--dp", "2")
+    result = result_of(*options)
+    (run,) = result["runs"]
+    assert run["num_requests"] == 4
+    assert run["steps"]["DECODE"]["count"] == 2 * 5
+    assert [[peak > 0 for peak in ranks] for ranks in result["peak_bytes"]] == [[True, True], [True, True]]
+
+
+def test_a_files_rows_are_the_workload(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt_token_ids": [5] * 10, "sampling": {"max_tokens": 3}}, {"prompt_token_ids": [6, 7]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = result_of("--input", str(file), "--output-len", "5")
+    (run,) = result["runs"]
+    assert (run["num_requests"], run["prompt_tokens"], run["output_tokens"]) == (2, 12, 3 + 5)
+
+
+def test_ablations_run_each_in_engines_of_their_own() -> None:
+    options = ("--num-requests", "3", "--input-len", "8", "--output-len", "4")
+    done = nvcli_bench("-m", "demo", *options, "--ablate", "overlap,backend=flashinfer")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout[done.stdout.index("as configured") :].splitlines()
+    assert table[1].startswith("without overlap")
+    assert table[1].endswith("%")
+    assert "left out: attention_backend flashinfer" in table[2]
+    assert done.stderr.count("ready in") == 2
 
 
 @pytest.mark.parametrize(
@@ -78,6 +107,14 @@ def test_measures_a_real_engine() -> None:
         (("--shape", "gpt-5"), "qwen3-0.6b"),
         (("-m", "demo", "--input-len", "9:1"), "--input-len"),
         (("-m", "demo", "--input-len", "4000"), "max_model_len"),
+        (("-m", "demo", "--shared-prefix", "-1"), "--shared-prefix"),
+        (("-m", "demo", "--repeat", "0"), "--repeat"),
+        (("-m", "demo", "--ablate", "magic"), "--ablate"),
+        (("-m", "demo", "--plot", "run.gif"), "--plot"),
+        (("-m", "demo", "--input", "no-such-file.jsonl"), "no-such-file.jsonl"),
+        (("-m", "demo", "--input", "rows.jsonl", "--input-len", "5"), "--input-len"),
+        (("-m", "demo", "--dp", "0"), "--dp"),
+        (("-m", "demo", "--set", "kv_cache_memory=250KB", "--set", "block_size=16"), "KV cache"),
         ((), "--model"),
     ],
 )

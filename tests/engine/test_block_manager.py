@@ -46,6 +46,25 @@ def test_released_blocks_are_found_again_until_they_are_needed() -> None:
     assert manager.match(hashes_of(list(range(8)))) == blocks[:1]
 
 
+def test_forgotten_prefixes_are_not_found_and_no_block_is_lost() -> None:
+    manager = BlockManager(4)
+    held, released = manager.allocate(1), manager.allocate(1)
+    assert held is not None
+    assert released is not None
+    hashes = hashes_of(list(range(8)))
+    for block, block_hash in zip(held + released, hashes, strict=True):
+        manager.register(block, block_hash)
+    manager.release(released)
+    manager.forget_prefixes()
+    assert manager.match(hashes) == []
+    manager.check_integrity([held])
+    manager.register(held[0], hashes[1])  # a holder that goes on computes and registers as before
+    manager.release(held)
+    manager.check_integrity([])
+    assert manager.num_free == 4
+    assert manager.match(hashes[1:]) == held
+
+
 def test_allocation_is_all_or_nothing_and_keeps_a_reserve() -> None:
     manager = BlockManager(4)
     assert manager.allocate(5) is None

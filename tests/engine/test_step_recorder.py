@@ -42,4 +42,5 @@ def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
     assert [(step.num_decodes, step.decode_keys, step.num_sampled) for step in decodes] == [(1, 15, 1), (1, 16, 1)]
     assert (hit.num_extend_tokens, hit.extend_keys, hit.extend_pairs) == (2, 14, 13 + 14)
     assert [step.seconds for step in (first, second, *decodes, hit)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [step.num_used_blocks for step in (first, second, *decodes)] == [4, 4, 4, 4]
     assert core.take_records() == []

@@ -1,77 +1,24 @@
-"""Runs a workload through an engine, as `generate` does but without files and text, and keeps what it measured."""
+"""Runs requests through engines, as `generate` does but without files and text, and says what it measured."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nvcli.bench.ablation import Ablation, AblationResult
 from nvcli.bench.ceilings import measure_ceilings
-from nvcli.bench.roofline import Ceilings, ModelCosts, Roofline
+from nvcli.bench.engines import Engines, Pass
+from nvcli.bench.file_workload import FileWorkload
+from nvcli.bench.measures import Run, run_of
+from nvcli.bench.roofline import Ceilings, ModelCosts
 from nvcli.bench.workload import Workload
 from nvcli.config import EngineConfig
-from nvcli.engine.client import EngineClient
-from nvcli.engine.request import StepRecord
-from nvcli.errors import WorkerError
-from nvcli.messages import EngineReady, ForwardMode, unpack
+from nvcli.engine.request import Request, StepRecord
+from nvcli.errors import CapacityError, ConfigError
+from nvcli.messages import EngineReady
 from nvcli.models.config import ModelConfig
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_WARM_UP = Workload(num_requests=2, input_len=(8, 8), output_len=(4, 4))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Steps of one kind. Times in milliseconds."""
-
-    count: int
-    total: float
-    median: float
-    p90: float
-    p99: float
-    idle_median: float
-    """The device's idle time before a step."""
-    idle_p99: float
-
-    @staticmethod
-    def of(records: Sequence[StepRecord]) -> StepTimes:
-        seconds = sorted(r.seconds for r in records)
-        idle = sorted(r.idle_seconds for r in records)
-
-        def at(values: list[float], share: float) -> float:
-            return values[min(len(values) - 1, int(share * len(values)))] * 1e3
-
-        return StepTimes(
-            count=len(records),
-            total=sum(seconds) * 1e3,
-            median=at(seconds, 0.5),
-            p90=at(seconds, 0.9),
-            p99=at(seconds, 0.99),
-            idle_median=at(idle, 0.5),
-            idle_p99=at(idle, 0.99),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One pass over the workload."""
-
-    seconds: float
-    prompt_tokens: int
-    output_tokens: int
-    num_requests: int
-    steps: dict[str, StepTimes]
-    """By forward mode."""
-    limits: dict[str, Roofline]
-    """Likewise: against what the device could do at most."""
-    roofline_share: float
-    """The limit of all steps over `seconds`, the host's time and idle time included."""
-    num_preemptions: int
-    peak_kv_share: float
-
-    @property
-    def output_rate(self) -> float:
-        return self.output_tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,116 +26,141 @@ class BenchResult:
     """What `nvcli bench` reports."""
 
     model: str
-    workload: Workload
+    workload: Workload | FileWorkload
+    data_parallel_size: int
     ready_seconds: float
-    """From the command's call of the engine to its report."""
+    """From the command's call of the engines to the last one's report."""
     ready: EngineReady
+    """The first replica's."""
+    peak_bytes: list[list[int]]
+    """The most memory that each rank held: [replica][rank]."""
     ceilings: Ceilings
     runs: list[Run]
+    timelines: list[list[StepRecord]]
+    """Of each run, the first replica's steps."""
+    ablations: list[AblationResult]
 
     @property
     def median(self) -> Run:
         """The run of median speed (the slower of two)."""
-        return sorted(self.runs, key=lambda run: run.output_rate)[(len(self.runs) - 1) // 2]
+        return self.runs[self.median_number]
+
+    @property
+    def median_number(self) -> int:
+        return _median_of([run.output_rate for run in self.runs])
+
+    @property
+    def ready_parts(self) -> dict[str, float]:
+        """Seconds; what the first replica's rank 0 does not account for is the engine process's own start."""
+        return {"engine process": max(0.0, self.ready_seconds - sum(self.ready.seconds.values())), **self.ready.seconds}
 
 
 def bench(
     config: EngineConfig,
-    workload: Workload,
+    requests: Sequence[Request],
     *,
     model: str,
     model_config: ModelConfig,
+    workload: Workload | FileWorkload,
+    data_parallel_size: int,
     repeat: int,
+    ablations: Sequence[Ablation],
     say: Callable[[str], None],
 ) -> BenchResult:
-    """Start an engine, let it answer a few tokens, then time `repeat` passes, and last what the device can do.
+    """Time `repeat` passes over `requests`, then what the device can do, and last the ablations.
 
-    Raises what the engine raises.
+    Raises what the engines raise.
     """
-    start = time.perf_counter()
-    client = EngineClient.start(config)
-    try:
-        ready = None
-        while ready is None:
-            ready = client.wait_ready(1.0)
-        ready_seconds = time.perf_counter() - start
-        say(f"ready in {ready_seconds:.1f} s; KV cache for {ready.num_blocks * ready.block_size:,} tokens")
-        for note in ready.notes:
-            say(note)
-        _pass(client, _WARM_UP, model_config.vocab_size, first_id=0)
-        passes = []
-        for number in range(repeat):
-            first_id = _WARM_UP.num_requests + number * workload.num_requests
-            passes.append(_pass(client, workload, model_config.vocab_size, first_id=first_id))
-            say(f"run {number + 1} of {repeat}: {passes[-1].output_tokens / passes[-1].seconds:,.0f} output tokens/s")
-    finally:
-        client.close()
+    measured = _measure(config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
     ceilings = measure_ceilings(config.device, config.dtype)
     costs = ModelCosts.of(
         model_config,
         bytes_per_element=_DTYPE_BYTES[config.dtype],
         tensor_parallel_size=config.tensor_parallel_size,
     )
+    baseline = _median_rate(measured.passes)
+    results = []
+    for ablation in ablations:
+        say(f"ablation {ablation.name}")
+        try:
+            passes = _measure(
+                ablation.config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say
+            ).passes
+        except (ConfigError, CapacityError) as error:  # it does not work here; the others may
+            results.append(
+                AblationResult(
+                    name=ablation.name, output_rates=[], output_rate=None, difference=None, left_out=str(error)
+                )
+            )
+            continue
+        rate = _median_rate(passes)
+        results.append(
+            AblationResult(
+                name=ablation.name,
+                output_rates=[one.output_tokens / one.seconds for one in passes],
+                output_rate=rate,
+                difference=rate / baseline - 1,
+            )
+        )
     return BenchResult(
         model=model,
         workload=workload,
-        ready_seconds=ready_seconds,
-        ready=ready,
+        data_parallel_size=data_parallel_size,
+        ready_seconds=measured.ready_seconds,
+        ready=measured.ready,
+        peak_bytes=measured.peak_bytes,
         ceilings=ceilings,
-        runs=[_run_of(one, costs, ceilings) for one in passes],
+        runs=[run_of(one, costs, ceilings) for one in measured.passes],
+        timelines=[one.records[0] for one in measured.passes],
+        ablations=results,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """One pass over the workload, as it was recorded."""
+class _Measured:
+    """The life of one set of engines."""
 
-    seconds: float
-    prompt_tokens: int
-    output_tokens: int
-    num_requests: int
-    records: list[StepRecord]
-    num_preemptions: int
-    peak_kv_share: float
+    ready_seconds: float
+    ready: EngineReady
+    passes: list[Pass]
+    peak_bytes: list[list[int]]
 
 
-def _pass(client: EngineClient, workload: Workload, vocab_size: int, *, first_id: int) -> _Pass:
-    requests = workload.requests(vocab_size, first_id=first_id)
-    wanted = {request.request_id: request.max_tokens for request in requests}
-    preemptions_before = client.stats.num_preemptions
-    client.take_steps()
-    peak_blocks = 0
-    start = time.perf_counter()
-    client.add(requests)
-    while wanted:
-        for output in client.poll(1.0):
-            if output.finish_reason == "error":
-                raise WorkerError(f"request {output.request_id} failed: {output.error}")
-            num_tokens = len(unpack(output.token_ids))
-            expected = wanted.pop(output.request_id)
-            assert num_tokens == expected, f"{num_tokens} tokens where {expected} were asked for"
-        peak_blocks = max(peak_blocks, client.stats.num_used_blocks)
-    return _Pass(
-        seconds=time.perf_counter() - start,
-        prompt_tokens=sum(len(request.prompt_ids) // 4 for request in requests),
-        output_tokens=sum(request.max_tokens for request in requests),
-        num_requests=len(requests),
-        records=client.take_steps(),
-        num_preemptions=client.stats.num_preemptions - preemptions_before,
-        peak_kv_share=peak_blocks / max(1, client.stats.num_blocks),
-    )
+def _measure(
+    config: EngineConfig,
+    requests: Sequence[Request],
+    *,
+    data_parallel_size: int,
+    repeat: int,
+    say: Callable[[str], None],
+) -> _Measured:
+    """Start engines, let them answer a few tokens, time the passes, end them."""
+    engines = Engines(config, data_parallel_size)
+    try:
+        ready = engines.wait_ready()
+        copies = f" in each of {data_parallel_size} copies" if data_parallel_size > 1 else ""
+        num_tokens = ready.num_blocks * ready.block_size
+        say(f"ready in {engines.ready_seconds:.1f} s; KV cache for {num_tokens:,} tokens{copies}")
+        for note in ready.notes:
+            say(note)
+        warm_up = Workload(num_requests=2 * data_parallel_size, input_len=(8, 8), output_len=(4, 4))
+        engines.run(warm_up.requests(vocab_size=8))
+        passes = []
+        for number in range(repeat):
+            passes.append(engines.run(requests))
+            rate = passes[-1].output_tokens / passes[-1].seconds
+            say(f"run {number + 1} of {repeat}: {rate:,.0f} output tokens/s")
+        peak_bytes = engines.finish()
+    finally:
+        engines.close()
+    return _Measured(ready_seconds=engines.ready_seconds, ready=ready, passes=passes, peak_bytes=peak_bytes)
 
 
-def _run_of(recorded: _Pass, costs: ModelCosts, ceilings: Ceilings) -> Run:
-    by_mode = {mode.name: [r for r in recorded.records if r.mode == mode] for mode in ForwardMode}
-    return Run(
-        seconds=recorded.seconds,
-        prompt_tokens=recorded.prompt_tokens,
-        output_tokens=recorded.output_tokens,
-        num_requests=recorded.num_requests,
-        steps={mode: StepTimes.of(steps) for mode, steps in by_mode.items() if steps},
-        limits={mode: Roofline.of(steps, costs, ceilings) for mode, steps in by_mode.items() if steps},
-        roofline_share=Roofline.of(recorded.records, costs, ceilings).limit_seconds / recorded.seconds,
-        num_preemptions=recorded.num_preemptions,
-        peak_kv_share=recorded.peak_kv_share,
-    )
+def _median_of(rates: Sequence[float]) -> int:
+    """Number of the median, the slower of two."""
+    return sorted(range(len(rates)), key=lambda number: rates[number])[(len(rates) - 1) // 2]
+
+
+def _median_rate(passes: Sequence[Pass]) -> float:
+    rates = [one.output_tokens / one.seconds for one in passes]
+    return rates[_median_of(rates)]

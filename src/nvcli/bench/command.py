@@ -1,21 +1,45 @@
-"""`nvcli bench`: from its options to an engine and a workload."""
+"""`nvcli bench`: from its options to engines and a workload."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from nvcli.bench.ablation import parse_ablations
 from nvcli.bench.bench import BenchResult, bench
+from nvcli.bench.file_workload import FileWorkload
+from nvcli.bench.plot import check_plot, draw_run
 from nvcli.bench.shapes import SHAPES, write_shape
 from nvcli.bench.workload import Workload
 from nvcli.config import RunConfig
 from nvcli.errors import ConfigError
+from nvcli.messages import unpack
 from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import load_model_config
 from nvcli.pipeline.resolve import resolve_engine_config
+
+_USUAL_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The command line's own options, as they were given; None: not given."""
+
+    shape: str | None = None
+    input: str | None = None
+    num_requests: int | None = None
+    input_len: str | None = None
+    output_len: str | None = None
+    shared_prefix: int | None = None
+    temperature: float | None = None
+    seed: int = 0
+    repeat: int = 1
+    ablate: str | None = None
+    plot: Path | None = None
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
@@ -30,25 +54,80 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     return ends
 
 
-def run_bench(
-    run: RunConfig, workload: Workload, *, shape: str | None, repeat: int, say: Callable[[str], None]
-) -> BenchResult:
-    """Bench `run.model`, or made-up weights of a known `shape`. Raises ConfigError and what the engine raises."""
-    if shape is not None and shape not in SHAPES:
-        raise ConfigError(f"--shape {shape!r} is unknown; known: {', '.join(SHAPES)}")
+def make_workload(options: BenchOptions) -> Workload | FileWorkload:
+    """Raises ConfigError for options that are wrong or do not go together."""
+    lengths = {
+        name: parse_range(option, text)
+        for name, option, text in (
+            ("input_len", "--input-len", options.input_len),
+            ("output_len", "--output-len", options.output_len),
+        )
+        if text is not None
+    }
+    if options.input is None:
+        numbers = {
+            "num_requests": options.num_requests,
+            "shared_prefix": options.shared_prefix,
+            "temperature": options.temperature,
+        }
+        given = {name: value for name, value in numbers.items() if value is not None}
+        return Workload(**given, **lengths, seed=options.seed)  # type: ignore[arg-type]
+    made_up = {
+        "--input-len": options.input_len,
+        "--shared-prefix": options.shared_prefix,
+        "--temperature": options.temperature,
+    }
+    for option, value in made_up.items():
+        if value is not None:
+            raise ConfigError(f"{option} is for made-up prompts; with --input the rows say so themselves: leave it out")
+    if options.shape is not None:
+        raise ConfigError("--input needs a tokenizer, and --shape has none; name a model with --model")
+    return FileWorkload(input=options.input, num_rows=options.num_requests, seed=options.seed, **lengths)
+
+
+def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], None]) -> BenchResult:
+    """Bench `run.model`, or made-up weights of a known shape. Raises ConfigError and what the engines raise."""
+    workload = make_workload(options)
+    if options.shape is not None and options.shape not in SHAPES:
+        raise ConfigError(f"--shape {options.shape!r} is unknown; known: {', '.join(SHAPES)}")
+    if options.plot is not None:
+        check_plot(options.plot)
     with tempfile.TemporaryDirectory(prefix="nvcli-shape-") as folder:
-        path = resolve_model(run.model) if shape is None else write_shape(shape, Path(folder))
+        path = resolve_model(run.model) if options.shape is None else write_shape(options.shape, Path(folder))
         model = load_model_config(path)
+        # What is wrong with the configuration is said before a file is read.
+        resolve_engine_config(run, path, model)
+        if isinstance(workload, Workload):
+            longest = workload.max_model_len
+            requests = workload.requests(model.vocab_size)
+        else:
+            requests = workload.requests(run, path, model, say=say)
+            longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
         if run.max_model_len is None:
-            longest = min(max(4096, workload.max_model_len), model.max_position_embeddings)
-            run = msgspec.structs.replace(run, max_model_len=longest)
+            usual = min(max(_USUAL_MODEL_LEN, longest), model.max_position_embeddings)
+            run = msgspec.structs.replace(run, max_model_len=usual)
         config = resolve_engine_config(run, path, model)
-        if workload.max_model_len > config.max_model_len:
+        if longest > config.max_model_len:
             raise ConfigError(
-                f"requests of up to {workload.max_model_len} tokens do not fit max_model_len {config.max_model_len}; "
-                "lower --input-len or --output-len"
+                f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
+                "lower --input-len, --output-len or --shared-prefix"
             )
         config = msgspec.structs.replace(
-            config, record_steps=True, load_format="checkpoint" if shape is None else "random"
+            config, record_steps=True, load_format="checkpoint" if options.shape is None else "random"
         )
-        return bench(config, workload, model=shape or run.model, model_config=model, repeat=repeat, say=say)
+        result = bench(
+            config,
+            requests,
+            model=options.shape or run.model,
+            model_config=model,
+            workload=workload,
+            data_parallel_size=run.data_parallel_size,
+            repeat=options.repeat,
+            ablations=parse_ablations(options.ablate, config) if options.ablate is not None else [],
+            say=say,
+        )
+    if options.plot is not None:
+        title = f"{result.model}: {result.median.num_requests} requests, {result.median.output_rate:,.0f} tokens/s"
+        draw_run(options.plot, title, result.timelines[result.median_number], result.ready.num_blocks)
+        say(f"step times and KV use are drawn in {options.plot}")
+    return result

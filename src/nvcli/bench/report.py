@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from nvcli.bench.ablation import AblationResult
 from nvcli.bench.bench import BenchResult
+from nvcli.bench.measures import Run
+from nvcli.bench.roofline import Roofline
+
+_GIB = 2**30
 
 
 def format_json(result: BenchResult) -> str:
-    """Everything that was measured, on one line."""
+    """Everything that was measured but the single steps, on one line."""
     fields = msgspec.to_builtins(result)
+    del fields["timelines"]
     fields["ready"] = msgspec.structs.asdict(result.ready)  # its wire form is a list
+    fields["ready_parts"] = result.ready_parts
     fields["output_tokens_per_second"] = result.median.output_rate
+    fields["total_tokens_per_second"] = result.median.total_rate
+    fields["requests_per_second"] = result.median.request_rate
     return msgspec.json.encode(fields).decode()
 
 
@@ -20,32 +31,92 @@ def format_result(result: BenchResult) -> str:
     run, ready, ceilings = result.median, result.ready, result.ceilings
     rates = [r.output_rate for r in result.runs]
     spread = f" (of {len(rates)} runs: {min(rates):,.0f} to {max(rates):,.0f})" if len(rates) > 1 else ""
-    parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in ready.seconds.items() if seconds >= 0.005)
+    copies = f", {result.data_parallel_size} copies" if result.data_parallel_size > 1 else ""
     lines = [
         f"{result.model}: {run.num_requests} requests, {run.prompt_tokens:,} prompt tokens, "
-        f"{run.output_tokens:,} output tokens",
+        f"{run.output_tokens:,} output tokens{copies}",
         f"  output tokens/s   {run.output_rate:,.0f}{spread}",
-        f"  total tokens/s    {(run.prompt_tokens + run.output_tokens) / run.seconds:,.0f}",
-        f"  requests/s        {run.num_requests / run.seconds:.2f}",
+        f"  total tokens/s    {run.total_rate:,.0f}",
+        f"  requests/s        {run.request_rate:.2f}",
         f"  seconds           {run.seconds:.2f}",
         f"  of the limit      {100 * run.roofline_share:.0f} % (measured here: "
         f"memory {ceilings.bytes_per_second / 1e9:,.0f} GB/s, "
         f"matrix products {ceilings.flops_per_second / 1e12:,.2f} TFLOP/s)",
-        f"  time to ready     {result.ready_seconds:.2f} s ({parts})",
+        f"  time to ready     {result.ready_seconds:.2f} s ({_parts(result.ready_parts)})",
         f"  attention         {ready.attention_backend}",
-        f"  KV cache          {ready.kv_cache_bytes / 2**30:.2f} GiB, {100 * run.peak_kv_share:.1f} % used at most, "
-        f"{run.num_preemptions} preemptions",
+        f"  KV cache          {ready.kv_cache_bytes / _GIB:.2f} GiB, {100 * run.peak_kv_share:.1f} % used at most, "
+        f"{100 * run.mean_kv_share:.1f} % on average; {run.num_preemptions} preemptions",
+        f"  prefix cache      {run.cached_tokens:,} prompt tokens found "
+        f"({100 * run.cached_tokens / run.prompt_tokens:.1f} %)",
+        f"  peak memory       {_peaks(result.peak_bytes)}",
+        *_phase_lines(run),
+        *_step_lines(run),
     ]
+    if result.ablations:
+        lines += ["", *format_ablations(run.output_rate, result.ablations)]
+    return "\n".join(lines)
+
+
+def format_ablations(baseline: float, ablations: list[AblationResult]) -> list[str]:
+    """A table: tokens per second without each part, and the difference that makes."""
+    width = max(len("as configured"), *(len(_label(ablation)) for ablation in ablations))
+    lines = [
+        f"{'ablation':<{width}}  {'output tokens/s':>15}  difference",
+        f"{'as configured':<{width}}  {baseline:>15,.0f}",
+    ]
+    for ablation in ablations:
+        if ablation.output_rate is None or ablation.difference is None:
+            lines.append(f"{_label(ablation):<{width}}  left out: {ablation.left_out}")
+        else:
+            lines.append(
+                f"{_label(ablation):<{width}}  {ablation.output_rate:>15,.0f}  {100 * ablation.difference:>+8.1f} %"
+            )
+    return lines
+
+
+def _label(ablation: AblationResult) -> str:
+    return ablation.name if "=" in ablation.name else f"without {ablation.name}"
+
+
+def _phase_lines(run: Run) -> list[str]:
+    lines = [
+        f"  {name:<17} {limit.seconds:.2f} s ({100 * limit.seconds / run.seconds:.0f} % of the time), "
+        f"{_against_limit(limit)}"
+        for name, limit in run.phases.items()
+        if limit.seconds
+    ]
+    return [*lines, f"  no step running   {run.idle_seconds:.2f} s ({100 * run.idle_seconds / run.seconds:.0f} %)"]
+
+
+def _step_lines(run: Run) -> list[str]:
+    lines = []
     for mode, steps in run.steps.items():
         lines.append(
-            f"  {mode.lower():<7} steps    {steps.count}, {steps.total / 1e3:.2f} s; ms each: "
+            f"  {mode.lower():<7} steps     {steps.count}, {steps.total / 1e3:.2f} s; ms each: "
             f"median {steps.median:.3f}, p90 {steps.p90:.3f}, p99 {steps.p99:.3f}; "
             f"idle before: median {steps.idle_median:.3f}, p99 {steps.idle_p99:.3f}"
         )
-        limit = run.limits[mode]
-        parts = ", ".join(f"{part} {seconds:.2f}" for part, seconds in limit.limit_by_part.items() if seconds >= 0.005)
-        lines.append(
-            f"{'':<17} {100 * limit.share:.0f} % of the limit, {limit.limit_seconds:.2f} s ({parts}); "
-            f"memory used {100 * limit.bandwidth_share:.0f} %, matrix units {100 * limit.flops_share:.0f} %"
-        )
-    return "\n".join(lines)
+        lines.append(f"{'':<20}{_against_limit(run.limits[mode])}")
+    return lines
+
+
+def _against_limit(limit: Roofline) -> str:
+    parts = _parts(limit.limit_by_part)
+    return (
+        f"{100 * limit.share:.0f} % of the limit, {limit.limit_seconds:.2f} s{f' ({parts})' if parts else ''}; "
+        f"memory used {100 * limit.bandwidth_share:.0f} %, matrix units {100 * limit.flops_share:.0f} %"
+    )
+
+
+def _parts(seconds_by_part: Mapping[str, float]) -> str:
+    """Those that show at two decimals."""
+    return ", ".join(f"{part} {seconds:.2f}" for part, seconds in seconds_by_part.items() if seconds >= 0.005)
+
+
+def _peaks(peak_bytes: list[list[int]]) -> str:
+    """One entry for each rank of each replica."""
+    return ", ".join(
+        f"{f'copy {replica} ' if len(peak_bytes) > 1 else ''}rank {rank} {num_bytes / _GIB:.2f} GiB"
+        for replica, ranks in enumerate(peak_bytes)
+        for rank, num_bytes in enumerate(ranks)
+    )

@@ -10,15 +10,21 @@ memory's bandwidth, and its operations, over the matrix rate. Counted is what no
                         dimension and pair of tokens
 
 Activations, norms, sampling, embeddings and collectives count nothing. For dense decoder models, of one rank.
+
+The prefill and decode phases share the matrices of a mixed step by their tokens, its LM head by the rows that get a
+token, and its measured time by what their parts come to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from nvcli.engine.request import StepRecord
 from nvcli.models.config import ModelConfig
+
+Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,9 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.num_bytes + other.num_bytes, self.flops + other.flops)
+
+    def times(self, share: float) -> Work:
+        return Work(round(self.num_bytes * share), round(self.flops * share))
 
     def seconds(self, ceilings: Ceilings) -> float:
         return max(self.num_bytes / ceilings.bytes_per_second, self.flops / ceilings.flops_per_second)
@@ -88,6 +97,16 @@ class ModelCosts:
             ),
         }
 
+    def prefill_shares(self, step: StepRecord) -> dict[str, float]:
+        """What of each part is the prompts'; the rest is the decode rows'."""
+        num_tokens = step.num_decodes + step.num_extend_tokens
+        return {
+            "layer matrices": step.num_extend_tokens / max(1, num_tokens),
+            "LM head": 1 - step.num_decodes / max(1, step.num_sampled),
+            "decode attention": 0.0,
+            "prompt attention": 1.0,
+        }
+
     def _matrices(self, weights: int, rows: int) -> Work:
         return Work(weights * self.bytes_per_element, 2 * weights * rows) if rows else Work()
 
@@ -109,15 +128,35 @@ class Roofline:
     def share(self) -> float:
         return self.limit_seconds / self.seconds if self.seconds else 0.0
 
+    def divided(self, count: int) -> Roofline:
+        """The same of one of `count` devices, on average."""
+        return replace(
+            self,
+            seconds=self.seconds / count,
+            limit_seconds=self.limit_seconds / count,
+            limit_by_part={part: seconds / count for part, seconds in self.limit_by_part.items()},
+        )
+
     @staticmethod
-    def of(steps: Iterable[StepRecord], costs: ModelCosts, ceilings: Ceilings) -> Roofline:
+    def of(
+        steps: Iterable[StepRecord], costs: ModelCosts, ceilings: Ceilings, *, phase: Phase | None = None
+    ) -> Roofline:
+        """Of the steps' work, or of what of it belongs to one phase."""
         total, seconds = Work(), 0.0
         by_part: dict[str, float] = {}
         for step in steps:
-            seconds += step.seconds
+            prefill_shares = costs.prefill_shares(step) if phase is not None else {}
+            step_limit = phase_limit = 0.0
             for part, work in costs.parts(step).items():
-                total += work
-                by_part[part] = by_part.get(part, 0.0) + work.seconds(ceilings)
+                part_limit = work.seconds(ceilings)
+                share = 1.0 if phase is None else prefill_shares[part]
+                if phase == "decode":
+                    share = 1 - share
+                step_limit += part_limit
+                phase_limit += share * part_limit
+                total += work.times(share)
+                by_part[part] = by_part.get(part, 0.0) + share * part_limit
+            seconds += step.seconds * phase_limit / step_limit
         return Roofline(
             seconds=seconds,
             limit_seconds=sum(by_part.values()),

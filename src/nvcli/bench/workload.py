@@ -10,6 +10,7 @@ from nvcli.messages import pack
 from nvcli.sampling_params import SamplingParams
 
 _MAX_TOKEN_ID = 10_000
+_FIRST_PLAIN_ID = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,26 +21,34 @@ class Workload:
     input_len: tuple[int, int] = (100, 1024)
     output_len: tuple[int, int] = (100, 1024)
     """Both uniform, ends included."""
+    shared_prefix: int = 0
+    """Tokens that all prompts begin with, before the `input_len` of their own."""
     temperature: float = 0.6
     seed: int = 0
 
     @property
     def max_model_len(self) -> int:
         """Longest request that it can hold."""
-        return self.input_len[1] + self.output_len[1]
+        return self.shared_prefix + self.input_len[1] + self.output_len[1]
 
-    def requests(self, vocab_size: int, *, first_id: int = 0) -> list[Request]:
-        """All prompts are drawn first, then all output lengths."""
+    def rows(self, vocab_size: int) -> list[tuple[list[int], int]]:
+        """(prompt, tokens to generate) of each request: all prompts are drawn first, then all lengths, then the prefix.
+
+        Ids are 0 to 10,000 as in nano-vllm's; of a smaller vocabulary all but 0 and 1, which are often special.
+        """
         rng = random.Random(self.seed)
-        last_id = min(_MAX_TOKEN_ID, vocab_size - 1)
-        prompts = [
-            [rng.randint(0, last_id) for _ in range(rng.randint(*self.input_len))] for _ in range(self.num_requests)
-        ]
+        ids = (0, _MAX_TOKEN_ID) if vocab_size > _MAX_TOKEN_ID else (_FIRST_PLAIN_ID, vocab_size - 1)
+        prompts = [[rng.randint(*ids) for _ in range(rng.randint(*self.input_len))] for _ in range(self.num_requests)]
         output_lens = [rng.randint(*self.output_len) for _ in range(self.num_requests)]
+        prefix = [rng.randint(*ids) for _ in range(self.shared_prefix)]
+        return [(prefix + prompt, output_len) for prompt, output_len in zip(prompts, output_lens, strict=True)]
+
+    def requests(self, vocab_size: int) -> list[Request]:
+        """`rows`, with ids from 0."""
         sampling = SamplingParams(temperature=self.temperature, ignore_eos=True)
         return [
             Request(
-                request_id=first_id + i,
+                request_id=i,
                 prompt_ids=pack(prompt),
                 max_tokens=output_len,
                 sampling=sampling,
@@ -48,5 +57,5 @@ class Workload:
                 row=i,
                 sample=0,
             )
-            for i, (prompt, output_len) in enumerate(zip(prompts, output_lens, strict=True))
+            for i, (prompt, output_len) in enumerate(self.rows(vocab_size))
         ]

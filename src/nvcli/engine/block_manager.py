@@ -87,6 +87,13 @@ class BlockManager:
                 else:
                     self._reusable[block] = None
 
+    def forget_prefixes(self) -> None:
+        """From here on nothing that was computed before is found again; held blocks stay with their holders."""
+        self._free += self._reusable
+        self._reusable.clear()
+        self._by_hash.clear()
+        self._hashes = [None] * (self.num_blocks + 1)
+
     def _take(self) -> int:
         if self._free:
             block = self._free.pop()

@@ -13,8 +13,10 @@ from nvcli.engine.protocol import (
     AbortRequests,
     AddRequests,
     CloseEngine,
+    EngineClosed,
     EngineFailed,
     EngineStart,
+    ForgetPrefixes,
     FromEngine,
     OutputBatch,
     ReadyReport,
@@ -61,6 +63,10 @@ class EngineClient:
         """An output with finish_reason `abort` follows for each request that has not ended by then."""
         self._send(AbortRequests(list(request_ids)))
 
+    def forget_prefixes(self) -> None:
+        """Empty the engine's prefix cache."""
+        self._send(ForgetPrefixes())
+
     def poll(self, timeout: float) -> list[RequestOutput]:
         """Outputs that arrived; waits up to `timeout` seconds for the first."""
         outputs: list[RequestOutput] = []
@@ -90,6 +96,16 @@ class EngineClient:
         """Steps that were reported since the last call, where `record_steps` is on."""
         steps, self._steps = self._steps, []
         return steps
+
+    def finish(self) -> list[int]:
+        """End the engine, which has nothing left to do; the most memory that each rank held, in bytes.
+
+        For engines with `record_steps`; `close` is still to be called. Raises WorkerError.
+        """
+        self._send(CloseEngine())
+        while not isinstance(message := self._receive(), EngineClosed):
+            pass
+        return message.peak_bytes
 
     def close(self) -> None:
         """End the engine and its ranks. Idempotent."""

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from nvcli.engine.step_recorder import StepRecorder
 
 MAX_STEPS_IN_FLIGHT = 2
-"""One that runs and one that waits behind it, so that the device goes from step to step without waiting for us."""
+"""One that runs and one that waits behind it, so that the device goes from step to step without waiting for us.
+
+Executors and runners are made for so many, and no more."""
 
 
 class StepExecutor(Protocol):
@@ -28,10 +30,19 @@ class StepExecutor(Protocol):
 class EngineCore:
     """Requests in, outputs out, one step at a time."""
 
-    def __init__(self, scheduler: Scheduler, executor: StepExecutor, *, recorder: StepRecorder | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: StepExecutor,
+        *,
+        recorder: StepRecorder | None = None,
+        overlap: bool = True,
+    ) -> None:
+        """`overlap` False: a step is scheduled when the one before it is done, to show what overlap is worth."""
         self._scheduler = scheduler
         self._executor = executor
         self._recorder = recorder
+        self._max_in_flight = MAX_STEPS_IN_FLIGHT if overlap else 1
         self._in_flight: deque[ScheduledStep] = deque()
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -39,6 +50,10 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[int]) -> None:
         self._scheduler.abort(request_ids)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self._scheduler.block_manager.forget_prefixes()
 
     @property
     def has_work(self) -> bool:
@@ -62,8 +77,8 @@ class EngineCore:
             self._executor.submit(step.input)
             self._in_flight.append(step)
             if self._recorder is not None:
-                self._recorder.submitted(step.input)
-        if self._in_flight and (step is None or len(self._in_flight) == MAX_STEPS_IN_FLIGHT):
+                self._recorder.submitted(step.input, num_used_blocks=self._scheduler.block_manager.num_used)
+        if self._in_flight and (step is None or len(self._in_flight) == self._max_in_flight):
             oldest = self._in_flight.popleft()
             output = self._executor.collect()
             if self._recorder is not None:

@@ -20,8 +20,10 @@ from nvcli.engine.protocol import (
     AbortRequests,
     AddRequests,
     CloseEngine,
+    EngineClosed,
     EngineFailed,
     EngineStart,
+    ForgetPrefixes,
     FromEngine,
     OutputBatch,
     ReadyReport,
@@ -59,7 +61,7 @@ def main(start: EngineStart, control: Connection) -> None:
         )
         blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         recorder = _make_recorder(config.max_num_seqs) if config.record_steps else None
-        core = EngineCore(Scheduler(limits, blocks), executor, recorder=recorder)
+        core = EngineCore(Scheduler(limits, blocks), executor, recorder=recorder, overlap=config.overlap_steps)
         gc.collect()
         gc.freeze()
         last_stats = 0.0
@@ -69,6 +71,9 @@ def main(start: EngineStart, control: Connection) -> None:
             if outputs or now - last_stats > _STATS_SECONDS:
                 send(OutputBatch(outputs, core.stats, core.take_records()))
                 last_stats = now
+        peak_bytes = executor.close()
+        if config.record_steps:
+            send(EngineClosed(peak_bytes))
     except NvcliError as error:
         with contextlib.suppress(OSError):
             send(EngineFailed(type(error).__name__, str(error)))
@@ -119,6 +124,8 @@ def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, 
             core.add(message.requests)
         elif isinstance(message, AbortRequests):
             core.abort(message.request_ids)
+        elif isinstance(message, ForgetPrefixes):
+            core.forget_prefixes()
         else:
             assert message is None or isinstance(message, CloseEngine)
             return False

@@ -24,11 +24,15 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_ids: list[int]
 
 
+class ForgetPrefixes(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Empty the prefix cache, so that the same prompts are computed anew."""
+
+
 class CloseEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-ToEngine = AddRequests | AbortRequests | CloseEngine
+ToEngine = AddRequests | AbortRequests | ForgetPrefixes | CloseEngine
 
 
 class ReadyReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -48,4 +52,11 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     message: str
 
 
-FromEngine = ReadyReport | OutputBatch | EngineFailed
+class EngineClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The last message after CloseEngine, where `record_steps` is on."""
+
+    peak_bytes: list[int]
+    """The most memory that each rank held (`Runner.peak_bytes`)."""
+
+
+FromEngine = ReadyReport | OutputBatch | EngineClosed | EngineFailed

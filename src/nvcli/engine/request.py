@@ -79,6 +79,8 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """The same for the prompt slices, each slice's counted once."""
     extend_pairs: int
     """Pairs of a prompt token and a token that it attended to."""
+    num_used_blocks: int = 0
+    """KV blocks held by running requests when the step was scheduled."""
     seconds: float = 0.0
     """The device's time for the step."""
     idle_seconds: float = 0.0

@@ -19,7 +19,7 @@ class StepRecorder:
         self._in_flight: deque[StepRecord] = deque()
         self._records: list[StepRecord] = []
 
-    def submitted(self, step: StepInput) -> None:
+    def submitted(self, step: StepInput, *, num_used_blocks: int) -> None:
         decode_slots, extend_slots, extend_lens, samples = (
             np.frombuffer(packed, dtype=np.int32)
             for packed in (step.decode_slots, step.extend_slots, step.extend_lens, step.extend_samples)
@@ -39,6 +39,7 @@ class StepRecorder:
                 decode_keys=int(self._lens[decode_slots].sum()),
                 extend_keys=int(ends.sum()),
                 extend_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
+                num_used_blocks=num_used_blocks,
             )
         )
 

@@ -5,6 +5,7 @@ In every phase it waits on all ranks at once: on their sockets, which close when
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from nvcli.errors import WorkerError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
 from nvcli.executor.process import ChildProcess
 from nvcli.executor.status import StatusBoard
-from nvcli.executor.worker import RankFailed, RankStart, StorePort
+from nvcli.executor.worker import RankClosed, RankFailed, RankStart, StorePort
 from nvcli.messages import EngineReady, StepInput, StepOutput, max_step_input_bytes, max_step_output_bytes
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
@@ -144,13 +145,26 @@ class Executor:
 
     # ------------------------------------------------------------------ ends
 
-    def close(self) -> None:
-        """End all ranks: they leave when their channel closes, or are killed."""
+    def close(self) -> list[int]:
+        """End all ranks: they leave when their channel closes, or are killed. Idempotent.
+
+        Gives `Runner.peak_bytes` of each rank that says it on leaving (`record_steps`); 0 for the others.
+        """
         self._steps.close()
         deadline = time.monotonic() + 1.0
+        peak_bytes = [self._last_word(child, deadline) for child in self._ranks]
         for child in self._ranks:
             child.close(max(0.0, deadline - time.monotonic()))
         self._outputs.close()
+        return peak_bytes
+
+    def _last_word(self, child: ChildProcess, deadline: float) -> int:
+        with contextlib.suppress(EOFError, OSError):
+            while child.control.poll(max(0.0, deadline - time.monotonic())):
+                message = child.control.recv()
+                if isinstance(message, RankClosed):
+                    return message.peak_bytes
+        return 0
 
     def _receive(self, rank: int) -> Any:
         """A rank's message; a failure or its end is raised."""

@@ -12,6 +12,7 @@ import importlib
 import os
 import queue
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -52,6 +53,13 @@ class RankFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RankClosed:
+    """Last word of a rank that was told to end, where `record_steps` is on."""
+
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StorePort:
     """Rank 0 to the others, through the executor: where the rendezvous store listens."""
 
@@ -72,6 +80,7 @@ def main(start: RankStart, control: Connection) -> None:
 
 
 def _run(start: RankStart, control: Connection) -> None:
+    started_at = time.time()
     rank = start.rank
     status = StatusBoard(start.status_fd, start.config.tensor_parallel_size)
 
@@ -89,6 +98,7 @@ def _run(start: RankStart, control: Connection) -> None:
         publish_port=publish_port,
         wait_for_port=wait_for_port,
         spawned_at=start.spawned_at,
+        started_at=started_at,
     )
     status.report(rank, "import")
     if start.config.device == "cuda":
@@ -102,14 +112,19 @@ def _run(start: RankStart, control: Connection) -> None:
 
     steps = ChannelReader(start.steps, rank)
     decoder = msgspec.msgpack.Decoder(StepInput)
-    while True:
-        status.report(rank, "waiting for a step")
-        step = decoder.decode(steps.receive())
-        status.report(rank, "step", step.step_id)
-        pending = runner.launch(step)
-        if post is not None:
-            assert pending is not None
-            post.put(pending)
+    try:
+        while True:
+            status.report(rank, "waiting for a step")
+            step = decoder.decode(steps.receive())
+            status.report(rank, "step", step.step_id)
+            pending = runner.launch(step)
+            if post is not None:
+                assert pending is not None
+                post.put(pending)
+    except ChannelClosed:
+        if start.config.record_steps:
+            with contextlib.suppress(OSError):  # the engine is gone: nobody asks
+                control.send(RankClosed(runner.peak_bytes()))
 
 
 def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQueue[PendingOutput]:

@@ -29,6 +29,10 @@ class Runner(Protocol):
         """Run a step, or start it on the device. None on every rank but rank 0."""
         ...
 
+    def peak_bytes(self) -> int:
+        """The most memory that the rank has held."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
@@ -43,3 +47,5 @@ class RankContext:
     """Other ranks: wait for that."""
     spawned_at: float = 0.0
     """`time.time()` when the process was asked for."""
+    started_at: float = 0.0
+    """The same when it ran its first line of ours."""

@@ -143,6 +143,15 @@ def total_ram() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that was in use: of the whole GPU (other programs' share as it is now), or this process's RAM."""
+    if device.type == "cpu":
+        with open("/proc/self/status") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+
+
 def _available_ram() -> int:
     with open("/proc/meminfo") as meminfo:
         for line in meminfo:

@@ -35,6 +35,7 @@ from nvcli.runner.memory import (
     check_weights_fit,
     free_bytes,
     other_bytes,
+    peak_bytes,
     plan_memory,
     total_ram,
     weight_groups,
@@ -82,7 +83,10 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         self.config = config
         self._context = context
-        self._seconds = {"spawn and import": time.time() - context.spawned_at}
+        self._seconds = {
+            "spawn": context.started_at - context.spawned_at,
+            "import": time.time() - context.started_at,
+        }
         with torch.inference_mode():
             self._open_device()
             self._join_process_group()
@@ -335,6 +339,10 @@ class ModelRunner:
         host_ids = self._to_host(ids)
         self._clock.stop(step_time)
         return SampledTokens(step.step_id, host_ids, logprobs, step_time) if self._context.rank == 0 else None
+
+    def peak_bytes(self) -> int:
+        """The most memory that was in use."""
+        return peak_bytes(self.device)
 
     def _run_decode(self, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
         """One token for each request."""

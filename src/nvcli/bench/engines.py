@@ -1,0 +1,132 @@
+"""Engines: the replicas of a benchmark as one. Requests are dealt out to them; what they did is kept, pass by pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+
+import msgspec
+
+from nvcli.config import EngineConfig
+from nvcli.engine.client import EngineClient
+from nvcli.engine.request import Request, StepRecord
+from nvcli.errors import CapacityError
+from nvcli.messages import EngineReady, unpack
+
+_WAIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One pass over a workload, as it was recorded."""
+
+    seconds: float
+    """From the first request's sending to the last answer's arrival."""
+    num_requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    output_tokens: int
+    num_preemptions: int
+    num_blocks: int
+    """KV blocks of one replica."""
+    records: list[list[StepRecord]]
+    """Steps of each replica, in order."""
+
+
+class Engines:
+    """Starts all replicas at once; `close` ends them."""
+
+    def __init__(self, config: EngineConfig, num_replicas: int) -> None:
+        """`config` with `record_steps`. Returns at once."""
+        self._started_at = time.perf_counter()
+        self._clients: list[EngineClient] = []
+        self._ready: list[EngineReady] = []
+        self._next_id = 0
+        self.ready_seconds = 0.0
+        """From here to the last replica's report."""
+        try:
+            for replica in range(num_replicas):
+                replica_config = msgspec.structs.replace(config, replica=replica)
+                name = "engine" if num_replicas == 1 else f"engine {replica}"
+                self._clients.append(EngineClient.start(replica_config, name=name))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_ready(self) -> EngineReady:
+        """The first replica's report, once all have reported. Raises what an engine failed with."""
+        for client in self._clients:
+            ready = None
+            while ready is None:
+                ready = client.wait_ready(_WAIT_SECONDS)
+            self._ready.append(ready)
+        self.ready_seconds = time.perf_counter() - self._started_at
+        return self._ready[0]
+
+    def run(self, requests: Sequence[Request]) -> Pass:
+        """Answer all of them, with an empty prefix cache at the beginning. Ids are given here.
+
+        Raises WorkerError, or CapacityError for a request that the engine cannot answer.
+        """
+        ids = range(self._next_id, self._next_id + len(requests))
+        self._next_id = ids.stop
+        numbered = [
+            msgspec.structs.replace(request, request_id=number) for number, request in zip(ids, requests, strict=True)
+        ]
+        expected = {request.request_id: request.max_tokens for request in numbered}
+        dealt = deal_out(numbered, len(self._clients))
+        preemptions_before = sum(client.stats.num_preemptions for client in self._clients)
+        for client in self._clients:
+            client.forget_prefixes()
+            client.take_steps()
+        cached_tokens = 0
+        start = time.perf_counter()
+        for client, share in zip(self._clients, dealt, strict=True):
+            client.add(share)
+        while expected:
+            connection.wait([client.fileno() for client in self._clients], _WAIT_SECONDS)
+            for client in self._clients:
+                for output in client.poll(0):
+                    if output.finish_reason == "error":
+                        raise CapacityError(f"a request of the workload cannot be answered: {output.error}")
+                    num_tokens, wanted = len(unpack(output.token_ids)), expected.pop(output.request_id)
+                    assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were asked for"
+                    cached_tokens += output.num_cached_tokens
+        seconds = time.perf_counter() - start
+        records = [client.take_steps() for client in self._clients]
+        for steps in records:
+            if steps:
+                steps[0].idle_seconds = 0.0  # the device waited for the pass to begin
+        return Pass(
+            seconds=seconds,
+            num_requests=len(requests),
+            prompt_tokens=sum(len(unpack(request.prompt_ids)) for request in requests),
+            cached_tokens=cached_tokens,
+            output_tokens=sum(request.max_tokens for request in requests),
+            num_preemptions=sum(client.stats.num_preemptions for client in self._clients) - preemptions_before,
+            num_blocks=self._ready[0].num_blocks,
+            records=records,
+        )
+
+    def finish(self) -> list[list[int]]:
+        """End the replicas; the most memory that each of their ranks held, in bytes: [replica][rank]."""
+        return [client.finish() for client in self._clients]
+
+    def close(self) -> None:
+        """End whatever still runs. Idempotent."""
+        for client in self._clients:
+            client.close()
+
+
+def deal_out(requests: Sequence[Request], num_shares: int) -> list[list[Request]]:
+    """In order, each to the share that has the fewest tokens to generate so far."""
+    shares: list[list[Request]] = [[] for _ in range(num_shares)]
+    num_tokens = [0] * num_shares
+    for request in requests:
+        least = num_tokens.index(min(num_tokens))
+        shares[least].append(request)
+        num_tokens[least] += request.max_tokens
+    return shares

@@ -1,0 +1,74 @@
+"""A benchmark's requests from a real file: its rows as `generate` prepares them, with answers of fixed lengths."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from nvcli.config import RunConfig
+from nvcli.engine.request import Request
+from nvcli.errors import ConfigError
+from nvcli.jobs.files import check_inputs
+from nvcli.jobs.job import JobResult
+from nvcli.jobs.parser import RowParser
+from nvcli.jobs.reader import RowReader
+from nvcli.models.config import ModelConfig
+from nvcli.pipeline.answers import OpenRow
+from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.pipeline.resolve import row_keys, sampling_defaults
+from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileWorkload:
+    """Rows of a file. Each answer has as many tokens as its row's `max_tokens` says; nothing ends it early."""
+
+    input: str
+    num_rows: int | None = None
+    """The first so many; None: all."""
+    output_len: tuple[int, int] = (100, 1024)
+    """For rows without `max_tokens`: uniform, ends included, and no more than `max_model_len` leaves."""
+    seed: int = 0
+
+    def requests(
+        self, run: RunConfig, model_path: Path, model: ModelConfig, *, say: Callable[[str], None]
+    ) -> list[Request]:
+        """One for each sample of each row. Rows that would be error rows are left out, and said so.
+
+        Imports the tokenizer, which takes seconds. Raises ConfigError where no row is left, and LoadError.
+        """
+        check_inputs([self.input])
+        check_tokenizer_files(model_path)
+        defaults = sampling_defaults(run, model)
+        limits = ModelLimits(
+            max_model_len=run.max_model_len or model.max_position_embeddings,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            on_too_long=run.job.on_too_long,
+        )
+        preparer = Preparer(Tokenizer.load(model_path), limits)
+        parser = RowParser(defaults, row_keys(run.job))
+        rng = random.Random(self.seed)
+        requests: list[Request] = []
+        failed: list[JobResult] = []
+        for batch in RowReader([self.input], parser, limit=self.num_rows).batches():
+            for row in preparer.prepare(batch):
+                if isinstance(row, PreparedRow):
+                    requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).requests(self.seed)
+                else:
+                    failed.append(row)
+        reason = failed[0].error.message if failed and failed[0].error is not None else "it has no rows"
+        if not requests:
+            raise ConfigError(f"--input {self.input} has no row that can be answered: {reason}")
+        if failed:
+            say(f"{self.input}: {len(failed)} left out, as they cannot be answered; the first: {reason}")
+        return requests
+
+    def _with_fixed_length(self, row: PreparedRow, rng: random.Random) -> PreparedRow:
+        sampling = msgspec.structs.replace(row.sampling, ignore_eos=True, stop=[], stop_token_ids=[], min_tokens=0)
+        drawn = rng.randint(*self.output_len) if sampling.max_tokens is None else row.max_tokens
+        return msgspec.structs.replace(row, max_tokens=min(drawn, row.max_tokens), stop_ids=[], sampling=sampling)

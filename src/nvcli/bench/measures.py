@@ -1,0 +1,118 @@
+"""What a recorded pass comes to: rates, times by kind of step, both phases against the limit, use of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nvcli.bench.engines import Pass
+from nvcli.bench.roofline import Ceilings, ModelCosts, Phase, Roofline
+from nvcli.engine.request import StepRecord
+from nvcli.messages import ForwardMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Steps of one kind. Times in milliseconds."""
+
+    count: int
+    total: float
+    median: float
+    p90: float
+    p99: float
+    idle_median: float
+    """The device's idle time before a step."""
+    idle_p99: float
+
+    @staticmethod
+    def of(records: Sequence[StepRecord]) -> StepTimes:
+        seconds = sorted(r.seconds for r in records)
+        idle = sorted(r.idle_seconds for r in records)
+
+        def at(values: list[float], share: float) -> float:
+            return values[min(len(values) - 1, int(share * len(values)))] * 1e3
+
+        return StepTimes(
+            count=len(records),
+            total=sum(seconds) * 1e3,
+            median=at(seconds, 0.5),
+            p90=at(seconds, 0.9),
+            p99=at(seconds, 0.99),
+            idle_median=at(idle, 0.5),
+            idle_p99=at(idle, 0.99),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One pass over the workload. Where there are several replicas, seconds of the device are a replica's, on average.
+
+    `seconds` is `phases["prefill"].seconds`, `phases["decode"].seconds` and `idle_seconds` together.
+    """
+
+    seconds: float
+    num_requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    output_tokens: int
+    steps: dict[str, StepTimes]
+    """By forward mode, of all replicas."""
+    limits: dict[str, Roofline]
+    """Likewise: against what the device could do at most."""
+    phases: dict[Phase, Roofline]
+    """Likewise, prompts and generation apart: a mixed step's time is shared out as its limit is."""
+    idle_seconds: float
+    """Without a step on the device."""
+    roofline_share: float
+    """The limit of all steps over `seconds`, the host's time and idle time included."""
+    num_preemptions: int
+    peak_kv_share: float
+    """Most KV blocks held at a time, of a replica's; 0 to 1."""
+    mean_kv_share: float
+    """Likewise, on average over the steps' time."""
+
+    @property
+    def output_rate(self) -> float:
+        """Tokens per second."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_rate(self) -> float:
+        """Tokens per second, prompts' included."""
+        return (self.prompt_tokens + self.output_tokens) / self.seconds
+
+    @property
+    def request_rate(self) -> float:
+        """Per second."""
+        return self.num_requests / self.seconds
+
+
+def run_of(recorded: Pass, costs: ModelCosts, ceilings: Ceilings) -> Run:
+    """`costs` and `ceilings` of one rank."""
+    num_replicas = len(recorded.records)
+    records = [record for steps in recorded.records for record in steps]
+    by_mode = {mode.name: [r for r in records if r.mode == mode] for mode in ForwardMode}
+    phases: dict[Phase, Roofline] = {
+        phase: Roofline.of(records, costs, ceilings, phase=phase).divided(num_replicas)
+        for phase in ("prefill", "decode")
+    }
+    limit_seconds = sum(phase.limit_seconds for phase in phases.values())
+    busy_seconds = sum(record.seconds for record in records)
+    return Run(
+        seconds=recorded.seconds,
+        num_requests=recorded.num_requests,
+        prompt_tokens=recorded.prompt_tokens,
+        cached_tokens=recorded.cached_tokens,
+        output_tokens=recorded.output_tokens,
+        steps={mode: StepTimes.of(steps) for mode, steps in by_mode.items() if steps},
+        limits={mode: Roofline.of(steps, costs, ceilings) for mode, steps in by_mode.items() if steps},
+        phases=phases,
+        idle_seconds=recorded.seconds - busy_seconds / num_replicas,
+        roofline_share=limit_seconds / recorded.seconds,
+        num_preemptions=recorded.num_preemptions,
+        peak_kv_share=max((r.num_used_blocks for r in records), default=0) / recorded.num_blocks,
+        mean_kv_share=sum(r.num_used_blocks * r.seconds for r in records) / busy_seconds / recorded.num_blocks
+        if busy_seconds
+        else 0.0,
+    )

@@ -1,0 +1,75 @@
+"""From options to a workload: what was given counts, and what does not go together is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nvcli.bench.command import BenchOptions, make_workload, parse_range
+from nvcli.bench.file_workload import FileWorkload
+from nvcli.bench.plot import check_plot
+from nvcli.bench.workload import Workload
+from nvcli.errors import ConfigError
+
+
+@pytest.mark.parametrize(("text", "ends"), [("100:1024", (100, 1024)), ("7", (7, 7))])
+def test_ranges(text: str, ends: tuple[int, int]) -> None:
+    assert parse_range("--input-len", text) == ends
+
+
+@pytest.mark.parametrize("text", ["", "a", "5:3", "0:9", "-1", "1:2:3"])
+def test_bad_ranges_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--input-len"):
+        parse_range("--input-len", text)
+
+
+def test_without_options_it_is_the_published_workload() -> None:
+    assert make_workload(BenchOptions()) == Workload()
+
+
+def test_each_option_reaches_the_workload() -> None:
+    options = BenchOptions(
+        num_requests=3, input_len="4:5", output_len="6", shared_prefix=7, temperature=0.0, seed=8, repeat=2
+    )
+    assert make_workload(options) == Workload(
+        num_requests=3, input_len=(4, 5), output_len=(6, 6), shared_prefix=7, temperature=0.0, seed=8
+    )
+    options = BenchOptions(input="a.jsonl", num_requests=3, output_len="6", seed=8)
+    assert make_workload(options) == FileWorkload(input="a.jsonl", num_rows=3, output_len=(6, 6), seed=8)
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--input-len", {"input_len": "5"}),
+        ("--shared-prefix", {"shared_prefix": 0}),
+        ("--temperature", {"temperature": 0.0}),
+        ("--shape", {"shape": "qwen3-0.6b"}),
+    ],
+)
+def test_a_file_does_not_go_with_made_up_prompts(option: str, values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=option):
+        make_workload(BenchOptions(input="a.jsonl", **values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "named"),
+    [
+        ("run.pdf", True, ".svg or .png"),
+        ("no/such/folder/run.svg", True, "mkdir -p"),
+        ("run.svg", False, "pip install"),
+    ],
+)
+def test_a_picture_that_cannot_be_made_is_refused_first(
+    name: str, installed: bool, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nvcli.bench.plot.find_spec", lambda name: object() if installed else None)
+    with pytest.raises(ConfigError, match=named) as caught:
+        check_plot(tmp_path / name)
+    assert "--plot" in str(caught.value)
+
+
+def test_a_picture_can_be_written_beside_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvcli.bench.plot.find_spec", lambda name: object())
+    check_plot(tmp_path / "run.SVG")
