@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 import threading
+from multiprocessing.connection import Connection
 
 import pytest
 
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
+from nvcli.executor.process import ChildProcess
 
 
 def test_random_messages_reach_all_readers() -> None:
@@ -79,3 +81,32 @@ def test_channel_has_no_name() -> None:
     spec = ChannelSpec.create(1 << 20, num_readers=1)
     assert set(os.listdir("/dev/shm")) == before
     close_fds((spec.memory_fd, *spec.read_fds, *spec.write_fds))
+
+
+def read_all(argument: tuple[ChannelSpec, int], control: Connection) -> None:
+    """A process that only reads, as fast as it can."""
+    spec, count = argument
+    reader = ChannelReader(spec, 0)
+    for _ in range(count):
+        reader.receive()
+    control.send("done")
+
+
+def test_a_fast_reader_never_looks_as_if_it_had_fallen_back() -> None:
+    """The count of what was read is written in one piece: a writer that looks in between must not see another."""
+    count = 60_000
+    spec = ChannelSpec.create(8, num_readers=1)
+    child = ChildProcess("test_channel:read_all", (spec, count), name="reader", pass_fds=spec.reader_fds(0))
+    writer = ChannelWriter(spec)
+    try:
+        for _ in range(count):
+            while not writer.has_room:
+                assert child.is_alive
+            # Once there is room there stays room, until something is sent.
+            assert all(writer.has_room for _ in range(3))
+            writer.send(b"message")
+        assert child.control.poll(10)
+    finally:
+        child.close()
+        writer.close()
+        close_fds((spec.memory_fd, *spec.read_fds))

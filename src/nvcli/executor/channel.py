@@ -18,10 +18,8 @@ import struct
 from dataclasses import dataclass
 
 _HEADER = struct.Struct("@QQ")  # sequence number, length
-# Native and aligned: written and read in one piece. With "<" it would go byte by byte, and a reader that looks in
-# between 255 and 256 would see 0.
-_ACK = struct.Struct("@Q")
 _ALIGN = 64
+"""Bytes; what different processes write lies in different cache lines."""
 
 
 class ChannelClosed(Exception):
@@ -78,20 +76,29 @@ class ChannelSpec:
         return (self.memory_fd, *self.write_fds)
 
 
+def _acks(memory: mmap.mmap, spec: ChannelSpec) -> memoryview:
+    """What each reader has read, one number in every `_ALIGN` bytes.
+
+    An element of a view is written and read in one piece. `struct` is not: it zeroes the bytes before it packs them,
+    and a writer that looks in between takes the reader for far behind.
+    """
+    return memoryview(memory)[: spec.ack_bytes].cast("Q")
+
+
 class ChannelWriter:
     """The writing end. Not thread-safe."""
 
     def __init__(self, spec: ChannelSpec) -> None:
         self._spec = spec
         self._memory = mmap.mmap(spec.memory_fd, spec.num_bytes)
+        self._acks = _acks(self._memory, spec)[:: _ALIGN // 8]
         self._write_fds = spec.write_fds
         self._sequence = 0
 
     @property
     def has_room(self) -> bool:
         """Whether every reader is far enough for one more message."""
-        last_read: list[int] = [_ACK.unpack_from(self._memory, r * _ALIGN)[0] for r in range(len(self._write_fds))]
-        return self._sequence < min(last_read) + self._spec.num_slots
+        return self._sequence < min(self._acks) + self._spec.num_slots
 
     def send(self, message: bytes) -> None:
         """Needs room. Raises ChannelClosed when a reader is gone."""
@@ -114,6 +121,7 @@ class ChannelWriter:
         """Readers see the end. Idempotent."""
         close_fds(self._write_fds)
         self._write_fds = ()
+        self._acks.release()
         self._memory.close()
 
 
@@ -126,7 +134,8 @@ class ChannelReader:
         self._fd = spec.read_fds[reader]
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
-        self._ack_offset = reader * _ALIGN
+        self._acks = _acks(self._memory, spec)
+        self._own_ack = reader * _ALIGN // 8
         self._sequence = 0
 
     def fileno(self) -> int:
@@ -145,7 +154,7 @@ class ChannelReader:
         start = offset + _HEADER.size
         message = self._memory[start : start + length]
         self._sequence = expected
-        _ACK.pack_into(self._memory, self._ack_offset, expected)
+        self._acks[self._own_ack] = expected
         return message
 
     def poll(self, timeout: float) -> bool:
@@ -156,6 +165,7 @@ class ChannelReader:
         """Idempotent."""
         if not self._memory.closed:
             os.close(self._fd)
+            self._acks.release()
             self._memory.close()
 
 
