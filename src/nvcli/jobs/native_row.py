@@ -66,6 +66,9 @@ def native_job(row: dict[str, Any], place: Place, keys: RowKeys, defaults: RowDe
     if not isinstance(own, dict):
         raise RowError("invalid_sampling", f"`{keys.sampling}` is {show(own)}; expected an object with keys")
     sampling = defaults.sampling(own, under=keys.sampling)
+    prompt = row.get(keys.prompt)
+    if isinstance(prompt, str) and keys.messages not in row and keys.prompt_token_ids not in row:
+        return Job(place=place, prompt=prompt, sampling=sampling)  # most rows
     given = [key for key in keys.prompts if key in row]
     if not given:
         names = "`{}`, `{}` and `{}`".format(*keys.prompts)

@@ -45,7 +45,8 @@ class RowParser:
             values = row if isinstance(row, dict) else self._decode_line(row)
             is_native = not looks_like_openai(values) or any(key in values for key in self._keys.prompts)
             own_keys = self._own_keys if is_native else OPENAI_KEYS
-            extra = {key: value for key, value in values.items() if key not in own_keys}
+            if not values.keys() <= own_keys:
+                extra = {key: value for key, value in values.items() if key not in own_keys}
             if is_native:
                 is_given = self._keys.id in values
                 row_id = native_id(values, self._keys, line_id)
