@@ -58,6 +58,43 @@ class ProgressChoice(StrEnum):
     NONE = "none"
 
 
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="PATH|NAME",
+        help="Folder, Hugging Face id, or `demo`.",
+        autocompletion=completion.models,
+    ),
+]
+ShapeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shape",
+        metavar="NAME",
+        help="Made-up weights of a known shape, such as qwen3-0.6b; no files.",
+        autocompletion=completion.shapes,
+    ),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any key of the configuration; may be repeated.",
+        autocompletion=completion.keys,
+    ),
+]
+TpOption = Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy.")]
+DpOption = Annotated[int | None, typer.Option("--dp", metavar="N", help="Copies of the model.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")]
+
+
 def main() -> None:
     """The `nvcli` command."""
     signal.signal(signal.SIGINT, _interrupt)  # a job has a way of its own, while it runs
@@ -148,31 +185,11 @@ def generate(
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Output file, or -. Without it x.jsonl → x.out.jsonl."),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="PATH|NAME",
-            help="Folder, Hugging Face id, or `demo`.",
-            autocompletion=completion.models,
-        ),
-    ] = None,
-    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy.")] = None,
-    dp: Annotated[int | None, typer.Option("--dp", metavar="N", help="Copies of the model.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any key of the configuration; may be repeated.",
-            autocompletion=completion.keys,
-        ),
-    ] = None,
+    config: ConfigOption = None,
+    model: ModelOption = None,
+    tp: TpOption = None,
+    dp: DpOption = None,
+    overrides: SetOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start an existing output anew.")] = False,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Answer the failed rows of an existing output again.")
@@ -252,25 +269,8 @@ def generate(
     """,
 )
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="PATH|NAME",
-            help="Folder, Hugging Face id, or `demo`.",
-            autocompletion=completion.models,
-        ),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape",
-            metavar="NAME",
-            help="Made-up weights of a known shape, such as qwen3-0.6b; no files.",
-            autocompletion=completion.shapes,
-        ),
-    ] = None,
+    model: ModelOption = None,
+    shape: ShapeOption = None,
     input_file: Annotated[
         str | None,
         typer.Option(
@@ -316,22 +316,11 @@ def bench(
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Draw step times and KV use over the run: an .svg or .png file."),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
-    ] = None,
-    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy.")] = None,
-    dp: Annotated[int | None, typer.Option("--dp", metavar="N", help="Copies of the model.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any key of the configuration; may be repeated.",
-            autocompletion=completion.keys,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")] = False,
+    config: ConfigOption = None,
+    tp: TpOption = None,
+    dp: DpOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     from nvcli.config import find_config_file, load_run_config
 
@@ -380,25 +369,8 @@ def bench(
     """,
 )
 def profile_memory(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="PATH|NAME",
-            help="Folder, Hugging Face id, or `demo`.",
-            autocompletion=completion.models,
-        ),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape",
-            metavar="NAME",
-            help="Made-up weights of a known shape, such as qwen3-8b; no files.",
-            autocompletion=completion.shapes,
-        ),
-    ] = None,
+    model: ModelOption = None,
+    shape: ShapeOption = None,
     input_file: Annotated[
         str | None, typer.Option("--input", metavar="FILE", help="Show how many of this file's requests fit.")
     ] = None,
@@ -408,19 +380,13 @@ def profile_memory(
     gpu_memory: Annotated[
         str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Of each GPU, for --dry-run; such as 80GiB.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
-    ] = None,
-    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for the model.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration; may be repeated."),
-    ] = None,
+    config: ConfigOption = None,
+    tp: TpOption = None,
+    overrides: SetOption = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg|.png", help="Draw a bar for each rank.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     from nvcli.config import find_config_file, load_run_config
     from nvcli.profile.command import run_profile
@@ -457,20 +423,11 @@ def profile_memory(
     """,
 )
 def doctor(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="PATH|NAME",
-            help="Folder, Hugging Face id, or `demo`.",
-            autocompletion=completion.models,
-        ),
-    ] = None,
+    model: ModelOption = None,
     tp: Annotated[
         int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy: their all-reduce is tried.")
     ] = None,
-    dp: Annotated[int | None, typer.Option("--dp", metavar="N", help="Copies of the model.")] = None,
+    dp: DpOption = None,
     device: Annotated[
         DeviceChoice | None, typer.Option("--device", help="What the run would be on. Without it: what is there.")
     ] = None,
@@ -478,19 +435,8 @@ def doctor(
         Path,
         typer.Option("--output", "-o", metavar="FILE", help="Where answers would go: its folder is looked at."),
     ] = Path("answers.jsonl"),
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any key of the configuration; may be repeated.",
-            autocompletion=completion.keys,
-        ),
-    ] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=1.0, help="How long a check may take.")
     ] = 120.0,
