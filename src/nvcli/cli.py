@@ -388,9 +388,10 @@ def profile_memory(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
+    from nvcli.bench.plot import check_plot
     from nvcli.config import find_config_file, load_run_config
     from nvcli.profile.command import run_profile
-    from nvcli.profile.picture import check_plot, print_bars, write_plot
+    from nvcli.profile.picture import print_bars, write_plot
     from nvcli.profile.report import format_json, format_profile
 
     if plot is not None:

@@ -28,6 +28,9 @@ Order = Literal["completion", "input"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of one element."""
+
 DEFAULT_CONFIG_FILE = "nvcli.yaml"
 """Read from the current folder when no configuration file is named."""
 
@@ -271,6 +274,7 @@ def format_bytes(num_bytes: float) -> str:
 
 __all__ = [
     "DEFAULT_CONFIG_FILE",
+    "DTYPE_BYTES",
     "FLAG_KEYS",
     "AttentionBackends",
     "AttentionName",

@@ -12,13 +12,11 @@ from nvcli.bench.file_workload import FileWorkload
 from nvcli.bench.measures import Run, run_of
 from nvcli.bench.roofline import Ceilings, ModelCosts
 from nvcli.bench.workload import Workload
-from nvcli.config import EngineConfig
+from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.engine.request import Request, StepRecord
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.messages import EngineReady
 from nvcli.models.config import ModelConfig
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +73,7 @@ def bench(
     ceilings = measure_ceilings(config.device, config.dtype)
     costs = ModelCosts.of(
         model_config,
-        bytes_per_element=_DTYPE_BYTES[config.dtype],
+        bytes_per_element=DTYPE_BYTES[config.dtype],
         tensor_parallel_size=config.tensor_parallel_size,
     )
     baseline = _median_rate(measured.passes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,11 @@ from nvcli.bench.ablation import parse_ablations
 from nvcli.bench.bench import BenchResult, bench
 from nvcli.bench.file_workload import FileWorkload
 from nvcli.bench.plot import check_plot, draw_run
-from nvcli.bench.shapes import SHAPES, write_shape
+from nvcli.bench.shapes import model_folder
 from nvcli.bench.workload import Workload
 from nvcli.config import RunConfig
 from nvcli.errors import ConfigError
 from nvcli.messages import unpack
-from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import load_model_config
 from nvcli.pipeline.resolve import resolve_engine_config
 
@@ -88,12 +86,9 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
 def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], None]) -> BenchResult:
     """Bench `run.model`, or made-up weights of a known shape. Raises ConfigError and what the engines raise."""
     workload = make_workload(options)
-    if options.shape is not None and options.shape not in SHAPES:
-        raise ConfigError(f"--shape {options.shape!r} is unknown; known: {', '.join(SHAPES)}")
     if options.plot is not None:
         check_plot(options.plot)
-    with tempfile.TemporaryDirectory(prefix="nvcli-shape-") as folder:
-        path = resolve_model(run.model) if options.shape is None else write_shape(options.shape, Path(folder))
+    with model_folder(run.model, options.shape) as path:
         model = load_model_config(path)
         # What is wrong with the configuration is said before a file is read.
         resolve_engine_config(run, path, model)

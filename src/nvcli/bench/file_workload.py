@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,27 @@ from nvcli.pipeline.answers import OpenRow
 from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.pipeline.resolve import row_keys, sampling_defaults
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
+
+
+def prepared_rows(
+    run: RunConfig, model_path: Path, model: ModelConfig, input_file: str, *, limit: int | None = None
+) -> Iterator[PreparedRow | JobResult]:
+    """The rows of a file as `generate` prepares them; those that would be error rows as their results.
+
+    Imports the tokenizer, which takes seconds. Raises ConfigError and LoadError.
+    """
+    check_inputs([input_file])
+    check_tokenizer_files(model_path)
+    limits = ModelLimits(
+        max_model_len=run.max_model_len or model.max_position_embeddings,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        on_too_long=run.job.on_too_long,
+    )
+    parser = RowParser(sampling_defaults(run, model), row_keys(run.job))
+    preparer = Preparer(Tokenizer.load(model_path), limits)
+    for rows in RowReader([input_file], parser, limit=limit).batches():
+        yield from preparer.prepare(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +62,14 @@ class FileWorkload:
 
         Imports the tokenizer, which takes seconds. Raises ConfigError where no row is left, and LoadError.
         """
-        check_inputs([self.input])
-        check_tokenizer_files(model_path)
-        defaults = sampling_defaults(run, model)
-        limits = ModelLimits(
-            max_model_len=run.max_model_len or model.max_position_embeddings,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            on_too_long=run.job.on_too_long,
-        )
-        preparer = Preparer(Tokenizer.load(model_path), limits)
-        parser = RowParser(defaults, row_keys(run.job))
         rng = random.Random(self.seed)
         requests: list[Request] = []
         failed: list[JobResult] = []
-        for batch in RowReader([self.input], parser, limit=self.num_rows).batches():
-            for row in preparer.prepare(batch):
-                if isinstance(row, PreparedRow):
-                    requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).requests(self.seed)
-                else:
-                    failed.append(row)
+        for row in prepared_rows(run, model_path, model, self.input, limit=self.num_rows):
+            if isinstance(row, PreparedRow):
+                requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).requests(self.seed)
+            else:
+                failed.append(row)
         reason = failed[0].error.message if failed and failed[0].error is not None else "it has no rows"
         if not requests:
             raise ConfigError(f"--input {self.input} has no row that can be answered: {reason}")

@@ -23,6 +23,7 @@ from typing import Literal
 
 from nvcli.engine.request import StepRecord
 from nvcli.models.config import ModelConfig
+from nvcli.models.sizes import kv_bytes_per_token, kv_heads_per_rank
 
 Phase = Literal["prefill", "decode"]
 
@@ -69,14 +70,14 @@ class ModelCosts:
     @staticmethod
     def of(model: ModelConfig, *, bytes_per_element: int, tensor_parallel_size: int = 1) -> ModelCosts:
         tp = tensor_parallel_size
-        kv_heads = max(1, model.num_kv_heads // tp)
+        kv_heads = kv_heads_per_rank(model, tp)
         query_size = model.num_heads * model.head_dim // tp
         attention = model.hidden_size * (2 * query_size + 2 * kv_heads * model.head_dim)
         mlp = 3 * model.hidden_size * model.intermediate_size // tp
         return ModelCosts(
             layer_weights=model.num_layers * (attention + mlp),
             lm_head_weights=model.vocab_size * model.hidden_size // tp,
-            kv_elements_per_token=model.num_layers * 2 * kv_heads * model.head_dim,
+            kv_elements_per_token=kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=1),
             attention_flops_per_pair=model.num_layers * 4 * query_size,
             bytes_per_element=bytes_per_element,
         )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from nvcli.errors import ConfigError
+from nvcli.models.checkpoint import resolve_model
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -43,6 +49,18 @@ SHAPES = {
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
 }
 """As the models' published config.json files have them."""
+
+
+@contextlib.contextmanager
+def model_folder(name: str, shape: str | None) -> Iterator[Path]:
+    """The folder of the model `name`, or one that holds a known shape's config.json. Raises ConfigError, LoadError."""
+    if shape is None:
+        yield resolve_model(name)
+        return
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape!r} is unknown; known: {', '.join(SHAPES)}")
+    with tempfile.TemporaryDirectory(prefix="nvcli-shape-") as folder:
+        yield write_shape(shape, Path(folder))
 
 
 def write_shape(name: str, folder: Path) -> Path:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nvcli.config import EngineConfig
+from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.doctor.device_probe import GpuReport
 from nvcli.doctor.findings import Finding, format_gib, ok, problem, warning
 from nvcli.models.config import ModelConfig
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LITTLE_BYTES = 2 << 30
 """Activations and CUDA graphs of usual runs take this much; what is beyond holds KV cache."""
 
@@ -19,7 +18,7 @@ def check_fit(
 ) -> Finding:
     """`num_copies`: the data-parallel size. `ram`: bytes free, which count on a CPU alone."""
     size = config.tensor_parallel_size
-    weights = num_weights * _DTYPE_BYTES[config.dtype] // size
+    weights = num_weights * DTYPE_BYTES[config.dtype] // size
     if config.device == "cpu":
         return _fit_ram(weights * size * num_copies, ram, config)
     needed = gpus[: size * num_copies]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 
-from nvcli.bench.shapes import SHAPES, write_shape
+from nvcli.bench.file_workload import prepared_rows
+from nvcli.bench.shapes import model_folder
 from nvcli.config import EngineConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError
-from nvcli.jobs.files import check_inputs
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
-from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
-from nvcli.pipeline.resolve import resolve_engine_config, row_keys, sampling_defaults
-from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
+from nvcli.pipeline.prepare import PreparedRow
+from nvcli.pipeline.resolve import resolve_engine_config
 from nvcli.profile.lengths import FileLengths, lengths_of
 from nvcli.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
 
@@ -39,7 +32,7 @@ def run_profile(
         raise ConfigError("--gpu-memory is for --dry-run; a run takes the GPU that is there")
     if shape is not None and input_file is not None:
         raise ConfigError("--input needs a tokenizer, which a --shape has not; name a --model")
-    with _model_folder(run, shape) as path:
+    with model_folder(run.model, shape) as path:
         model = load_model_config(path)
         config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
         config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")
@@ -62,36 +55,14 @@ def _gpu_size(text: str | None) -> int | None:
         raise ConfigError(f"--gpu-memory is {text!r}; {error}") from None
 
 
-@contextlib.contextmanager
-def _model_folder(run: RunConfig, shape: str | None) -> Iterator[Path]:
-    if shape is None:
-        yield resolve_model(run.model)
-        return
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape!r} is unknown; known: {', '.join(SHAPES)}")
-    with tempfile.TemporaryDirectory(prefix="nvcli-shape-") as folder:
-        yield write_shape(shape, Path(folder))
-
-
 def _file_lengths(run: RunConfig, config: EngineConfig, model: ModelConfig, input_file: str) -> FileLengths:
-    check_inputs([input_file])
-    check_tokenizer_files(config.model_path)
-    tokenizer = Tokenizer.load(config.model_path)
-    limits = ModelLimits(
-        max_model_len=config.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        on_too_long=run.job.on_too_long,
-    )
     requests: list[tuple[int, int]] = []
     failed = 0
-    preparer = Preparer(tokenizer, limits)
-    for rows in RowReader([input_file], RowParser(sampling_defaults(run, model), row_keys(run.job))).batches():
-        for row in preparer.prepare(rows):
-            if isinstance(row, PreparedRow):
-                requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.n
-            else:
-                failed += 1
+    for row in prepared_rows(run, config.model_path, model, input_file):
+        if isinstance(row, PreparedRow):
+            requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.n
+        else:
+            failed += 1
     if not requests:
         raise ConfigError(f"--input {input_file}: none of its {failed} rows is a request")
     return lengths_of(requests, failed_rows=failed, block_size=config.block_size)

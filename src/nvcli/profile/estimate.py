@@ -6,13 +6,12 @@ Weights and the KV cache's blocks are exact. The other items follow formulas who
 
 from __future__ import annotations
 
-from nvcli.config import EngineConfig
+from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
 from nvcli.runner.graph_sizes import decode_sizes, mixed_sizes
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CONTEXT_BYTES = 800_000_000
 """CUDA context, libraries and loaded kernels of one process."""
 _COLLECTIVES_BYTES = 500_000_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nvcli.config import format_bytes
 from nvcli.errors import ConfigError
@@ -56,18 +56,12 @@ def print_bars(profile: MemoryProfile) -> None:
     console.print(Padding(Columns(legend, padding=(0, 3)), (0, 0, 1, 7), expand=False))
 
 
-def check_plot(path: Path) -> None:
-    """Before anything is loaded: the kind of file is known, and matplotlib is there. Raises ConfigError."""
-    if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--plot {path}: name a file that ends in .svg or .png")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
-    _pyplot()
-
-
 def write_plot(profile: MemoryProfile, path: Path) -> None:
     """Raises ConfigError where the file cannot be written."""
-    figure, axes = _pyplot().subplots(figsize=(9, 1.6 + 0.6 * len(profile.ranks)), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.6 + 0.6 * len(profile.ranks)), layout="constrained")
+    axes = figure.subplots()
     names = [f"rank {number}" for number in range(len(profile.ranks))]
     parts = [parts_of(use) for use in profile.ranks]
     starts = [0.0] * len(names)
@@ -85,14 +79,3 @@ def write_plot(profile: MemoryProfile, path: Path) -> None:
         figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from None
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot draws with matplotlib, which is not installed: pip install 'nvcli[plot]'") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
