@@ -49,10 +49,10 @@ class CapturedGraph(Generic[T]):
 class GraphPool:
     """Memory that all graphs of a rank share: no two of them run at the same time."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        """`stream`: to capture on. One for all: libraries have a workspace, and the allocator a cache, for each."""
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = stream
+        # One for all: the allocator keeps what was freed for the stream that used it.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], T]) -> CapturedGraph[T]:
         """`run` launches kernels only, on static tensors. It is run a few times before it is captured."""

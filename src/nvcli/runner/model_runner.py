@@ -206,7 +206,6 @@ class ModelRunner:
         self._graph_bytes = 0
         if self._uses_graphs:
             with self._phase("measure graphs"):
-                self._capture_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 self._use_kv_cache(1)
                 decode, mixed = self._make_graphs()
                 before = free_bytes(self.device)
@@ -290,7 +289,7 @@ class ModelRunner:
             self.decode_step.advance(slots)
             return self.decode_step.compute(slots, batch, sample=True)
 
-        config, pool = self.config, GraphPool(self._capture_stream)
+        config, pool = self.config, GraphPool()
         mixed = MixedGraphs(
             pool,
             self.model,
@@ -311,12 +310,13 @@ class ModelRunner:
 
     @contextmanager
     def _peak_memory(self) -> Iterator[Callable[[], int]]:
-        """Bytes that torch's allocator took at most within, over what it holds at the end; 0 on a CPU."""
+        """Bytes that torch's allocator took at most within, over what it held before; 0 on a CPU."""
         if self.device.type == "cpu":
             yield lambda: 0
             return
         torch.cuda.reset_peak_memory_stats(self.device)
-        yield lambda: torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield lambda: torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
 
     @contextmanager
