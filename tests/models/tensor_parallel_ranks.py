@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvcli.models.parallel import TensorParallelGroup
+from nvcli.models.group import TensorParallelGroup
 
 JOIN_SECONDS = 120.0
 
