@@ -30,11 +30,12 @@ class ModelDriver:
         num_blocks: int = 256,
         group: TensorParallelGroup | None = None,
         dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
     ) -> None:
         config = load_model_config(path)
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(config, self.group, dtype)
-        self.num_bytes = load_weights(self.model, path, CPU)
+        self.num_bytes = load_weights(self.model, path, device)
         spec = self.model.attention_specs[0]
         cache_spec = KVCacheSpec(
             num_layers=len(self.model.attention_specs),
@@ -43,10 +44,10 @@ class ModelDriver:
             block_size=block_size,
             dtype=dtype,
         )
-        self.kv_cache = KVCache(cache_spec, num_blocks, CPU)
+        self.kv_cache = KVCache(cache_spec, num_blocks, device)
         self.blocks = Blocks(num_blocks)
         case = AttentionCase(
-            device=CPU,
+            device=device,
             dtype=dtype,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,

@@ -90,23 +90,32 @@ class PeerLayout:
 class PeerMemory:
     """One rank's end. Its methods are collective: every rank calls them alike."""
 
-    def __init__(self, layout: PeerLayout, blocks: Sequence[Tensor], rank: int) -> None:
-        """`blocks`: [layout.num_bytes] uint8 of each rank, as this one reaches them, zeros before any rank goes on."""
+    def __init__(self, layout: PeerLayout, blocks: Sequence[Tensor], rank: int, handle: object = None) -> None:
+        """`blocks`: [layout.num_bytes] uint8 of each rank, as this one reaches them, zeros before any rank goes on.
+        `handle`: what has to live as long as they are used."""
         assert len(blocks) == layout.num_ranks
         self.layout = layout
         self.rank = rank
-        self._blocks = list(blocks)  # kept for their memory
-        mine = blocks[rank]
-        shape = (layout.max_rows, layout.hidden_size)
-        size = layout.max_rows * layout.hidden_size * layout.dtype.itemsize
-        offsets = [i * layout.part_bytes for i in range(_PARTS)]
-        self._parts = [mine[start : start + size].view(layout.dtype).view(shape) for start in offsets]
-        self._out = mine[layout.out_offset : layout.out_offset + size].view(layout.dtype).view(shape)
-        self._peers = torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64, device=mine.device)
-        self._epochs = torch.zeros(layout.max_rows, dtype=torch.int32, device=mine.device)
-        self._key_epochs = torch.zeros(layout.max_rows, dtype=torch.int32, device=mine.device)
-        self._next = 0
+        self._handle = handle
+        device = blocks[rank].device
         row_bytes = layout.hidden_size * layout.dtype.itemsize
+
+        def matrices(offset: int) -> tuple[Tensor, ...]:
+            """[max_rows, hidden_size] of each rank."""
+            end = offset + layout.max_rows * row_bytes
+            return tuple(block[offset:end].view(layout.dtype).view(-1, layout.hidden_size) for block in blocks)
+
+        def addresses(offset: int) -> Tensor:
+            return torch.tensor([block.data_ptr() + offset for block in blocks], dtype=torch.int64, device=device)
+
+        self._parts = [matrices(i * layout.part_bytes) for i in range(_PARTS)]
+        self._outs = matrices(layout.out_offset)
+        self._flags = addresses(layout.flags_offset)
+        self._done = addresses(layout.done_offset)
+        self._words = addresses(layout.words_offset)
+        self._epochs = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
+        self._key_epochs = torch.zeros_like(self._epochs)
+        self._next = 0
         self.two_shot_rows = max(1, _TWO_SHOT_BYTES[layout.num_ranks] // row_bytes)
         """Sums of this many rows and more take two shots. All ranks have the same number here."""
 
@@ -124,8 +133,8 @@ class PeerMemory:
         """Where this rank's part of the next sum goes: [num_rows, hidden_size]. `opens`: of the pass's first sum."""
         if opens:
             self._next = 0
-            return self._parts[_FIRST][:num_rows]
-        part = self._parts[self._next][:num_rows]
+            return self._parts[_FIRST][self.rank][:num_rows]
+        part = self._parts[self._next][self.rank][:num_rows]
         self._next = 1 - self._next
         return part
 
@@ -133,19 +142,9 @@ class PeerMemory:
         """Sum over the ranks of the part that opens a pass, in a tensor of its own."""
         from nvcli.kernels.triton import peer_memory
 
-        part = self._inside(part, opens=True)
-        out = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        peer_memory.one_shot(
-            self._peers,
-            self._epochs,
-            None,
-            None,
-            out,
-            0.0,
-            rank=self.rank,
-            part_offset=self._offset(part),
-            flags_offset=self.layout.flags_offset,
-        )
+        parts = self._parts_of(part, opens=True)
+        out = torch.empty_like(part)
+        peer_memory.one_shot(parts, self._flags, self._epochs, None, None, out, 0.0, self.rank)
         return out
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -156,35 +155,14 @@ class PeerMemory:
         """
         from nvcli.kernels.triton import peer_memory
 
-        layout = self.layout
-        part = self._inside(part, opens=False)
-        part_offset = self._offset(part)
+        parts = self._parts_of(part, opens=False)
         if len(part) >= self.two_shot_rows:
             peer_memory.two_shot(
-                self._peers,
-                self._epochs,
-                residual,
-                weight,
-                eps,
-                rank=self.rank,
-                part_offset=part_offset,
-                out_offset=layout.out_offset,
-                flags_offset=layout.flags_offset,
-                done_offset=layout.done_offset,
+                parts, self._outs, self._flags, self._done, self._epochs, residual, weight, eps, self.rank
             )
-            return self._out[: len(part)]
-        out = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        peer_memory.one_shot(
-            self._peers,
-            self._epochs,
-            residual,
-            weight,
-            out,
-            eps,
-            rank=self.rank,
-            part_offset=part_offset,
-            flags_offset=layout.flags_offset,
-        )
+            return self._outs[self.rank][: len(part)]
+        out = torch.empty_like(part)
+        peer_memory.one_shot(parts, self._flags, self._epochs, residual, weight, out, eps, self.rank)
         return out
 
     def max(self, keys: Tensor) -> Tensor:
@@ -192,19 +170,16 @@ class PeerMemory:
         from nvcli.kernels.triton import peer_memory
 
         assert len(keys) <= self.layout.max_rows
-        return peer_memory.max_of_keys(
-            keys, self._peers, self._key_epochs, rank=self.rank, words_offset=self.layout.words_offset
-        )
+        return peer_memory.max_of_keys(keys, self._words, self._key_epochs, self.rank)
 
-    def _inside(self, part: Tensor, *, opens: bool) -> Tensor:
-        """The part where others can read it: copied, if it was made elsewhere."""
-        start = part.data_ptr() - self._parts[0].data_ptr()
-        if 0 <= start < _PARTS * self.layout.part_bytes:
-            return part
-        return self.part(len(part), opens=opens).copy_(part)
-
-    def _offset(self, part: Tensor) -> int:
-        return part.data_ptr() - self._blocks[self.rank].data_ptr()
+    def _parts_of(self, part: Tensor, *, opens: bool) -> tuple[Tensor, ...]:
+        """Of all ranks, for the sum that `part` is this rank's part of; it is copied if it lies elsewhere."""
+        for parts in self._parts:
+            if parts[self.rank].data_ptr() == part.data_ptr():
+                return parts
+        place = self.part(len(part), opens=opens)
+        place.copy_(part)
+        return self._parts_of(place, opens=opens)
 
 
 def _aligned(num_bytes: int) -> int:

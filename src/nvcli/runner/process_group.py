@@ -87,7 +87,7 @@ def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemo
     blocks = [
         block if rank == group.rank else handle.get_buffer(rank, block.shape, block.dtype) for rank in range(group.size)
     ]
-    return PeerMemory(layout, blocks, group.rank)
+    return PeerMemory(layout, blocks, group.rank, handle)
 
 
 def _obstacle(config: EngineConfig, group: TensorParallelGroup) -> str | None:

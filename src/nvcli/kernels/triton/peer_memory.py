@@ -6,7 +6,8 @@ is the number of sums it took part in, kept on the device by each rank and alike
 writer's epoch, only ever grows, and "at least mine" is what is waited for. Programs of lower rows start first on every
 rank and say their word before they wait for another's, so that those that run can finish.
 
-Addresses of peers are int64 numbers in a table: `peers[k] + offset` is the same thing on rank k for every offset.
+Kernels get the ranks' matrices as a tuple of pointers, which lie among their arguments: nothing has to be looked up
+once the wait is over. Where the flags of each rank lie is in tables of int64 addresses, [ranks] each.
 
 Parts are added in the order of ranks, in float32, so that all ranks get the same bits, by either way of summing.
 """
@@ -26,13 +27,21 @@ _KEY_ROWS = 32
 @triton.jit
 def _signal(addresses, epoch, RELEASE: tl.constexpr, ON_GPU: tl.constexpr):
     """Set the flags at `addresses` [R] int64. With RELEASE all that this program wrote before is visible to whoever
-    sees them; without, what kernels before this one wrote: they have finished, and lie in the memory's own cache."""
+    sees them; without, what kernels before this one wrote: they have finished, and it lies in this GPU's L2, where
+    others read it. One warp does it: a warp holds any tensor of up to 32 elements whole."""
     if ON_GPU:
         words = epoch + tl.zeros_like(addresses).to(tl.int32)
         if RELEASE:
             tl.debug_barrier()
             tl.inline_asm_elementwise(
-                "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+                """{
+                    .reg .pred first;
+                    .reg .u32 thread;
+                    mov.u32 thread, %tid.x;
+                    setp.lt.u32 first, thread, 32;
+                    @first st.release.sys.global.u32 [$1], $2;
+                    mov.u32 $0, 0;
+                }""",
                 "=r,l,r",
                 [addresses, words],
                 dtype=tl.int32,
@@ -41,7 +50,14 @@ def _signal(addresses, epoch, RELEASE: tl.constexpr, ON_GPU: tl.constexpr):
             )
         else:
             tl.inline_asm_elementwise(
-                "st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+                """{
+                    .reg .pred first;
+                    .reg .u32 thread;
+                    mov.u32 thread, %tid.x;
+                    setp.lt.u32 first, thread, 32;
+                    @first st.relaxed.sys.global.u32 [$1], $2;
+                    mov.u32 $0, 0;
+                }""",
                 "=r,l,r",
                 [addresses, words],
                 dtype=tl.int32,
@@ -54,19 +70,24 @@ def _signal(addresses, epoch, RELEASE: tl.constexpr, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _wait(addresses, epoch, ON_GPU: tl.constexpr):
-    """Until the flags at `addresses` [R] int64 are `epoch` or later. Interpreted, they have to be so already."""
+    """Until the flags at `addresses` [R] int64 are `epoch` or later; one warp looks, and all of the program waits for
+    it. Interpreted, they have to be so already."""
     if ON_GPU:
         words = epoch + tl.zeros_like(addresses).to(tl.int32)
         tl.inline_asm_elementwise(
             """{
-                .reg .pred early;
-                .reg .u32 found;
+                .reg .pred other, early;
+                .reg .u32 thread, found;
+                mov.u32 thread, %tid.x;
+                setp.ge.u32 other, thread, 32;
+                @other bra done;
                 again:
                 ld.acquire.sys.global.u32 found, [$1];
                 sub.s32 found, found, $2;
                 setp.lt.s32 early, found, 0;
                 @early bra again;
-                mov.u32 $0, found;
+                done:
+                mov.u32 $0, 0;
             }""",
             "=r,l,r",
             [addresses, words],
@@ -74,28 +95,19 @@ def _wait(addresses, epoch, ON_GPU: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-        tl.debug_barrier()  # each thread waited for some of the flags
+        tl.debug_barrier()
     else:
         found = tl.load(addresses.to(tl.pointer_type(tl.int32)))
         tl.device_assert(tl.min(found - epoch) >= 0)
 
 
 @triton.jit
-def _row_pointer(peers_ptr, rank, offset, row, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Row `row` of the matrix at `offset` in the memory of `rank`."""
-    base = (tl.load(peers_ptr + rank) + offset).to(tl.pointer_type(DTYPE))
-    return tl.multiple_of(base, 16) + row * SIZE
-
-
-@triton.jit
-def _sum_of_parts(
-    peers_ptr, offset, row, columns, inside, SIZE: tl.constexpr, NUM_RANKS: tl.constexpr, DTYPE: tl.constexpr
-):
+def _sum_of_parts(parts, row_start, columns, inside, NUM_RANKS: tl.constexpr):
     total = tl.zeros_like(columns).to(tl.float32)
     for rank in tl.static_range(NUM_RANKS):
-        part_ptr = _row_pointer(peers_ptr, rank, offset, row, SIZE, DTYPE)
         # Past the L1: another rank wrote it, and it is read once.
-        total += tl.load(part_ptr + columns, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        part = tl.load(parts[rank] + row_start + columns, mask=inside, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float32)
     return total
 
 
@@ -106,9 +118,8 @@ def _normed(x, weight, eps, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
-    peers_ptr,
-    part_offset,
-    flags_offset,
+    parts,
+    flags_ptr,
     epochs_ptr,
     residual_ptr,
     weight_ptr,
@@ -122,36 +133,35 @@ def _one_shot_kernel(
     ON_GPU: tl.constexpr,
 ):
     """Every rank reads all parts of every row. out = sum; with NORM: residual += sum, out = norm(residual) × weight."""
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
     ranks = tl.arange(0, NUM_RANKS)
     epoch = tl.load(epochs_ptr + row) + 1
-    flags_of_row = flags_offset + row * (NUM_RANKS * 4)
-    _signal(tl.load(peers_ptr + ranks) + flags_of_row + rank * 4, epoch, False, ON_GPU)
+    flags_of_row = row * (NUM_RANKS * 4)
+    _signal(tl.load(flags_ptr + ranks) + flags_of_row + rank * 4, epoch, False, ON_GPU)
+    row_start = row * SIZE
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
     weight = columns.to(tl.float32)
     residual = weight
     if NORM:  # on their way while others are waited for
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        residual = tl.load(residual_ptr + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    _wait(tl.load(peers_ptr + rank) + flags_of_row + ranks * 4, epoch, ON_GPU)
-    x = _sum_of_parts(peers_ptr, part_offset, row, columns, inside, SIZE, NUM_RANKS, DTYPE)
+        residual = tl.load(residual_ptr + row_start + columns, mask=inside, other=0.0).to(tl.float32)
+    _wait(tl.load(flags_ptr + rank) + flags_of_row + ranks * 4, epoch, ON_GPU)
+    x = _sum_of_parts(parts, row_start, columns, inside, NUM_RANKS)
     if NORM:
-        total = (x + residual).to(DTYPE)
-        tl.store(residual_ptr + row * SIZE + columns, total, mask=inside)
+        total = (x + residual).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row_start + columns, total, mask=inside)
         x = _normed(total.to(tl.float32), weight, eps, SIZE)
-    tl.store(out_ptr + row * SIZE + columns, x.to(DTYPE), mask=inside)
+    tl.store(out_ptr + row_start + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(epochs_ptr + row, epoch)
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _two_shot_kernel(
-    peers_ptr,
-    part_offset,
-    out_offset,
-    flags_offset,
-    done_offset,
+    parts,
+    outs,
+    flags_ptr,
+    done_ptr,
     epochs_ptr,
     residual_ptr,
     weight_ptr,
@@ -164,32 +174,30 @@ def _two_shot_kernel(
 ):
     """Rank r % NUM_RANKS owns row r: it alone reads the row's parts, keeps its residual, and writes the normed sum to
     all ranks' memory; the others tell it when their part is there, and wait for its word."""
-    DTYPE: tl.constexpr = residual_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     owner = row % NUM_RANKS
     ranks = tl.arange(0, NUM_RANKS)
     epoch = tl.load(epochs_ptr + row) + 1
-    flags_of_row = flags_offset + row * (NUM_RANKS * 4)
-    done_of_row = done_offset + row * 4
+    flags_of_row = row * (NUM_RANKS * 4)
+    # The owner tells itself too, which saves an exception.
+    _signal(tl.load(flags_ptr + owner) + flags_of_row + rank * 4 + ranks * 0, epoch, False, ON_GPU)
     if owner == rank:
+        row_start = row * SIZE
         columns = tl.arange(0, BLOCK)
         inside = columns < SIZE
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        residual = tl.load(residual_ptr + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-        # Its own flag too, which saves telling it from the others.
-        own_flags = tl.load(peers_ptr + rank) + flags_of_row + ranks * 4
-        _signal(tl.load(peers_ptr + rank) + flags_of_row + rank * 4 + ranks * 0, epoch, False, ON_GPU)
-        _wait(own_flags, epoch, ON_GPU)
-        x = _sum_of_parts(peers_ptr, part_offset, row, columns, inside, SIZE, NUM_RANKS, DTYPE)
-        total = (x + residual).to(DTYPE)
-        tl.store(residual_ptr + row * SIZE + columns, total, mask=inside)
-        normed = _normed(total.to(tl.float32), weight, eps, SIZE).to(DTYPE)
+        residual = tl.load(residual_ptr + row_start + columns, mask=inside, other=0.0).to(tl.float32)
+        done = tl.load(done_ptr + ranks) + row * 4
+        _wait(tl.load(flags_ptr + rank) + flags_of_row + ranks * 4, epoch, ON_GPU)
+        total = _sum_of_parts(parts, row_start, columns, inside, NUM_RANKS) + residual
+        total = total.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row_start + columns, total, mask=inside)
+        normed = _normed(total.to(tl.float32), weight, eps, SIZE).to(residual_ptr.dtype.element_ty)
         for peer in tl.static_range(NUM_RANKS):
-            tl.store(_row_pointer(peers_ptr, peer, out_offset, row, SIZE, DTYPE) + columns, normed, mask=inside)
-        _signal(tl.load(peers_ptr + ranks) + done_of_row, epoch, True, ON_GPU)
+            tl.store(outs[peer] + row_start + columns, normed, mask=inside)
+        _signal(done, epoch, True, ON_GPU)
     else:
-        _signal(tl.load(peers_ptr + owner) + flags_of_row + rank * 4 + ranks * 0, epoch, False, ON_GPU)
-        _wait(tl.load(peers_ptr + rank) + done_of_row + ranks * 0, epoch, ON_GPU)
+        _wait(tl.load(done_ptr + rank) + row * 4 + ranks * 0, epoch, ON_GPU)
     tl.store(epochs_ptr + row, epoch)
 
 
@@ -251,8 +259,7 @@ def _take(addresses, epoch, inside, ON_GPU: tl.constexpr):
 def _max_kernel(
     keys_ptr,
     out_ptr,
-    peers_ptr,
-    words_offset,
+    words_ptr,
     epochs_ptr,
     num_rows,
     rank,
@@ -270,12 +277,12 @@ def _max_kernel(
     low = stamp | (key & 0xFFFFFFFF)
     high = stamp | ((key >> 32) & 0xFFFFFFFF)
     for peer in tl.static_range(NUM_RANKS):
-        addresses = tl.load(peers_ptr + peer) + words_offset + (rows * NUM_RANKS + rank) * 16
+        addresses = tl.load(words_ptr + peer) + (rows * NUM_RANKS + rank) * 16
         _put(addresses, low, inside, ON_GPU)
         _put(addresses + 8, high, inside, ON_GPU)
     best = key
     for peer in tl.static_range(NUM_RANKS):
-        addresses = tl.load(peers_ptr + rank) + words_offset + (rows * NUM_RANKS + peer) * 16
+        addresses = tl.load(words_ptr + rank) + (rows * NUM_RANKS + peer) * 16
         low = _take(addresses, epoch, inside, ON_GPU).to(tl.int64) & 0xFFFFFFFF
         high = _take(addresses + 8, epoch, inside, ON_GPU).to(tl.int64)
         best = tl.maximum(best, (high << 32) | low)
@@ -284,34 +291,31 @@ def _max_kernel(
 
 
 def one_shot(
-    peers: Tensor,
+    parts: tuple[Tensor, ...],
+    flags: Tensor,
     epochs: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     out: Tensor,
     eps: float,
-    *,
     rank: int,
-    part_offset: int,
-    flags_offset: int,
 ) -> None:
-    """The sum of all ranks' [T, H] at `part_offset` into `out` [T, H]; with a residual [T, H] it is added to that, in
-    place, and `out` is the norm of the result. peers: [ranks] int64; epochs: [at least T] int32."""
+    """The sum of all ranks' `parts` into `out` [T, H]; with a residual [T, H] it is added to that, in place, and `out`
+    is the norm of the result. parts: [at least T, H] of each rank; epochs: [at least T] int32."""
     num_rows, size = out.shape
     assert out.is_contiguous()
     assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
     block = triton.next_power_of_2(size)
     _one_shot_kernel[(num_rows,)](
-        peers,
-        part_offset,
-        flags_offset,
+        parts,
+        flags,
         epochs,
         out if residual is None else residual,
         out if weight is None else weight,
         out,
         eps,
         rank,
-        NUM_RANKS=len(peers),
+        NUM_RANKS=len(parts),
         SIZE=size,
         BLOCK=block,
         NORM=residual is not None,
@@ -321,35 +325,32 @@ def one_shot(
 
 
 def two_shot(
-    peers: Tensor,
+    parts: tuple[Tensor, ...],
+    outs: tuple[Tensor, ...],
+    flags: Tensor,
+    done: Tensor,
     epochs: Tensor,
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    *,
     rank: int,
-    part_offset: int,
-    out_offset: int,
-    flags_offset: int,
-    done_offset: int,
 ) -> None:
-    """As `one_shot` with a residual, but the result goes to `out_offset` of every rank's memory, and only the rows of
-    `residual` that this rank owns (those with row % ranks == rank) are read and updated."""
+    """As `one_shot` with a residual, but the result goes to `outs` of all ranks, and only the rows of `residual` that
+    this rank owns (those with row % ranks == rank) are read and updated."""
     num_rows, size = residual.shape
     assert residual.is_contiguous()
     block = triton.next_power_of_2(size)
     _two_shot_kernel[(num_rows,)](
-        peers,
-        part_offset,
-        out_offset,
-        flags_offset,
-        done_offset,
+        parts,
+        outs,
+        flags,
+        done,
         epochs,
         residual,
         weight,
         eps,
         rank,
-        NUM_RANKS=len(peers),
+        NUM_RANKS=len(parts),
         SIZE=size,
         BLOCK=block,
         ON_GPU=residual.is_cuda,
@@ -357,18 +358,17 @@ def two_shot(
     )
 
 
-def max_of_keys(keys: Tensor, peers: Tensor, epochs: Tensor, *, rank: int, words_offset: int) -> Tensor:
-    """The largest of all ranks' keys, row by row: [N] int64 → [N] int64."""
+def max_of_keys(keys: Tensor, words: Tensor, epochs: Tensor, rank: int) -> Tensor:
+    """The largest of all ranks' keys, row by row: [N] int64 → [N] int64. words: each rank's [at least N, ranks, 2]."""
     out = torch.empty_like(keys)
     _max_kernel[(triton.cdiv(len(keys), _KEY_ROWS),)](
         keys,
         out,
-        peers,
-        words_offset,
+        words,
         epochs,
         len(keys),
         rank,
-        NUM_RANKS=len(peers),
+        NUM_RANKS=len(words),
         ROWS=_KEY_ROWS,
         ON_GPU=keys.is_cuda,
         num_warps=1,

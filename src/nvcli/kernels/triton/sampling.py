@@ -120,7 +120,7 @@ def _best_of_row_kernel(
         ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
         ordered = tl.where(first == _NO_TOKEN, _WORST_SCORE, ordered)
         token = tl.where(first == _NO_TOKEN, 0, first)
-        tl.store(out_ptr + index, (ordered << 32) | (_NO_TOKEN - token).to(tl.int64))
+        tl.store(out_ptr + index, (ordered << 32) | (token ^ _NO_TOKEN).to(tl.int64))
     else:
         tl.store(out_ptr + index, tl.where(first < vocab_size, first, 0))
 
