@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.linear import gated_linear, linear, linear_parts
 from nvcli.models.group import TensorParallelGroup
 from nvcli.models.weights import WeightModule, WeightSource, whole
@@ -240,11 +241,8 @@ class VocabParallelEmbedding(VocabShard):
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids, self.weight)
-        local = ids - self.start
-        mine = (local >= 0) & (local < self.shard_size)
-        rows = F.embedding(local.where(mine, 0), self.weight)
-        place = self.group.place_for_part(rows.shape, rows.dtype, opens=True)
-        return self.group.sum(torch.mul(rows, mine.unsqueeze(-1), out=rows if place is None else place))
+        place = self.group.place_for_part((len(ids), self.weight.shape[1]), self.weight.dtype, opens=True)
+        return self.group.sum(embed_part(ids, self.weight, self.start, place))
 
 
 class ParallelLMHead(VocabShard):
