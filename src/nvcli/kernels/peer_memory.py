@@ -6,9 +6,10 @@ residual sum and RMSNorm are one launch (`triton/peer_memory.py`). What it has t
 all-reduce, then `norm.add_rms_norm`. Everything is on the device, so the calls work in CUDA graphs, eagerly, and in any
 mixture, with any number of rows each time; all ranks make the same calls in the same order.
 
-**Why nothing is overwritten too early.** Call a sum, or an exchange of keys, an *exchange*. All of a rank's work is in
-the order of one stream, and no exchange ends on a rank before every rank has begun it: each row waits for a word of
-all ranks, or for a word of its owner, which has waited for those. So:
+**Why nothing is overwritten too early** (`tests/kernels/test_peer_protocol.py` is a model of it). Call a sum, or an
+exchange of keys, an *exchange*. All of a rank's work is in the order of one stream, and no exchange ends on a rank
+before every rank has begun it: each row waits for a word of all ranks, or for a word of its owner, which has waited for
+those. So:
 
 1. When exchange i - 1 has ended here, it has begun everywhere, and exchange i - 2, with all that was queued before it,
    has ended everywhere. What others read in exchange i - 2 or earlier may then be overwritten.
@@ -39,8 +40,8 @@ SUPPORTED_RANKS = (2, 4, 8)
 _TWO_SHOT_BYTES = {2: 2 << 20, 4: 320 << 10, 8: 96 << 10}
 """By ranks: from parts of this size on (rows × hidden size × bytes) two shots win. One shot makes each of N ranks read
 (N - 1) parts; two shots read and write (N - 1) / N parts each, and cost one more trip over NVLink, about 1.5 µs or
-450 KB at 300 GB/s: even at 300 KB for 4 ranks and 86 KB for 8. For 2 ranks the bytes are the same either way, and what
-is saved is that both add and norm every row; one shot was ahead up to 2 MiB (two H200s)."""
+450 KB at 300 GB/s: they break even at 300 KB for 4 ranks and 86 KB for 8. For 2 ranks the bytes are the same either
+way, and what is saved is that both add and norm every row. To be set by scripts/bench_collectives.py."""
 
 _ALIGN = 128
 _PARTS = 3

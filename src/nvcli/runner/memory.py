@@ -20,8 +20,8 @@ _CPU_SHARE = 0.25
 
 ITEMS = ("weights", "buffers", "activations", "CUDA graphs", "other", "KV cache")
 """What a rank's memory goes to: tensors that live as long as the rank beside the weights (slot table, rotary table,
-workspaces); the peak of the largest batches over that; graphs; all that torch did not allocate (context, collectives,
-other programs); and the cache, which takes what is left."""
+workspaces, memory that ranks share); the peak of the largest batches over that; graphs; all that torch did not allocate
+(context, collectives, other programs); and the cache, which takes what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
