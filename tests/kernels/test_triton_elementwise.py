@@ -9,7 +9,8 @@ from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
 from nvcli.kernels.activation import silu_and_mul
-from nvcli.kernels.triton import activation, norm, rotary
+from nvcli.kernels.embedding import embed_part
+from nvcli.kernels.triton import activation, embedding, norm, rotary
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 
@@ -52,6 +53,20 @@ def test_add_rms_norm_updates_the_residual(size: int, dtype: torch.dtype) -> Non
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("size", [8, 100, 2048])
+def test_parts_of_an_embedding_add_up_to_it(size: int, dtype: torch.dtype) -> None:
+    weight, ids = rand(30, size, dtype=dtype), torch.tensor([0, 29, 15, 14, 3, 14], dtype=torch.int32)
+    for start, end in ((0, 15), (15, 30), (30, 30)):
+        part = weight[start:end] if end > start else torch.zeros(2, size, dtype=dtype)  # only padding
+        out = torch.full((6, size), 7.0, dtype=dtype, device=DEVICE)
+        found = embedding.embed_part(ids.to(DEVICE), part.to(DEVICE), start, out)
+        assert found is out
+        expected = torch.where(((ids >= start) & (ids < end))[:, None], weight[ids], 0)
+        assert torch.equal(found.cpu(), expected)
+        assert torch.equal(embedding.embed_part(ids.to(DEVICE), part.to(DEVICE), start, None), found)
+        assert torch.equal(embed_part(ids, part, start), expected)
 
 
 @pytest.mark.parametrize("normed", [True, False])

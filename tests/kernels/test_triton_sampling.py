@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from kernel_device import DEVICE, DTYPES, MARKS
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import philox as philox_reference
 from nvcli.kernels import sampling as reference
 from nvcli.kernels.triton import philox, sampling, threshold
@@ -103,6 +105,62 @@ def test_rows_that_lie_apart_and_tables_by_slot() -> None:
     assert torch.equal(ids.cpu(), expected)
     chosen = {name: x[slots] for name, x in table.items()}
     assert torch.equal(expected, reference.sample(logits[:, :V], temperature[slots], positions=positions, **chosen))
+
+
+def sharded(
+    logits: torch.Tensor, num_ranks: int, temperature: torch.Tensor, module: ModuleType, **more: torch.Tensor
+) -> torch.Tensor:
+    """What the best keys of `num_ranks` parts of the vocabulary come to; parts as the LM head cuts them."""
+    size = -(-logits.shape[1] // num_ranks)
+    starts = [min(rank * size, logits.shape[1]) for rank in range(num_ranks)]
+    options = {**keys(len(logits)), "slots": None, **more}
+    device = DEVICE if module is sampling else torch.device("cpu")
+    options = {name: None if x is None else x.to(device) for name, x in options.items()}
+    padded = torch.nn.functional.pad(logits, (0, size), value=torch.inf).to(device)
+    of_parts = [
+        module.best_keys(
+            padded[:, start : start + size][:, : logits.shape[1] - start],
+            temperature.to(device),
+            start=start,
+            **options,
+        )
+        for start in starts
+    ]
+    return reference.tokens_of_keys(torch.stack(of_parts).max(dim=0).values).cpu()
+
+
+@pytest.mark.parametrize("module", [reference, sampling])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_parts_of_the_vocabulary_choose_what_the_whole_does(num_ranks: int, module: ModuleType) -> None:
+    """Bit for bit: the random numbers go by token, and equal scores to the first."""
+    choose = reference.sample if module is reference else sample
+    num_rows = 300 if HAS_GPU else 9
+    logits, temperature = random_logits(num_rows), torch.tensor([0.0, 0.3, 1.0]).repeat(num_rows // 3)
+    more = keys(num_rows) if module is reference else {}
+    assert torch.equal(sharded(logits, num_ranks, temperature, module), choose(logits, temperature, **more))
+    ties = torch.zeros(6, V)
+    ties[1, [700, 8999]] = 1.0
+    ties[2, 4499:4504] = 1.0  # around the cut in two
+    ties[3] = -torch.inf
+    ties[4] = torch.where(torch.arange(V) % 2 == 0, -0.0, 0.0)
+    ties[5] = -torch.inf
+    ties[5, V - 1] = -3.0
+    assert sharded(ties, num_ranks, torch.zeros(6), module).tolist() == [0, 700, 4499, 0, 0, V - 1]
+    assert sharded(ties, num_ranks, torch.ones(6), module)[5] == V - 1
+    few = random_logits(5, 9)  # of 8 ranks the last ones have no token, or only some
+    assert torch.equal(
+        sharded(few, num_ranks, torch.ones(5), module),
+        choose(few, torch.ones(5), **(keys(5) if module is reference else {})),
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_nan_is_no_candidate(num_ranks: int) -> None:
+    logits = torch.full((3, V), torch.nan)
+    logits[1, 8000] = -torch.inf
+    logits[2, [100, 5000]] = -2.0
+    assert sharded(logits, num_ranks, torch.zeros(3), sampling).tolist() == [0, 8000, 100]
+    assert sample(logits, torch.zeros(3)).tolist() == [0, 8000, 100]
 
 
 def agree_on_mass(

@@ -12,8 +12,8 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.models.config import load_model_config
+from nvcli.models.group import TensorParallelGroup
 from nvcli.models.loader import load_weights
-from nvcli.models.parallel import TensorParallelGroup
 from nvcli.models.registry import build_model
 
 CPU = torch.device("cpu")
@@ -30,10 +30,12 @@ class ModelDriver:
         num_blocks: int = 256,
         group: TensorParallelGroup | None = None,
         dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
     ) -> None:
         config = load_model_config(path)
-        self.model = build_model(config, group or TensorParallelGroup.single(), dtype)
-        self.num_bytes = load_weights(self.model, path, CPU)
+        self.group = group or TensorParallelGroup.single()
+        self.model = build_model(config, self.group, dtype)
+        self.num_bytes = load_weights(self.model, path, device)
         spec = self.model.attention_specs[0]
         cache_spec = KVCacheSpec(
             num_layers=len(self.model.attention_specs),
@@ -42,10 +44,10 @@ class ModelDriver:
             block_size=block_size,
             dtype=dtype,
         )
-        self.kv_cache = KVCache(cache_spec, num_blocks, CPU)
+        self.kv_cache = KVCache(cache_spec, num_blocks, device)
         self.blocks = Blocks(num_blocks)
         case = AttentionCase(
-            device=CPU,
+            device=device,
             dtype=dtype,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -59,8 +61,10 @@ class ModelDriver:
         """Logits [tokens, vocab_size] of each request; empty on ranks that get none."""
         batch = make_batch(list(work), self.kv_cache, self.backend, self.blocks)
         hidden = self.model(batch)
-        logits = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
+        shard = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
+        logits = self.group.gather(shard)
         if logits is None:
             return []
+        logits = logits[:, : self.model.config.vocab_size]
         assert logits.shape == (batch.num_tokens, self.model.config.vocab_size)
         return list(logits.split([len(tokens) for _, tokens in work])) if work else []

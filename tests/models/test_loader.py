@@ -17,8 +17,8 @@ from batches import RequestState
 from checkpoints import reference_logits, write_tiny_qwen3
 from nvcli.errors import LoadError
 from nvcli.models.config import load_model_config
+from nvcli.models.group import TensorParallelGroup
 from nvcli.models.loader import load_weights
-from nvcli.models.parallel import TensorParallelGroup
 from nvcli.models.registry import build_model
 
 INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ import torch
 from checkpoints import write_tiny_qwen3
 from nvcli.bench.shapes import write_shape
 from nvcli.models.config import load_model_config
-from nvcli.models.parallel import TensorParallelGroup
+from nvcli.models.group import TensorParallelGroup
 from nvcli.models.registry import build_model
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
 from nvcli.runner.memory import weight_groups

@@ -1,4 +1,7 @@
-"""A model cut over ranks gives the logits of the whole model, and the group's collectives do what they say."""
+"""A model cut over ranks gives the logits of the whole model, and the group's collectives do what they say.
+
+The same on GPUs with the memory that they share, in one shot and in two.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from model_driver import ModelDriver
-from tensor_parallel_ranks import run_ranks
 from torch import Tensor
 
 from batches import RequestState
 from checkpoints import write_tiny_qwen3
-from nvcli.models.parallel import TensorParallelGroup
+from nvcli.kernels.peer_memory import PeerLayout
+from nvcli.models.group import TensorParallelGroup
+from nvcli.runner.process_group import open_peer_memory
+from tensor_parallel_ranks import run_ranks
 
 SHAPES: dict[str, dict[str, Any]] = {
     "untied, biased": {"attention_bias": True},  # the bias of a row-parallel layer must enter the sum once
@@ -40,7 +45,18 @@ def run_rank(group: TensorParallelGroup, paths: list[Path]) -> dict[str, Any]:
         "min": group.min(10 - group.rank),
         "broadcast": group.broadcast(torch.tensor([group.rank + 7, group.rank])).tolist(),
         "gather": group.gather(torch.full((2, 1), group.rank)),
+        "max": group.max(torch.tensor([group.rank << 40, -group.rank, 7])).tolist(),
+        "norm": norm_of_sum(group),
     }
+
+
+def norm_of_sum(group: TensorParallelGroup) -> tuple[Tensor, Tensor]:
+    """Rank r's part is r + 1 times the first one: (the norm, the residual)."""
+    generator = torch.Generator().manual_seed(0)
+    part, residual = torch.randn(2, 3, 8, generator=generator)
+    place = group.place_for_part(part.shape, part.dtype)
+    assert place is None
+    return group.add_rms_norm(part * (group.rank + 1), residual, torch.full((8,), 0.5), 1e-6), residual
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +76,51 @@ def test_same_logits_and_collectives(size: int, checkpoints: list[Path], tmp_pat
     assert [rank["broadcast"] for rank in ranks] == [[7, 0]] * size
     assert ranks[0]["gather"].tolist() == [list(range(size))] * 2
     assert [rank["gather"] for rank in ranks[1:]] == [None] * (size - 1)
+    assert [rank["max"] for rank in ranks] == [[(size - 1) << 40, 0, 7]] * size
+    part, residual = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    residual += part * (size * (size + 1) // 2)
+    expected = residual * torch.rsqrt(residual.square().mean(-1, keepdim=True) + 1e-6) * 0.5
+    for rank in ranks:
+        torch.testing.assert_close(rank["norm"], (expected, residual))
+
+
+def gpu_logits(group: TensorParallelGroup, paths: list[Path], hidden_size: int) -> list[list[Tensor]]:
+    """Of each model by the process group alone, by one-shot sums, and by two-shot sums."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    memory = open_peer_memory(
+        group, PeerLayout(num_ranks=group.size, max_rows=20, hidden_size=hidden_size, dtype=torch.float32)
+    )
+    group.min(0)  # all have it
+    results = []
+    for path in paths:
+        driver = ModelDriver(path, group=group, device=group.device)
+        of_model = []
+        for two_shot_rows in (None, 21, 1):
+            group.peer_memory = None if two_shot_rows is None else memory
+            memory.two_shot_rows = two_shot_rows or 0
+            of_model.append(model_logits(driver).cpu())
+        results.append(of_model)
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+def test_same_logits_through_shared_memory(size: int, checkpoints: list[Path], tmp_path: Path) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    ranks = run_ranks(size, gpu_logits, tmp_path, checkpoints, 32, device="cuda")
+    for path, (by_group, one_shot, two_shot) in zip(checkpoints, ranks[0], strict=True):
+        expected = model_logits(ModelDriver(path))
+        for logits in (by_group, one_shot, two_shot):
+            torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+        assert torch.equal(one_shot, two_shot)
 
 
 def test_single_group_needs_no_communication() -> None:
     group = TensorParallelGroup.single()
     x = torch.arange(3.0)
     assert (group.rank, group.size, group.min(5)) == (0, 1, 5)
-    assert group.all_reduce(x) is x
+    assert group.sum(x) is x
+    assert group.max(x) is x
     assert group.gather(x) is x
     assert group.broadcast(x) is x

@@ -86,12 +86,12 @@ def main(task: AllReduceTask, control: Connection) -> None:
     for num_bytes in (SMALL_BYTES, LARGE_BYTES[task.device]):
         # Sums stay below 2²⁴, where float32 is exact.
         pattern = torch.arange(num_bytes // 4, device=device).remainder_(_PATTERN).float()
-        total = group.all_reduce(pattern * (task.rank + 1))
+        total = group.sum(pattern * (task.rank + 1))
         num_wrong = int((total != pattern * (task.size * (task.size + 1) // 2)).sum())
         if num_wrong and not wrong:
             wrong = f"{num_wrong:,} of {len(total):,} sums are wrong"
         values = torch.zeros_like(pattern)
-        seconds[num_bytes] = _time(lambda values=values: group.all_reduce(values), device)  # type: ignore[misc]
+        seconds[num_bytes] = _time(lambda values=values: group.sum(values), device)  # type: ignore[misc]
     small, large = seconds.values()
     control.send(AllReduceResult(wrong=wrong, small_seconds=small, large_seconds=large))
     control.recv()  # stay until all are done: who leaves early takes the others' connections along

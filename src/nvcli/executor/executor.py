@@ -27,9 +27,14 @@ MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 _BEHIND_SECONDS = 0.0005
 """How often to look whether a rank that fell behind has caught up."""
 
-_RANK_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
-"""Idle OpenMP threads spin for some microseconds and then sleep. Left to spin on a CPU they take the cores from the
-engine, the parent and each other: a small model's step beside one busy process took 7 to 160 ms, and 2 so."""
+_RANK_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""Defaults; what the user has set stays.
+
+Idle OpenMP threads spin for some microseconds and then sleep. Left to spin on a CPU they take the cores from the
+engine, the parent and each other: a small model's step beside one busy process took 7 to 160 ms, and 2 so.
+
+NVLink multicast stays off: it takes a shared resource of the NVLink switches, which in a container or with a fabric
+manager in a bad state fails or hangs at start, and nothing here needs it."""
 
 _CULPRIT_SECONDS = 0.3
 """After a first failure, how long to listen for others: a rank that dies takes its peers' collectives with it."""

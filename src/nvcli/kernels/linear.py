@@ -6,6 +6,7 @@ Shapes: T rows, `in` and `out` features.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,13 +17,15 @@ _SMALL_WEIGHT = 8 << 20
 _FEW_ROWS = 128
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b. x: [T, in]; weight: [out, in] → [T, out]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b. x: [T, in]; weight: [out, in] → [T, out], in `out` (contiguous) if that is given."""
     if bias is None and _is_small(x, weight):
         from nvcli.kernels.triton import linear as kernels
 
-        return kernels.linear(x, weight)
-    return F.linear(x, weight, bias)
+        return kernels.linear(x, weight, out)
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:

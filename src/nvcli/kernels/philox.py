@@ -40,9 +40,13 @@ def uniform(words: Tensor) -> Tensor:
     return (words >> 9).to(torch.float32) * 2.0**-23 + 2.0**-24
 
 
-def token_uniforms(seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor, vocab_size: int) -> Tensor:
-    """One number for each token id: [N] int64 each → [N, vocab_size] float32."""
-    blocks = torch.arange(-(-vocab_size // 4), device=seeds.device)
+def token_uniforms(
+    seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor, vocab_size: int, *, start: int = 0
+) -> Tensor:
+    """One number for each of `vocab_size` token ids from `start` on: [N] int64 each → [N, vocab_size] float32."""
+    first = start // 4
+    blocks = torch.arange(first, -(-(start + vocab_size) // 4), device=seeds.device)
+    skipped = start - 4 * first
     counter = (blocks[None, :], positions[:, None], (rows & _MASK)[:, None], samples[:, None])
     words = torch.stack(philox(seeds[:, None], counter), dim=-1)
-    return uniform(words.reshape(len(seeds), -1)[:, :vocab_size])
+    return uniform(words.reshape(len(seeds), -1)[:, skipped : skipped + vocab_size])

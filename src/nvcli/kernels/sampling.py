@@ -11,6 +11,10 @@ from torch import Tensor
 
 from nvcli.kernels.philox import token_uniforms
 
+_MAX_TOKEN = 0x7FFFFFFF
+_WORST_SCORE = -0x80000000
+"""Of a part of the vocabulary that has no token to offer."""
+
 
 def sample(
     logits: Tensor,
@@ -46,6 +50,49 @@ def sample(
     if not (temperature > 0).any():
         return greedy(logits).int()
     return gumbel_max(logits, temperature, seeds, positions.long(), rows, samples).int()
+
+
+def best_keys(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    samples: Tensor,
+    *,
+    slots: Tensor | None = None,
+    start: int = 0,
+) -> Tensor:
+    """What `sample` (without a threshold) would choose from a part of the vocabulary, as a number for each row that is
+    larger for a better choice: the largest of all parts' keys holds the token that `sample` chooses from the whole.
+
+    logits: [N, M] of the tokens `start` to `start + M`, M may be 0; the others as for `sample`. → [N] int64: the score
+    in the upper half, as an integer of the same order; in the lower one 2^31 - 1 - token, so that of equal scores the
+    first token's key is the largest.
+    """
+    if logits.is_cuda:
+        from nvcli.kernels.triton import sampling
+
+        return sampling.best_keys(logits, temperature, seeds, positions, rows, samples, slots=slots, start=start)
+    if slots is not None:
+        temperature, seeds, rows, samples = temperature[slots], seeds[slots], rows[slots], samples[slots]
+    num_rows, num_tokens = logits.shape
+    if num_tokens == 0:
+        return torch.full((num_rows,), (_WORST_SCORE << 32) | _MAX_TOKEN)
+    scores = logits.float()
+    if (temperature > 0).any():
+        scores = _noisy(scores, temperature, seeds, positions.long(), rows, samples, start)
+    tokens = scores.argmax(dim=-1, keepdim=True)
+    best = scores.gather(1, tokens)[:, 0]
+    bits = torch.where(best == 0, 0.0, best).view(torch.int32)  # both zeros are equal
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (ordered << 32) | (_MAX_TOKEN - start - tokens[:, 0])
+
+
+def tokens_of_keys(keys: Tensor) -> Tensor:
+    """The tokens that keys of `best_keys` hold: [N] int64 → [N] int32."""
+    low_words = keys.view(torch.int32).view(-1, 2)[:, 0]  # little-endian
+    return _MAX_TOKEN - low_words
 
 
 def likely_threshold(
@@ -92,11 +139,24 @@ def gumbel_max(
     Where `temperature` is 0 the largest logit is taken. The noise of a token is a function of (seed, position, row,
     sample, token) alone, so that removing other tokens (top-k and the like) leaves it as it is.
     """
-    noise = token_uniforms(seeds, positions, rows, samples, logits.shape[-1])
+    return _noisy(logits, temperature, seeds, positions, rows, samples, 0).argmax(dim=-1)
+
+
+def _noisy(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    samples: Tensor,
+    start: int,
+) -> Tensor:
+    """Scores of the tokens from `start` on, of which the largest is sampled: [N, M] → [N, M]."""
+    noise = token_uniforms(seeds, positions, rows, samples, logits.shape[-1], start=start)
     noise = noise.log_().neg_().log_().neg_()
     is_greedy = (temperature == 0)[:, None]
     scaled = logits / torch.where(is_greedy, 1.0, temperature[:, None])
-    return torch.where(is_greedy, scaled, scaled + noise).argmax(dim=-1)
+    return torch.where(is_greedy, scaled, scaled + noise)
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ class CausalLM(nn.Module, ABC):
         """Hidden states behind the final norm: [T, H], alike on every rank. Stores K/V in the batch's cache."""
 
     @abstractmethod
-    def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """[N, H] → [N, vocab_size] in the model's dtype on rank 0, None on the other ranks; collective.
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] → [N, M] in the model's dtype: of this rank's part of the vocabulary, M tokens from rank × M on.
 
-        The rows may lie further apart than vocab_size (the vocabulary is padded to divide over the ranks).
+        All ranks have the same M: tokens from vocab_size on are padding.
         """
 
     @property

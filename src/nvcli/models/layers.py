@@ -1,8 +1,9 @@
 """The building blocks of decoder models. They know no requests, no device and no config but ModelConfig.
 
-Residual stream: a block takes `delta`, what the block before it computed (whole, or in parts that add up to it), and
-`residual`, the stream; its first norm adds the one to the other (in place) and norms the sum in one go. Shapes: T
-tokens, H hidden, D head_dim.
+Residual stream: a block takes `delta`, this rank's part of what the block before it computed (over the ranks, and with
+one rank maybe over parts of its own, it adds up), and `residual`, the stream; its first norm sums the one over the
+ranks, adds it to the other (in place) and norms the result in one go. So nothing but a norm reads `delta`, and nothing
+but the next norm reads `residual`; see `TensorParallelGroup.add_rms_norm`. Shapes: T tokens, H hidden, D head_dim.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.kernels.norm import add_rms_norm, rms_norm
+from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.rotary import qk_norm_rope_store
 from nvcli.models.config import ModelConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, Projection, RowParallelLinear
@@ -22,10 +23,11 @@ from nvcli.models.weights import WeightModule, WeightSource, whole
 
 
 class RMSNorm(WeightModule):
-    """Adds `delta` to `residual` in place (None: nothing to add) and norms it. [T, H] → [T, H]."""
+    """Adds the ranks' `delta` to `residual` in place (None: nothing to add) and norms it. [T, H] → [T, H]."""
 
     def __init__(self, build: BuildContext, size: int, eps: float) -> None:
         super().__init__()
+        self.group = build.group
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, dtype=build.dtype), requires_grad=False)
 
@@ -38,11 +40,11 @@ class RMSNorm(WeightModule):
     def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
         if delta is None:
             return rms_norm(residual, self.weight, self.eps)
-        return add_rms_norm(delta, residual, self.weight, self.eps)
+        return self.group.add_rms_norm(delta, residual, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) × up(x)), cut over the ranks by intermediate size. [T, H] → [T, H]."""
+    """down(silu(gate(x)) × up(x)), cut over the ranks by intermediate size. [T, H] → [T, H], this rank's part."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, cut over the ranks by heads. [T, H] → [T, H].
+    """Grouped-query attention with rotary positions, cut over the ranks by heads. [T, H] → [T, H], this rank's part.
 
     With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
     """

@@ -1,7 +1,9 @@
-"""Tensor parallelism: the group of ranks, and the layers whose weights are cut over it.
+"""Tensor parallelism: the layers whose weights are cut over a group of ranks (`group.py`).
 
-A column-parallel layer owns rows of the weight (outputs), a row-parallel layer owns columns (inputs) and adds up over
-the ranks. The group is passed in; nothing here is global. Shapes: T tokens, `in`/`out` features of the whole layer.
+A column-parallel layer owns rows of the weight (outputs). A row-parallel layer owns columns (inputs), and what it gives
+is this rank's part of a sum over the ranks, which the norm behind it takes: there the sum, the residual sum and the
+norm are one operation. The group is passed in; nothing here is global. Shapes: T tokens, `in`/`out` features of the
+whole layer.
 
 How a linear layer stores and multiplies its piece is its `LinearMethod`'s business, chosen when the model is built:
 the place where quantised weights and adapters come in.
@@ -14,63 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.linear import gated_linear, linear, linear_parts
+from nvcli.models.group import TensorParallelGroup
 from nvcli.models.weights import WeightModule, WeightSource, whole
-
-
-class TensorParallelGroup:
-    """The ranks that share one replica's layers. All methods are collective: every rank calls them alike."""
-
-    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """`process_group` None: one rank, no communication. `device`: where this rank's tensors live."""
-        self._process_group = process_group
-        self._device = device
-        self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.size = 1 if process_group is None else dist.get_world_size(process_group)
-
-    @staticmethod
-    def single() -> TensorParallelGroup:
-        """A group of one, which needs no `torch.distributed`."""
-        return TensorParallelGroup(None, torch.device("cpu"))
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
-        if self.size > 1 and x.numel() > 0:
-            dist.all_reduce(x, group=self._process_group)
-        return x
-
-    def gather(self, shard: Tensor) -> Tensor | None:
-        """[N, V / size] of each rank → [N, V] on rank 0, None on the others."""
-        if self.size == 1:
-            return shard
-        shard = shard.contiguous()
-        if self.rank != 0:
-            if shard.numel() > 0:
-                dist.gather(shard, None, group=self._process_group, group_dst=0)
-            return None
-        parts = [torch.empty_like(shard) for _ in range(self.size)]
-        if shard.numel() > 0:
-            dist.gather(shard, parts, group=self._process_group, group_dst=0)
-        return torch.cat(parts, dim=-1)
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's values into every rank's `x`, in place."""
-        if self.size > 1 and x.numel() > 0:
-            dist.broadcast(x, group=self._process_group, group_src=0)
-        return x
-
-    def min(self, value: int) -> int:
-        """Smallest `value` of all ranks. Synchronises with the device."""
-        if self.size == 1:
-            return value
-        x = torch.tensor([value], dtype=torch.int64, device=self._device)
-        dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self._process_group)
-        return int(x.item())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +78,10 @@ class LinearMethod(ABC):
         """[T, columns] → [T, rows], or float32 parts [P, T, rows] of it, for a sum that takes either."""
         return self.apply(layer, x, with_bias=True)
 
+    def apply_into(self, layer: ShardedLinear, x: Tensor, out: Tensor, *, with_bias: bool) -> Tensor:
+        """As `apply`, with the result in `out`, contiguous."""
+        return out.copy_(self.apply(layer, x, with_bias=with_bias))
+
 
 class PlainLinearMethod(LinearMethod):
     """Weights as they are, in the model's dtype."""
@@ -165,6 +122,9 @@ class PlainLinearMethod(LinearMethod):
 
     def apply_for_sum(self, layer: ShardedLinear, x: Tensor) -> Tensor:
         return linear_parts(x, layer.weight) if layer.bias is None else super().apply_for_sum(layer, x)
+
+    def apply_into(self, layer: ShardedLinear, x: Tensor, out: Tensor, *, with_bias: bool) -> Tensor:
+        return linear(x, layer.weight, layer.bias if with_bias else None, out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +180,10 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """A projection cut by inputs, summed over the ranks. [T, this rank's inputs] → [T, out].
+    """A projection cut by inputs. [T, this rank's inputs] → [T, out], this rank's part: over the ranks they add up to
+    the projection. `TensorParallelGroup.add_rms_norm` sums them; whatever else reads one has to sum it first.
 
-    With one rank it may give float32 parts [P, T, out], for the residual sum to add up.
+    With one rank it may be float32 parts [P, T, out], for the residual sum to add up.
     """
 
     def __init__(
@@ -238,12 +199,16 @@ class RowParallelLinear(ShardedLinear):
             columns=slice(group.rank * columns, (group.rank + 1) * columns),
         )
         super().__init__(build, [piece], bias)
+        self.out_features = out_features
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return self.method.apply_for_sum(self, x)
-        # Every rank holds the bias, one adds it: it must enter the sum once.
-        return self.group.all_reduce(self.method.apply(self, x, with_bias=self.group.rank == 0))
+        with_bias = self.group.rank == 0  # every rank holds it, one adds it: it must enter the sum once
+        place = self.group.place_for_part((x.shape[0], self.out_features), x.dtype)
+        if place is None:
+            return self.method.apply(self, x, with_bias=with_bias)
+        return self.method.apply_into(self, x, place, with_bias=with_bias)
 
 
 class VocabShard(WeightModule):
@@ -276,14 +241,13 @@ class VocabParallelEmbedding(VocabShard):
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids, self.weight)
-        local = ids - self.start
-        mine = (local >= 0) & (local < self.shard_size)
-        rows = F.embedding(local.where(mine, 0), self.weight)
-        return self.group.all_reduce(rows.mul_(mine.unsqueeze(-1)))
+        place = self.group.place_for_part((len(ids), self.weight.shape[1]), self.weight.dtype, opens=True)
+        return self.group.sum(embed_part(ids, self.weight, self.start, place))
 
 
 class ParallelLMHead(VocabShard):
-    """The output projection: [N, H] → [N, vocab_size] on rank 0, None on the other ranks."""
+    """The output projection: [N, H] → [N, shard_size], of the tokens from `start` on; those past the vocabulary are
+    padding."""
 
     def __init__(
         self, build: BuildContext, vocab_size: int, hidden_size: int, *, tied_to: VocabShard | None = None
@@ -297,9 +261,8 @@ class ParallelLMHead(VocabShard):
     def weight_sources(self, path: str) -> Iterator[WeightSource]:
         return iter(()) if self.is_tied else super().weight_sources(path)
 
-    def forward(self, hidden: Tensor) -> Tensor | None:
-        logits = self.group.gather(F.linear(hidden, self.weight))
-        return None if logits is None else logits[:, : self.vocab_size]
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
 
 
 def _length(part: slice) -> int:

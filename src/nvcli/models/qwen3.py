@@ -59,6 +59,6 @@ class Qwen3ForCausalLM(CausalLM):
         out: Tensor = self.model(batch)
         return out
 
-    def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        logits: Tensor | None = self.lm_head(hidden)
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
         return logits

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from nvcli.models.causal_lm import CausalLM
     from nvcli.models.config import ModelConfig
-    from nvcli.models.parallel import BuildContext, LinearMethod, TensorParallelGroup
+    from nvcli.models.group import TensorParallelGroup
+    from nvcli.models.parallel import BuildContext, LinearMethod
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "nvcli.models.qwen3:Qwen3ForCausalLM"}
 

@@ -10,7 +10,7 @@ from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
-from nvcli.runner.graph_sizes import decode_sizes, mixed_sizes
+from nvcli.runner.graph_sizes import decode_sizes, mixed_sizes, most_captured_tokens
 
 _CONTEXT_BYTES = 800_000_000
 """CUDA context, libraries and loaded kernels of one process."""
@@ -65,13 +65,17 @@ def _graphs(config: EngineConfig, model: ModelConfig) -> int:
     """All share the memory of the largest, and each has some of its own."""
     decode = decode_sizes(config.max_num_seqs)
     mixed = mixed_sizes(config.max_num_seqs, config.max_num_batched_tokens)
-    most_tokens = config.max_num_seqs + max(mixed, default=0)
+    most_tokens = most_captured_tokens(config.max_num_seqs, config.max_num_batched_tokens)
     logits = config.max_num_seqs * model.vocab_size * DTYPE_BYTES[config.dtype]
     return _activations(config, model, most_tokens) + logits + (len(decode) + len(mixed)) * _BYTES_PER_GRAPH
 
 
 def _buffers(config: EngineConfig, model: ModelConfig) -> int:
-    """Slot table, block tables (three copies), rotary table, workspaces."""
+    """Slot table, block tables (three copies), rotary table, workspaces; with several ranks four buffers for sums."""
     tokens = (config.max_num_seqs + 1) * config.max_model_len * 4
     tables = 3 * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
-    return tokens + tables + config.max_model_len * model.head_dim * 4 + _WORKSPACE_BYTES
+    sums = 0
+    if config.tensor_parallel_size > 1:
+        most_tokens = most_captured_tokens(config.max_num_seqs, config.max_num_batched_tokens)
+        sums = 4 * most_tokens * model.hidden_size * DTYPE_BYTES[config.dtype]
+    return tokens + tables + sums + config.max_model_len * model.head_dim * 4 + _WORKSPACE_BYTES

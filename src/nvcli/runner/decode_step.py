@@ -27,20 +27,20 @@ from nvcli.runner.unowned import unowned
 class DecodeOutput:
     """Of B decode rows."""
 
-    logits: Tensor | None
-    """[B, V] on rank 0."""
+    logits: Tensor
+    """[B, M] of this rank's part of the vocabulary."""
     ids: Tensor | None
     """[B] int32, by `Sampler.sample_simply`, and in the slot table already; None where not asked for."""
     positions: Tensor
     """[B] int32, of the tokens to be sampled."""
 
     def unowned(self) -> DecodeOutput:
-        return replace(self, logits=None if self.logits is None else unowned(self.logits))
+        return replace(self, logits=unowned(self.logits))
 
     def head(self, num_rows: int) -> DecodeOutput:
         """Views of the first rows."""
-        logits = None if self.logits is None else self.logits[:num_rows]
-        return DecodeOutput(logits, None if self.ids is None else self.ids[:num_rows], self.positions[:num_rows])
+        ids = None if self.ids is None else self.ids[:num_rows]
+        return DecodeOutput(self.logits[:num_rows], ids, self.positions[:num_rows])
 
 
 class DecodeStep:

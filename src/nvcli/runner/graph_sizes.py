@@ -21,3 +21,8 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
         step = max(step, 1 << (sizes[-1].bit_length() - 3))
         sizes.append(sizes[-1] + step)
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def most_captured_tokens(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Of the largest step that is captured, padding included."""
+    return max_num_seqs + max(mixed_sizes(max_num_seqs, max_num_batched_tokens), default=0)

@@ -20,8 +20,8 @@ _CPU_SHARE = 0.25
 
 ITEMS = ("weights", "buffers", "activations", "CUDA graphs", "other", "KV cache")
 """What a rank's memory goes to: tensors that live as long as the rank beside the weights (slot table, rotary table,
-workspaces); the peak of the largest batches over that; graphs; all that torch did not allocate (context, collectives,
-other programs); and the cache, which takes what is left."""
+workspaces, memory that ranks share); the peak of the largest batches over that; graphs; all that torch did not allocate
+(context, collectives, other programs); and the cache, which takes what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,12 @@ def plan_memory(
     buffers: int,
     activations: int,
     graphs: int,
+    shared: int = 0,
 ) -> MemoryPlan:
-    """Raises CapacityError when not even one block beside the null block fits."""
+    """`shared`: bytes of `buffers` that torch's allocator does not know, being memory that other GPUs reach.
+
+    Raises CapacityError when not even one block beside the null block fits.
+    """
     if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
         budget, other = total_ram(), other_bytes(device, weights)
@@ -76,7 +80,7 @@ def plan_memory(
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
         total = torch.cuda.mem_get_info(device)[1]
         budget = int(total * config.gpu_memory_utilization)
-        other = other_bytes(device, weights)
+        other = other_bytes(device, weights) - shared
         kv_cache = budget - weights - buffers - activations - graphs - other
     if config.kv_cache_memory is not None:
         fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"

@@ -41,20 +41,21 @@ class MixedOutput:
 
     ids: Tensor
     """[rows] int32; the slot table has them already."""
-    logits: Tensor | None
-    """[rows, V] on rank 0."""
+    logits: Tensor
+    """[rows, M] of this rank's part of the vocabulary."""
     slots: Tensor
     """[rows] int64."""
     positions: Tensor
     """[rows] int32, of the tokens to be sampled."""
 
     def unowned(self) -> MixedOutput:
-        return replace(self, logits=None if self.logits is None else unowned(self.logits))
+        return replace(self, logits=unowned(self.logits))
 
     def rows(self, rows: Tensor) -> MixedOutput:
         """Copies of some rows."""
-        logits = None if self.logits is None else self.logits[rows]
-        return MixedOutput(ids=self.ids[rows], logits=logits, slots=self.slots[rows], positions=self.positions[rows])
+        return MixedOutput(
+            ids=self.ids[rows], logits=self.logits[rows], slots=self.slots[rows], positions=self.positions[rows]
+        )
 
 
 class MixedGraphs:

@@ -1,7 +1,7 @@
 """ModelRunner: the conductor of one rank. Made in the order below, then runs steps.
 
-Every rank runs the same code; rank 0 holds the logits and samples, and its token ids go to the other ranks on the
-device. A step's ids feed the next step through the slot table, never through the host.
+Every rank runs the same code and comes to know the same token ids, on the device. A step's ids feed the next step
+through the slot table, never through the host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nvcli.runner.memory import (
     weight_groups,
 )
 from nvcli.runner.mixed_graph import MixedGraphs
-from nvcli.runner.process_group import join_process_group
+from nvcli.runner.process_group import join_process_group, share_memory
 from nvcli.runner.sampler import Sampler, SamplingPlan
 from nvcli.runner.slot_table import SlotTable, unpack_ids
 from nvcli.runner.step_clock import StepClock, StepTime
@@ -91,6 +91,7 @@ class ModelRunner:
             self._open_device()
             self._join_process_group()
             self._build_model()
+            self._share_memory()
             self._load_weights()
             self._make_slots()
             self._select_attention()
@@ -140,6 +141,12 @@ class ModelRunner:
             self.model_config = load_model_config(self.config.model_path)
             self.model = build_model(self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len)
 
+    def _share_memory(self) -> None:
+        with self._phase("share memory"):
+            self._notes = share_memory(self.config, self.group, self.model_config.hidden_size, self.dtype)
+            memory = self.group.peer_memory
+            self._shared_bytes = 0 if memory is None else memory.num_bytes
+
     def _load_weights(self) -> None:
         with self._phase("load weights"):
             check_weights_fit(sum(weight_groups(self.model).values()), self.device)
@@ -151,7 +158,7 @@ class ModelRunner:
     def _make_slots(self) -> None:
         config = self.config
         self.slots = SlotTable(config, self.device)
-        self.sampler = Sampler(self.slots, self.group)
+        self.sampler = Sampler(self.slots, self.group, self.model_config.vocab_size)
         self._pinned_ids = [
             torch.empty(config.max_num_seqs, dtype=torch.int32, pin_memory=self.device.type == "cuda")
             for _ in range(_STEPS_IN_FLIGHT + 2)
@@ -173,7 +180,8 @@ class ModelRunner:
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs,
         )
-        self.backend, self._notes = select_backend(self.config.attention_backend, case)
+        self.backend, notes = select_backend(self.config.attention_backend, case)
+        self._notes += notes
         self._kv_spec = KVCacheSpec(
             num_layers=len(self.model.attention_specs),
             num_kv_heads=spec.num_kv_heads,
@@ -227,6 +235,7 @@ class ModelRunner:
             buffers=self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes,
             activations=self._activation_bytes,
             graphs=self._graph_bytes,
+            shared=self._shared_bytes,
         )
         self._num_blocks = self.group.min(self.memory_plan.num_blocks)
 
@@ -263,7 +272,7 @@ class ModelRunner:
                     buffers,
                     peak(),
                     self._graph_bytes,
-                    other_bytes(self.device, self._weight_bytes),
+                    other_bytes(self.device, self._weight_bytes) - self._shared_bytes,
                     self.kv_cache.num_bytes,
                 )
                 measured = dict(zip(ITEMS, sizes, strict=True))
@@ -303,10 +312,10 @@ class ModelRunner:
         return DecodeGraphs(pool, decode, config.max_num_seqs, self.slots.padding_slot, self.device), mixed
 
     def _allocated_bytes(self) -> int:
-        """Of torch's tensors on this rank's device; on a CPU of the two large ones."""
+        """Of tensors on this rank's device, those that other ranks reach included; on a CPU of the two large ones."""
         if self.device.type == "cpu":
             return self._weight_bytes + self.kv_cache.num_bytes
-        return torch.cuda.memory_allocated(self.device)
+        return torch.cuda.memory_allocated(self.device) + self._shared_bytes
 
     @contextmanager
     def _peak_memory(self) -> Iterator[Callable[[], int]]:
@@ -389,7 +398,7 @@ class ModelRunner:
         return self._sample(chosen.logits, chosen.slots, chosen.positions, plan)
 
     def _sample(
-        self, logits: Tensor | None, slots: Tensor, positions: Tensor, plan: SamplingPlan
+        self, logits: Tensor, slots: Tensor, positions: Tensor, plan: SamplingPlan
     ) -> tuple[Tensor, list[TokenLogprobs | None]]:
         """Choose ids, and put them where the next step looks for its input."""
         ids, logprobs = self.sampler.sample(logits, slots, positions, plan)

@@ -1,7 +1,11 @@
-"""Sampler: logits → token ids, each row by its slot's parameters. Rank 0 has the logits and chooses; all ranks learn.
+"""Sampler: logits → token ids, each row by its slot's parameters. A rank has the logits of its part of the vocabulary.
 
 A row's outcome depends on its logits, its parameters and its counter alone, never on the rest of the batch. Work that
 few rows ask for (filters, penalties, log-probabilities) is done for those rows only.
+
+With several ranks, a batch that asks for no more than temperatures needs no gathered logits: each rank finds the best
+token of its part, and the best of those is the very token that would be sampled from the whole. For other batches rank
+0 gathers the logits and chooses, and all ranks learn.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvcli.kernels.sampling import apply_penalties, likely_threshold, sample
+from nvcli.kernels.sampling import apply_penalties, best_keys, likely_threshold, sample, tokens_of_keys
 from nvcli.messages import SlotSampling, TokenLogprobs
-from nvcli.models.parallel import TensorParallelGroup
+from nvcli.models.group import TensorParallelGroup
 from nvcli.runner.slot_table import SlotTable
 
 
@@ -30,19 +34,17 @@ class SamplingPlan:
     """Rows with biased or forbidden tokens."""
     num_logprobs: int
     """Most alternatives that a row wants; -1: none wants any."""
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether `sample_simply` on a GPU does all that the rows ask for."""
-        return self.penalised is None and not self.adjusted and self.num_logprobs < 0
+    is_simple: bool
+    """Whether `sample_simply` does all that the rows ask for."""
 
 
 class Sampler:
     """Samples for the slots of one table. Its methods are collective: every rank calls them alike."""
 
-    def __init__(self, table: SlotTable, group: TensorParallelGroup) -> None:
+    def __init__(self, table: SlotTable, group: TensorParallelGroup, vocab_size: int) -> None:
         self._table = table
         self._group = group
+        self._vocab_size = vocab_size
         self._last_plan: SamplingPlan | None = None
 
     def plan(self, slots: tuple[int, ...]) -> SamplingPlan:
@@ -52,20 +54,42 @@ class Sampler:
             last = self._last_plan = self._make_plan(slots)
         return last
 
-    def sample_simply(self, logits: Tensor | None, slots: Tensor, positions: Tensor) -> Tensor:
-        """Ids [N] int32 by temperature, top-k, top-p and min-p, on a GPU: it launches kernels only, for a CUDA graph.
+    def sample_simply(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Ids [N] int32 by temperature, and with one rank by top-k, top-p and min-p too. On a GPU it launches kernels
+        only, for a CUDA graph; with several ranks it works on a CPU as well.
 
-        logits: [N, V] on rank 0, else None; slots: [N] int64; positions: [N] of the tokens to be sampled.
+        logits: [N, M] as `CausalLM.compute_logits` gives them; slots: [N] int64; positions: [N] of the tokens to be
+        sampled.
         """
-        return self._share(slots, None if logits is None else self._choose(logits, slots, positions, None))
+        if self._group.size == 1:
+            return self._choose(logits, slots, positions, None)
+        table, shard_size = self._table, logits.shape[1]
+        start = min(self._group.rank * shard_size, self._vocab_size)
+        keys = best_keys(
+            logits[:, : min(shard_size, self._vocab_size - start)],
+            table.temperature,
+            table.seed,
+            positions,
+            table.row,
+            table.sample,
+            slots=slots,
+            start=start,
+        )
+        return tokens_of_keys(self._group.max(keys))
 
     def sample(
-        self, logits: Tensor | None, slots: Tensor, positions: Tensor, plan: SamplingPlan
+        self, logits: Tensor, slots: Tensor, positions: Tensor, plan: SamplingPlan
     ) -> tuple[Tensor, list[TokenLogprobs | None]]:
-        """Ids [N] int32, and on rank 0 the log-probabilities that rows asked for (empty where none did)."""
-        if logits is None:
+        """Ids [N] int32, and on rank 0 the log-probabilities that rows asked for (empty where none did).
+
+        The arguments are those of `sample_simply`.
+        """
+        if self._group.size > 1 and plan.is_simple:
+            return self.sample_simply(logits, slots, positions), []
+        whole = self._group.gather(logits)
+        if whole is None:
             return self._share(slots, None), []
-        table = self._table
+        logits, table = whole[:, : self._vocab_size], self._table
         original = logits
         if plan.penalised is not None or plan.adjusted:
             logits = logits.float().clone()
@@ -120,8 +144,15 @@ class Sampler:
             if s.bias_ids or s.stop_ids:
                 adjusted.append((row, s))
             num_logprobs = max(num_logprobs, s.num_logprobs)
+        needs_whole = bool(penalised or adjusted or num_logprobs >= 0)
         return SamplingPlan(
-            slots, self._table.num_fills, self._rows(filtered), self._rows(penalised), adjusted, num_logprobs
+            slots,
+            self._table.num_fills,
+            self._rows(filtered),
+            self._rows(penalised),
+            adjusted,
+            num_logprobs,
+            is_simple=not needs_whole and (self._group.size == 1 or not filtered),
         )
 
     def _rows(self, rows: list[int]) -> Tensor | None:

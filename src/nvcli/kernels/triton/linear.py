@@ -66,9 +66,11 @@ def _linear_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """See `nvcli.kernels.linear.linear`, without a bias."""
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    assert out.is_contiguous()
     _launch(x, weight, out, _WHOLE, gated=False)
     return out
 

@@ -15,6 +15,7 @@ from nvcli.kernels.triton.philox import quad_uniforms
 _QUADS = 512
 """Groups of four tokens that one program looks at."""
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+_WORST_SCORE = tl.constexpr(-0x80000000)
 
 
 @triton.jit
@@ -53,21 +54,30 @@ def _best_of_chunk_kernel(
     logits_row_stride,
     vocab_size,
     num_chunks,
+    start,
     QUADS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
+    SHARDED: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """Program (row, chunk): the best score of the chunk's tokens, and the first token that has it."""
+    """Program (row, chunk): the best score of the chunk's tokens, and the first token that has it. With SHARDED the
+    logits are those of tokens `start` to `vocab_size`, and chunks are counted from the quad of `start`."""
     index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = index
     if HAS_SLOTS:
         slot = tl.load(slots_ptr + index).to(tl.int64)
     quads = chunk * QUADS + tl.arange(0, QUADS)
+    if SHARDED:
+        quads += start // 4
     tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
     logits = logits_ptr + index * logits_row_stride + tokens
-    score = tl.load(logits, mask=tokens < vocab_size, other=-float("inf")).to(tl.float32)
+    inside = tokens < vocab_size
+    if SHARDED:
+        logits -= start
+        inside &= tokens >= start
+    score = tl.load(logits, mask=inside, other=-float("inf")).to(tl.float32)
     temperature = tl.load(temperature_ptr + slot)
     if temperature > 0:
         uniforms = quad_uniforms(
@@ -84,22 +94,35 @@ def _best_of_chunk_kernel(
             noisy = tl.where(is_likely, noisy, -float("inf"))
         score = noisy
     best = tl.max(score)
-    first = tl.min(tl.where(score == best, tokens, _NO_TOKEN))
+    is_best = score == best
+    if SHARDED:  # elsewhere what lies outside comes last, and is told by its id
+        is_best &= inside
+    first = tl.min(tl.where(is_best, tokens, _NO_TOKEN))
     tl.store(best_score_ptr + index * num_chunks + chunk, best)
     tl.store(best_id_ptr + index * num_chunks + chunk, first)
 
 
 @triton.jit
-def _best_of_row_kernel(best_score_ptr, best_id_ptr, out_ptr, num_chunks, vocab_size, BLOCK: tl.constexpr):
-    """Program (row): the best of its chunks, the first token where several are equal."""
+def _best_of_row_kernel(
+    best_score_ptr, best_id_ptr, out_ptr, num_chunks, vocab_size, BLOCK: tl.constexpr, AS_KEY: tl.constexpr
+):
+    """Program (row): the best of its chunks, the first token where several are equal; with AS_KEY its key."""
     index = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, BLOCK)
     inside = chunks < num_chunks
     scores = tl.load(best_score_ptr + index * num_chunks + chunks, mask=inside, other=-float("inf"))
     ids = tl.load(best_id_ptr + index * num_chunks + chunks, mask=inside, other=_NO_TOKEN)
-    first = tl.min(tl.where(scores == tl.max(scores), ids, _NO_TOKEN))
+    best = tl.max(scores)
+    first = tl.min(tl.where(scores == best, ids, _NO_TOKEN))
     # Where all logits are NaN nothing is equal to the best; what is sampled must be a token all the same.
-    tl.store(out_ptr + index, tl.where(first < vocab_size, first, 0))
+    if AS_KEY:
+        bits = tl.where(best == 0, 0.0, best).to(tl.int32, bitcast=True)  # both zeros are equal
+        ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+        ordered = tl.where(first == _NO_TOKEN, _WORST_SCORE, ordered)
+        token = tl.where(first == _NO_TOKEN, 0, first)
+        tl.store(out_ptr + index, (ordered << 32) | (token ^ _NO_TOKEN).to(tl.int64))
+    else:
+        tl.store(out_ptr + index, tl.where(first < vocab_size, first, 0))
 
 
 def sample(
@@ -114,12 +137,48 @@ def sample(
     threshold: Tensor | None,
 ) -> Tensor:
     """See `nvcli.kernels.sampling.sample`."""
-    num_rows, vocab_size = logits.shape
+    ids = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    _launch(logits, temperature, seeds, positions, rows, samples, slots, threshold, ids, start=None)
+    return ids
+
+
+def best_keys(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    samples: Tensor,
+    *,
+    slots: Tensor | None,
+    start: int,
+) -> Tensor:
+    """See `nvcli.kernels.sampling.best_keys`."""
+    keys = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    _launch(logits, temperature, seeds, positions, rows, samples, slots, None, keys, start=start)
+    return keys
+
+
+def _launch(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    samples: Tensor,
+    slots: Tensor | None,
+    threshold: Tensor | None,
+    out: Tensor,
+    *,
+    start: int | None,
+) -> None:
+    """`start`: of the tokens that `logits` are for, where they are a part of the vocabulary; then `out` are keys."""
+    num_rows, num_tokens = logits.shape
     assert logits.stride(1) == 1
-    num_chunks = triton.cdiv(vocab_size, 4 * _QUADS)
+    is_sharded, start = start is not None, start or 0
+    num_chunks = max(1, triton.cdiv(start % 4 + num_tokens, 4 * _QUADS))
     best_scores = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
-    ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     _best_of_chunk_kernel[(num_rows, num_chunks)](
         logits,
         temperature,
@@ -132,14 +191,23 @@ def sample(
         best_scores,
         best_ids,
         logits.stride(0),
-        vocab_size,
+        start + num_tokens,
         num_chunks,
+        start,
         QUADS=_QUADS,
         HAS_SLOTS=slots is not None,
         HAS_THRESHOLD=threshold is not None,
+        SHARDED=is_sharded,
         APPROXIMATE=logits.is_cuda,
         num_warps=4,
     )
-    block = triton.next_power_of_2(num_chunks)
-    _best_of_row_kernel[(num_rows,)](best_scores, best_ids, ids, num_chunks, vocab_size, BLOCK=block, num_warps=1)
-    return ids
+    _best_of_row_kernel[(num_rows,)](
+        best_scores,
+        best_ids,
+        out,
+        num_chunks,
+        start + num_tokens,
+        BLOCK=triton.next_power_of_2(num_chunks),
+        AS_KEY=is_sharded,
+        num_warps=1,
+    )

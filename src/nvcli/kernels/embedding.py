@@ -1,0 +1,21 @@
+"""Rows of a part of an embedding. Plain torch is the reference; CUDA tensors take the Triton kernel held to it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None = None) -> Tensor:
+    """The rows of `ids` that this part of the embedding has, and zeros for the others, in `out` if that is given.
+
+    ids: [T] int32; weight: [M, H], of the tokens `start` to `start + M` → [T, H].
+    """
+    if weight.is_cuda:
+        from nvcli.kernels.triton import embedding
+
+        return embedding.embed_part(ids, weight, start, out)
+    local = ids - start
+    mine = (local >= 0) & (local < weight.shape[0])
+    return torch.mul(F.embedding(local.where(mine, 0), weight), mine.unsqueeze(-1), out=out)

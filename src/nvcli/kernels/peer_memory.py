@@ -1,0 +1,187 @@
+"""PeerMemory: one block of memory on each GPU of a group, which all of its ranks read and write, and sums through it.
+
+While there are few rows, a collective of a library costs more than the bytes that it moves. Here a linear layer writes
+its part of a sum where the other ranks can read it, and the kernel that needs the sum reads it there: all-reduce,
+residual sum and RMSNorm are one launch (`triton/peer_memory.py`). What it has to equal is the process group's
+all-reduce, then `norm.add_rms_norm`. Everything is on the device, so the calls work in CUDA graphs, eagerly, and in any
+mixture, with any number of rows each time; all ranks make the same calls in the same order.
+
+**Why nothing is overwritten too early** (`tests/kernels/test_peer_protocol.py` is a model of it). Call a sum, or an
+exchange of keys, an *exchange*. All of a rank's work is in the order of one stream, and no exchange ends on a rank
+before every rank has begun it: each row waits for a word of all ranks, or for a word of its owner, which has waited for
+those. So:
+
+1. When exchange i - 1 has ended here, it has begun everywhere, and exchange i - 2, with all that was queued before it,
+   has ended everywhere. What others read in exchange i - 2 or earlier may then be overwritten.
+2. *Parts* are written between exchange i - 1 and i, and read by others in exchange i. By 1 it is enough that no two
+   sums that follow each other have the same buffer. There are three: one for the sum that opens a forward pass (the
+   embedding's), and two that alternate from there on, starting anew with each pass. Which one a sum has thus depends
+   on its place in the pass alone; passes may be captured, replayed and mixed at will.
+3. *Flags* of a row are written by one rank each, in order, and are waited for as "at least": a rank that runs ahead
+   (by one exchange at most) cannot make a word unseen.
+4. The *result* of a two-shot sum is written by a row's owner once all ranks have begun that sum, so that whatever read
+   the result before has ended on all of them: one buffer is enough. It holds until the next sum.
+5. *Keys* carry their epoch. A rank sends its next ones once the exchange in between (every pass has sums) has ended
+   there, and so has begun here, behind the kernel that read the last ones.
+
+A pass that sums by the process group keeps all of this: its all-reduce does not end before all ranks have begun it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SUPPORTED_RANKS = (2, 4, 8)
+
+_TWO_SHOT_BYTES = {2: 2 << 20, 4: 320 << 10, 8: 96 << 10}
+"""By ranks: from parts of this size on (rows × hidden size × bytes) two shots win. One shot makes each of N ranks read
+(N - 1) parts; two shots read and write (N - 1) / N parts each, and cost one more trip over NVLink, about 1.5 µs or
+450 KB at 300 GB/s: they break even at 300 KB for 4 ranks and 86 KB for 8. For 2 ranks the bytes are the same either
+way, and what is saved is that both add and norm every row. To be set by scripts/bench_collectives.py."""
+
+_ALIGN = 128
+_PARTS = 3
+_FIRST = 2
+"""The buffer of the sum that opens a pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLayout:
+    """What is where in each rank's block. Offsets and sizes in bytes."""
+
+    num_ranks: int
+    max_rows: int
+    """Most rows of a sum or of keys."""
+    hidden_size: int
+    dtype: torch.dtype
+
+    @property
+    def part_bytes(self) -> int:
+        return _aligned(self.max_rows * self.hidden_size * self.dtype.itemsize)
+
+    @property
+    def out_offset(self) -> int:
+        """[max_rows, hidden_size], behind the parts: results of two-shot sums."""
+        return _PARTS * self.part_bytes
+
+    @property
+    def flags_offset(self) -> int:
+        """[max_rows, num_ranks] int32: the epoch in which a rank's part of a row was there."""
+        return self.out_offset + self.part_bytes
+
+    @property
+    def done_offset(self) -> int:
+        """[max_rows] int32: the epoch in which a row's owner had written its result."""
+        return self.flags_offset + _aligned(self.max_rows * self.num_ranks * 4)
+
+    @property
+    def words_offset(self) -> int:
+        """[max_rows, num_ranks, 2] int64: keys of all ranks."""
+        return self.done_offset + _aligned(self.max_rows * 4)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.words_offset + _aligned(self.max_rows * self.num_ranks * 16)
+
+
+class PeerMemory:
+    """One rank's end. Its methods are collective: every rank calls them alike."""
+
+    def __init__(self, layout: PeerLayout, blocks: Sequence[Tensor], rank: int, handle: object = None) -> None:
+        """`blocks`: [layout.num_bytes] uint8 of each rank, as this one reaches them, zeros before any rank goes on.
+        `handle`: what has to live as long as they are used."""
+        assert len(blocks) == layout.num_ranks
+        self.layout = layout
+        self.rank = rank
+        self._handle = handle
+        device = blocks[rank].device
+        row_bytes = layout.hidden_size * layout.dtype.itemsize
+
+        def matrices(offset: int) -> tuple[Tensor, ...]:
+            """[max_rows, hidden_size] of each rank."""
+            end = offset + layout.max_rows * row_bytes
+            return tuple(block[offset:end].view(layout.dtype).view(-1, layout.hidden_size) for block in blocks)
+
+        def addresses(offset: int) -> Tensor:
+            return torch.tensor([block.data_ptr() + offset for block in blocks], dtype=torch.int64, device=device)
+
+        self._parts = [matrices(i * layout.part_bytes) for i in range(_PARTS)]
+        self._outs = matrices(layout.out_offset)
+        self._flags = addresses(layout.flags_offset)
+        self._done = addresses(layout.done_offset)
+        self._words = addresses(layout.words_offset)
+        self._epochs = torch.zeros(layout.max_rows, dtype=torch.int32, device=device)
+        self._key_epochs = torch.zeros_like(self._epochs)
+        self._next = 0
+        self.two_shot_rows = max(1, _TWO_SHOT_BYTES[layout.num_ranks] // row_bytes)
+        """Sums of this many rows and more take two shots. All ranks have the same number here."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.num_bytes
+
+    def takes(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Whether sums of this shape and type go through here."""
+        layout = self.layout
+        is_ours = len(shape) == 2 and shape[1] == layout.hidden_size and dtype == layout.dtype
+        return is_ours and 0 < shape[0] <= layout.max_rows
+
+    def part(self, num_rows: int, *, opens: bool = False) -> Tensor:
+        """Where this rank's part of the next sum goes: [num_rows, hidden_size]. `opens`: of the pass's first sum."""
+        if opens:
+            self._next = 0
+            return self._parts[_FIRST][self.rank][:num_rows]
+        part = self._parts[self._next][self.rank][:num_rows]
+        self._next = 1 - self._next
+        return part
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Sum over the ranks of the part that opens a pass, in a tensor of its own."""
+        from nvcli.kernels.triton import peer_memory
+
+        parts = self._parts_of(part, opens=True)
+        out = torch.empty_like(part)
+        peer_memory.one_shot(parts, self._flags, self._epochs, None, None, out, 0.0, self.rank)
+        return out
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`norm.add_rms_norm` of the sum of the ranks' parts; the result holds until the next sum.
+
+        Of `residual` only rows that this rank will read again are sure to be updated: with two shots those that it
+        owns, which are the same ones for every sum of as many rows.
+        """
+        from nvcli.kernels.triton import peer_memory
+
+        parts = self._parts_of(part, opens=False)
+        if len(part) >= self.two_shot_rows:
+            peer_memory.two_shot(
+                parts, self._outs, self._flags, self._done, self._epochs, residual, weight, eps, self.rank
+            )
+            return self._outs[self.rank][: len(part)]
+        out = torch.empty_like(part)
+        peer_memory.one_shot(parts, self._flags, self._epochs, residual, weight, out, eps, self.rank)
+        return out
+
+    def max(self, keys: Tensor) -> Tensor:
+        """Of all ranks, row by row: [N] int64 → [N] int64; N is layout.max_rows at most."""
+        from nvcli.kernels.triton import peer_memory
+
+        assert len(keys) <= self.layout.max_rows
+        return peer_memory.max_of_keys(keys, self._words, self._key_epochs, self.rank)
+
+    def _parts_of(self, part: Tensor, *, opens: bool) -> tuple[Tensor, ...]:
+        """Of all ranks, for the sum that `part` is this rank's part of; it is copied if it lies elsewhere."""
+        for parts in self._parts:
+            if parts[self.rank].data_ptr() == part.data_ptr():
+                return parts
+        place = self.part(len(part), opens=opens)
+        place.copy_(part)
+        return self._parts_of(place, opens=opens)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN

@@ -1,0 +1,42 @@
+"""Rows of a part of an embedding: one program for each, zeros where another rank has the row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_THREAD_ELEMENTS = 16
+
+
+@triton.jit
+def _embed_part_kernel(ids_ptr, weight_ptr, out_ptr, start, num_tokens, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(ids_ptr + row).to(tl.int64) - start
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    is_mine = (token >= 0) & (token < num_tokens)
+    values = tl.load(weight_ptr + token * SIZE + columns, mask=inside & is_mine, other=0.0)
+    tl.store(out_ptr + row * SIZE + columns, values, mask=inside)
+
+
+def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None) -> Tensor:
+    """See `nvcli.kernels.embedding.embed_part`."""
+    num_tokens, size = weight.shape
+    if out is None:
+        out = torch.empty(len(ids), size, dtype=weight.dtype, device=weight.device)
+    assert weight.is_contiguous()
+    assert out.is_contiguous()
+    block = triton.next_power_of_2(size)
+    _embed_part_kernel[(len(ids),)](
+        ids,
+        weight,
+        out,
+        start,
+        num_tokens,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(max(block // (32 * _THREAD_ELEMENTS), 1), 16),
+    )
+    return out

@@ -1,0 +1,157 @@
+"""The order of words between ranks, by a model of it: no reader of shared memory ever sees another call's data.
+
+Ranks are coroutines that take turns at random, some much faster than others; a rank's calls run one after another, the
+rows of a call in any order, as kernels and their programs do. What is written is the number of the call, so a reader
+knows what it ought to find. The buffers are those that `PeerMemory` hands out. The kernels themselves are in
+`triton/peer_memory.py`: whoever changes their order of words changes it here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
+
+ROWS = 6
+
+
+class Call(NamedTuple):
+    kind: str
+    number: int
+    buffer: int
+    num_rows: int
+
+
+def calls_of(rng: random.Random, num_passes: int, *, one_buffer: bool = False) -> list[Call]:
+    """Passes of random sizes, as every rank makes them."""
+    layout = PeerLayout(num_ranks=2, max_rows=ROWS, hidden_size=64, dtype=torch.float32)
+    memory = PeerMemory(layout, [torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(2)], 0)
+    first = memory.part(1, opens=True).data_ptr()
+    calls: list[Call] = []
+
+    def add(kind: str, num_rows: int, *, opens: bool = False) -> None:
+        number = len(calls)
+        place = (memory.part(1, opens=opens).data_ptr() - first) // layout.part_bytes
+        buffer = 0 if one_buffer else place
+        calls.append(Call("write parts", number, buffer, num_rows))
+        calls.append(Call(kind, number, buffer, num_rows))
+
+    for _ in range(num_passes):
+        num_rows, kind = rng.choice([1, 2, 5, ROWS]), rng.choice(["one shot", "two shots"])
+        add("one shot", num_rows, opens=True)
+        for _ in range(rng.randrange(1, 5)):
+            add(kind, num_rows)
+            if kind == "two shots":
+                calls.append(Call("read results", len(calls) - 2, 0, num_rows))
+        if num_keys := rng.choice([0, 1, ROWS]):
+            calls.append(Call("keys", len(calls), 0, num_keys))
+    return calls
+
+
+@dataclass
+class Memory:
+    """What one rank holds, by row."""
+
+    parts: dict[tuple[int, int], int]
+    flags: dict[tuple[int, int], int]
+    done: dict[int, int]
+    results: dict[int, int]
+    words: dict[tuple[int, int], tuple[int, int]]
+    epochs: dict[int, int]
+    key_epochs: dict[int, int]
+
+
+def program(all_ranks: list[Memory], rank: int, call: Call, row: int) -> Iterator[None]:
+    """One row of a call on one rank; a turn ends at each `yield`."""
+    mine, n = all_ranks[rank], len(all_ranks)
+    at = (call.buffer, row)
+    epoch = mine.epochs.get(row, 0) + 1
+
+    def sum_parts() -> Iterator[None]:
+        while any(mine.flags.get((row, peer), 0) < epoch for peer in range(n)):
+            yield
+        for peer in all_ranks:
+            yield
+            assert peer.parts[at] == call.number, "a part of another call"
+
+    if call.kind == "write parts":
+        mine.parts[at] = call.number
+    elif call.kind == "read results":
+        assert mine.results[row] == call.number, "a result of another call"
+    elif call.kind == "one shot":
+        for peer in all_ranks:
+            peer.flags[row, rank] = epoch
+            yield
+        yield from sum_parts()
+        mine.epochs[row] = epoch
+    elif call.kind == "two shots":
+        all_ranks[row % n].flags[row, rank] = epoch
+        yield
+        if row % n == rank:
+            yield from sum_parts()
+            for peer in all_ranks:
+                peer.results[row] = call.number
+                yield
+            for peer in all_ranks:
+                peer.done[row] = epoch
+                yield
+        while mine.done.get(row, 0) < epoch:
+            yield
+        mine.epochs[row] = epoch
+    else:
+        epoch = mine.key_epochs.get(row, 0) + 1
+        for peer in all_ranks:
+            peer.words[row, rank] = epoch, call.number
+            yield
+        for sender in range(n):
+            while (found := mine.words.get((row, sender), (0, 0)))[0] < epoch:
+                yield
+            assert found == (epoch, call.number), "a key of another call"
+            yield
+        mine.key_epochs[row] = epoch
+
+
+def run(num_ranks: int, calls: list[Call], rng: random.Random) -> None:
+    ranks = [Memory({}, {}, {}, {}, {}, {}, {}) for _ in range(num_ranks)]
+    waiting = [list(reversed(calls)) for _ in ranks]
+    running: list[list[Iterator[None]]] = [[] for _ in ranks]
+    weights = [1] * num_ranks
+    while any(waiting) or any(running):
+        if rng.random() < 0.002:
+            weights = [rng.choice([1, 1, 5, 50]) for _ in ranks]
+        (rank,) = rng.choices(range(num_ranks), weights)
+        if not running[rank]:
+            if waiting[rank]:
+                call = waiting[rank].pop()
+                running[rank] = [program(ranks, rank, call, row) for row in range(call.num_rows)]
+            continue
+        turn = rng.choice(running[rank])
+        try:
+            next(turn)
+        except StopIteration:
+            running[rank].remove(turn)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_no_rank_reads_what_belongs_to_another_call(num_ranks: int) -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        run(num_ranks, calls_of(rng, 6), rng)
+
+
+def test_the_model_finds_a_race() -> None:
+    """With one buffer for all parts, which is wrong."""
+    found = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        try:
+            run(2, calls_of(rng, 6, one_buffer=True), rng)
+        except AssertionError:
+            found += 1
+    assert found == 10
