@@ -90,8 +90,11 @@ SetOption = Annotated[
         autocompletion=completion.keys,
     ),
 ]
-TpOption = Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy.")]
-DpOption = Annotated[int | None, typer.Option("--dp", metavar="N", help="Copies of the model.")]
+TpOption = Annotated[
+    str | None,
+    typer.Option("--tp", metavar="N|auto", help="GPUs (processes) for each copy; auto: what is fastest here."),
+]
+DpOption = Annotated[str | None, typer.Option("--dp", metavar="N|auto", help="Copies of the model; auto likewise.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")]
 
 
@@ -210,8 +213,8 @@ def generate(
     config_file = find_config_file(config)
     flags = {
         "--model": model,
-        "--tp": tp,
-        "--dp": dp,
+        "--tp": _size(tp),
+        "--dp": _size(dp),
         "--order": order.value if order else None,
         "--max-errors": max_errors,
     }
@@ -324,7 +327,7 @@ def bench(
 ) -> None:
     from nvcli.config import find_config_file, load_run_config
 
-    flags = {"--model": model or shape, "--tp": tp, "--dp": dp}
+    flags = {"--model": model or shape, "--tp": _size(tp), "--dp": _size(dp)}
     run = load_run_config(find_config_file(config), overrides or (), flags)
 
     from nvcli.bench.command import BenchOptions, run_bench
@@ -395,7 +398,7 @@ def profile_memory(
 
     if plot is not None:
         check_plot(plot)
-    run = load_run_config(find_config_file(config), overrides or (), {"--model": model or shape, "--tp": tp})
+    run = load_run_config(find_config_file(config), overrides or (), {"--model": model or shape, "--tp": _size(tp)})
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=_say)
     if plot is not None:
         write_plot(profile, plot)
@@ -425,7 +428,8 @@ def profile_memory(
 def doctor(
     model: ModelOption = None,
     tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy: their all-reduce is tried.")
+        str | None,
+        typer.Option("--tp", metavar="N|auto", help="GPUs (processes) for each copy: their all-reduce is tried."),
     ] = None,
     dp: DpOption = None,
     device: Annotated[
@@ -447,7 +451,7 @@ def doctor(
     from nvcli.doctor.findings import Level, count
     from nvcli.doctor.report import format_json, format_verdict, print_section
 
-    flags = {"--model": model, "--tp": tp, "--dp": dp, "--device": device.value if device else None}
+    flags = {"--model": model, "--tp": _size(tp), "--dp": _size(dp), "--device": device.value if device else None}
     run = load_run_config(find_config_file(config), overrides or (), flags, needs_model=False)
     sections = []
     for section in examine(run, output=output.absolute().parent, timeout=timeout):
@@ -468,6 +472,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 class _OutputGone(Exception):
     pass
+
+
+def _size(text: str | None) -> int | str | None:
+    """A number where it is one; the configuration says what else is allowed."""
+    return int(text) if text is not None and text.removeprefix("-").isdecimal() else text
 
 
 def _say(text: str) -> None:

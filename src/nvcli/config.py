@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nvcli.config_source import ConfigSource
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+ParallelSize = PositiveInt | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Order = Literal["completion", "input"]
@@ -84,10 +85,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
-    tensor_parallel_size: PositiveInt = 1
-    """GPUs (on a CPU: processes) that share one copy of the model."""
-    data_parallel_size: PositiveInt = 1
-    """Copies of the model, each on its own `tensor_parallel_size` GPUs."""
+    tensor_parallel_size: ParallelSize = "auto"
+    """GPUs (on a CPU: processes) that share one copy of the model. auto: see `pipeline.layout`; 1 on a CPU."""
+    data_parallel_size: ParallelSize = "auto"
+    """Copies of the model, each on its own `tensor_parallel_size` GPUs. auto: likewise."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Most tokens of prompt and answer together; null: what the model was made for."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 256
@@ -141,6 +142,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: float
     replica: int = 0
     """Which data-parallel copy this is."""
+    gpus: tuple[int, ...] = ()
+    """Those of all copies, copy by copy, by the numbers that a process sees; empty: the first ones."""
     load_format: Literal["checkpoint", "random"] = "checkpoint"
     """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
     record_steps: bool = False
@@ -152,7 +155,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def gpu_index(self, rank: int) -> int:
         """Of the GPUs that the process sees, the one that `rank` has."""
-        return self.replica * self.tensor_parallel_size + rank
+        number = self.replica * self.tensor_parallel_size + rank
+        return self.gpus[number] if self.gpus else number
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -280,6 +284,7 @@ __all__ = [
     "JobConfig",
     "OnTooLong",
     "Order",
+    "ParallelSize",
     "RunConfig",
     "SamplingParams",
     "find_config_file",

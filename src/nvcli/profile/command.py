@@ -11,14 +11,14 @@ import msgspec
 
 from nvcli.bench.shapes import SHAPES, write_shape
 from nvcli.config import EngineConfig, RunConfig, parse_size
-from nvcli.errors import ConfigError
+from nvcli.errors import CapacityError, ConfigError
 from nvcli.jobs.files import check_inputs
 from nvcli.jobs.parser import RowParser
 from nvcli.jobs.reader import RowReader
 from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
-from nvcli.pipeline.resolve import resolve_engine_config, row_keys, sampling_defaults
+from nvcli.pipeline.resolve import resolve_engine_config, resolve_layout, row_keys, sampling_defaults
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 from nvcli.profile.lengths import FileLengths, lengths_of
 from nvcli.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
@@ -46,6 +46,11 @@ def run_profile(
         lengths = _file_lengths(run, config, model, input_file) if input_file is not None else None
         name = shape or run.model
         if not dry_run:
+            with contextlib.suppress(CapacityError):  # loading says exactly what is missing, and the report what to do
+                layout = resolve_layout(msgspec.structs.replace(run, data_parallel_size=1), config, model)
+                if layout.why:
+                    say(layout.why)
+                config = layout.apply(config)
             return profile_by_loading(config, model, name, lengths=lengths, gpu_memory=gpu_memory_here, say=say)
         if config.device == "cpu":
             raise ConfigError("--dry-run plans for GPUs, and `device` is cpu; leave --dry-run out to profile a CPU run")
