@@ -179,7 +179,9 @@ def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _num_tokens(room: int, model: ModelConfig, config: EngineConfig) -> int:
-    return max(0, room // block_bytes(config, model) - 1) * config.block_size
+    """That a copy's KV cache holds; there is no use for more than all its requests could fill."""
+    most = config.max_num_seqs * config.max_blocks_per_seq
+    return min(max(0, room // block_bytes(config, model) - 1), most) * config.block_size
 
 
 def _copy_seconds(
@@ -283,6 +285,8 @@ def _explain(
     held = [one for one in others if one.num_tokens >= longest]
     if best.num_tokens >= longest and not held:
         return f"{text}; no other choice holds a request of {longest:,} tokens"
-    job = "this job" if num_requests is None else f"these {num_requests:,} requests"
+    job = "this job" if num_requests is None else f"{num_requests:,} request{'s' if num_requests > 1 else ''}"
     second = min(held or others, key=lambda one: one.seconds)
-    return f"{text}; for {job} {second.flags} would take about {second.seconds / best.seconds:.1f} times as long"
+    ratio = second.seconds / best.seconds
+    times = f"{ratio:.1f} times as long" if ratio >= 1.05 else "as long"
+    return f"{text}; for {job} {second.flags} would take about {times}"
