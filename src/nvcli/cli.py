@@ -200,6 +200,9 @@ def generate(
     max_errors: Annotated[
         int | None, typer.Option("--max-errors", metavar="N", min=0, help="End the job when more rows failed.")
     ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="When a copy of the model dies, the others take over its rows.")
+    ] = False,
     order: Annotated[OrderChoice | None, typer.Option("--order", help="Order of the output's rows.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")] = None,
     progress: Annotated[ProgressChoice, typer.Option("--progress", help="How to show progress.")] = ProgressChoice.AUTO,
@@ -217,6 +220,7 @@ def generate(
         "--dp": _size(dp),
         "--order": order.value if order else None,
         "--max-errors": max_errors,
+        "--keep-going": keep_going or None,
     }
     run = load_run_config(config_file, overrides or (), flags)
 

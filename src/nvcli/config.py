@@ -39,6 +39,7 @@ FLAG_KEYS = {
     "--device": "device",
     "--order": "job.order",
     "--max-errors": "job.max_errors",
+    "--keep-going": "job.keep_going",
 }
 """Flags that are short for a key."""
 
@@ -53,6 +54,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
     max_errors: Annotated[int, Meta(ge=0)] | None = None
     """More failed rows than this in one run end it; null: it goes on to the end."""
+    keep_going: bool = False
+    """With several copies of the model: one that dies does not end the run, the others compute its rows."""
     sync_seconds: Annotated[float, Meta(ge=0.05, le=3600)] = 2.0
     """Answered rows are on disk at most about this long after they came."""
     reorder_memory: str | PositiveInt = "256MiB"

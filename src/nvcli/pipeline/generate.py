@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -54,16 +53,10 @@ MAX_KEPT_ANSWER_BYTES = 16 * 1024 * 1024
 """Of answers that are kept in case an equal row comes later."""
 
 
-class ClosableEngine(Engine, Protocol):
-    """An engine with its processes."""
-
-    def close(self) -> None: ...
+StartEngine = Callable[[EngineConfig], Engine]
 
 
-StartEngine = Callable[[EngineConfig], ClosableEngine]
-
-
-def start_engine(config: EngineConfig) -> ClosableEngine:
+def start_engine(config: EngineConfig) -> Engine:
     """The real thing: an engine process and its ranks."""
     from nvcli.engine.client import EngineClient
 
@@ -123,6 +116,10 @@ def generate(
                 progress.note(note)
         reports.append(ready)
 
+    def on_lost(number: int, error: Exception, num_rows: int) -> None:
+        rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
+        progress.note(f"warning: a copy of the model died, and its {rows} to the others: {error}")
+
     with contextlib.ExitStack() as stack:
         # Undone in reverse, however the run ends: the output is made safe first, then the processes are ended, and
         # only then another run may have the output.
@@ -179,7 +176,9 @@ def generate(
             counts,
             seed=run.seed,
             max_num_seqs=config.max_num_seqs,
+            keep_going=run.job.keep_going,
             on_ready=on_ready,
+            on_lost=on_lost,
         )
         view = RunView(counts, reader, feeder, limit=limit, started_at=started_at, output=output)
 
@@ -210,6 +209,7 @@ def generate(
         tokenizing_seconds=feeder.tokenize_seconds,
         loop_seconds=dict(counts.seconds),
         num_preemptions=counts.num_preemptions,
+        num_lost_engines=counts.num_lost_engines,
         rows_deduplicated=counts.rows_deduplicated,
         deduplicated_tokens=counts.deduplicated_tokens,
     )
