@@ -32,7 +32,7 @@ def test_file_overrides_and_flags_lie_over_each_other(tmp_path: Path) -> None:
     assert (run.model, run.seed, run.max_num_seqs, run.tensor_parallel_size) == ("b", 3, 16, 2)
     assert run.sampling == {"top_k": 5, "temperature": 0}
     assert (run.job.order, run.job.on_too_long) == ("completion", "truncate-left")
-    assert run.data_parallel_size == 1
+    assert run.data_parallel_size == "auto"
 
 
 def test_sampling_keeps_only_the_keys_that_were_set(tmp_path: Path) -> None:

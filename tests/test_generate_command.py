@@ -300,3 +300,36 @@ def test_the_progress_file_and_the_summary_add_up(tmp_path: Path) -> None:
     assert [row["id"] for row in answers] == [1, 2, 3, 4]
     assert {row["choices"][0]["text"] for row in answers[:3]} == {"5"}
     assert b"2 rows answered with the answer of an equal row" in done.stderr
+
+
+def test_with_keep_going_the_other_copy_takes_over(tmp_path: Path) -> None:
+    """Sampled answers are those of an untouched run, though an engine was killed in the middle of its rows."""
+    rows = [
+        {"prompt": f"a b c {number}", "sampling": {"max_tokens": 200 if number > 3 else 5, "ignore_eos": True}}
+        for number in range(48)
+    ]
+    path = write_rows(tmp_path / "in.jsonl", rows)
+    settings = ["--dp", "2", "--set", "device=cpu", "--set", "max_num_seqs=4"]
+    command = [*COMMAND, str(path), "-m", "demo", *settings, "--keep-going"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output = tmp_path / "in.out.jsonl"
+    deadline = time.monotonic() + 60
+    while not (output.exists() and output.read_text().count("\n") >= 8):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (thread,) = [task for task in Path(f"/proc/{process.pid}/task").iterdir() if (task / "children").read_text()]
+    engines = [int(pid) for pid in (thread / "children").read_text().split()]
+    assert len(engines) == 2
+    victims = [engines[1], *descendants(engines[1])]
+    os.kill(engines[1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 0, stderr.decode()
+    assert b"warning: a copy of the model died" in stderr
+    assert f"replica 1: the engine 1 (pid {engines[1]}) was killed by SIGKILL".encode() in stderr
+    assert b"1 copy of the model died on the way" in stderr
+    assert b"Traceback" not in stderr
+    assert gone(victims)
+    whole = tmp_path / "whole.jsonl"
+    assert nvcli(path, "-o", whole, "--set", "device=cpu").returncode == 0
+    assert [row["choices"] for row in read_rows(output)] == [row["choices"] for row in read_rows(whole)]

@@ -90,8 +90,11 @@ SetOption = Annotated[
         autocompletion=completion.keys,
     ),
 ]
-TpOption = Annotated[int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy.")]
-DpOption = Annotated[int | None, typer.Option("--dp", metavar="N", help="Copies of the model.")]
+TpOption = Annotated[
+    str | None,
+    typer.Option("--tp", metavar="N|auto", help="GPUs (processes) for each copy; auto: what is fastest here."),
+]
+DpOption = Annotated[str | None, typer.Option("--dp", metavar="N|auto", help="Copies of the model; auto likewise.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")]
 
 
@@ -197,6 +200,9 @@ def generate(
     max_errors: Annotated[
         int | None, typer.Option("--max-errors", metavar="N", min=0, help="End the job when more rows failed.")
     ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="When a copy of the model dies, the others take over its rows.")
+    ] = False,
     order: Annotated[OrderChoice | None, typer.Option("--order", help="Order of the output's rows.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")] = None,
     progress: Annotated[ProgressChoice, typer.Option("--progress", help="How to show progress.")] = ProgressChoice.AUTO,
@@ -210,10 +216,11 @@ def generate(
     config_file = find_config_file(config)
     flags = {
         "--model": model,
-        "--tp": tp,
-        "--dp": dp,
+        "--tp": _size(tp),
+        "--dp": _size(dp),
         "--order": order.value if order else None,
         "--max-errors": max_errors,
+        "--keep-going": keep_going or None,
     }
     run = load_run_config(config_file, overrides or (), flags)
 
@@ -324,7 +331,7 @@ def bench(
 ) -> None:
     from nvcli.config import find_config_file, load_run_config
 
-    flags = {"--model": model or shape, "--tp": tp, "--dp": dp}
+    flags = {"--model": model or shape, "--tp": _size(tp), "--dp": _size(dp)}
     run = load_run_config(find_config_file(config), overrides or (), flags)
 
     from nvcli.bench.command import BenchOptions, run_bench
@@ -396,7 +403,7 @@ def profile_memory(
 
     if plot is not None:
         check_plot(plot)
-    run = load_run_config(find_config_file(config), overrides or (), {"--model": model or shape, "--tp": tp})
+    run = load_run_config(find_config_file(config), overrides or (), {"--model": model or shape, "--tp": _size(tp)})
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=_say)
     if plot is not None:
         write_plot(profile, plot)
@@ -426,7 +433,8 @@ def profile_memory(
 def doctor(
     model: ModelOption = None,
     tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", help="GPUs (processes) for each copy: their all-reduce is tried.")
+        str | None,
+        typer.Option("--tp", metavar="N|auto", help="GPUs (processes) for each copy: their all-reduce is tried."),
     ] = None,
     dp: DpOption = None,
     device: Annotated[
@@ -448,7 +456,7 @@ def doctor(
     from nvcli.doctor.findings import Level, count
     from nvcli.doctor.report import format_json, format_verdict, print_section
 
-    flags = {"--model": model, "--tp": tp, "--dp": dp, "--device": device.value if device else None}
+    flags = {"--model": model, "--tp": _size(tp), "--dp": _size(dp), "--device": device.value if device else None}
     run = load_run_config(find_config_file(config), overrides or (), flags, needs_model=False)
     sections = []
     for section in examine(run, output=output.absolute().parent, timeout=timeout):
@@ -469,6 +477,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 class _OutputGone(Exception):
     pass
+
+
+def _size(text: str | None) -> int | str | None:
+    """A number where it is one; the configuration says what else is allowed."""
+    return int(text) if text is not None and text.removeprefix("-").isdecimal() else text
 
 
 def _say(text: str) -> None:

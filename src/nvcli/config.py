@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nvcli.config_source import ConfigSource
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+ParallelSize = PositiveInt | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Order = Literal["completion", "input"]
@@ -41,6 +42,7 @@ FLAG_KEYS = {
     "--device": "device",
     "--order": "job.order",
     "--max-errors": "job.max_errors",
+    "--keep-going": "job.keep_going",
 }
 """Flags that are short for a key."""
 
@@ -55,6 +57,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
     max_errors: Annotated[int, Meta(ge=0)] | None = None
     """More failed rows than this in one run end it; null: it goes on to the end."""
+    keep_going: bool = False
+    """With several copies of the model: one that dies does not end the run, the others compute its rows."""
     sync_seconds: Annotated[float, Meta(ge=0.05, le=3600)] = 2.0
     """Answered rows are on disk at most about this long after they came."""
     reorder_memory: str | PositiveInt = "256MiB"
@@ -87,10 +91,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
-    tensor_parallel_size: PositiveInt = 1
-    """GPUs (on a CPU: processes) that share one copy of the model."""
-    data_parallel_size: PositiveInt = 1
-    """Copies of the model, each on its own `tensor_parallel_size` GPUs."""
+    tensor_parallel_size: ParallelSize = "auto"
+    """GPUs (on a CPU: processes) that share one copy of the model. auto: see `pipeline.layout`; 1 on a CPU."""
+    data_parallel_size: ParallelSize = "auto"
+    """Copies of the model, each on its own `tensor_parallel_size` GPUs. auto: likewise."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Most tokens of prompt and answer together; null: what the model was made for."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 256
@@ -144,6 +148,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: float
     replica: int = 0
     """Which data-parallel copy this is."""
+    gpus: tuple[int, ...] = ()
+    """Those of all copies, copy by copy, by the numbers that a process sees; empty: the first ones."""
     load_format: Literal["checkpoint", "random"] = "checkpoint"
     """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
     record_steps: bool = False
@@ -155,7 +161,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def gpu_index(self, rank: int) -> int:
         """Of the GPUs that the process sees, the one that `rank` has."""
-        return self.replica * self.tensor_parallel_size + rank
+        number = self.replica * self.tensor_parallel_size + rank
+        return self.gpus[number] if self.gpus else number
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -284,6 +291,7 @@ __all__ = [
     "JobConfig",
     "OnTooLong",
     "Order",
+    "ParallelSize",
     "RunConfig",
     "SamplingParams",
     "find_config_file",

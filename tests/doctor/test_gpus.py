@@ -9,7 +9,7 @@ import pytest
 from nvcli.doctor.device_probe import DeviceReport, GpuReport, probe
 from nvcli.doctor.findings import Finding, Level
 from nvcli.doctor.gpus import check_gpus, free_bytes
-from nvcli.doctor.nvidia_smi import SmiGpu, SmiProcess, SmiReport
+from nvcli.nvidia_smi import SmiGpu, SmiProcess, SmiReport
 
 GIB = 1 << 30
 NO_SMI = SmiReport(gpus={}, processes=(), links={})

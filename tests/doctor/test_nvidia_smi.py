@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from nvcli.doctor.nvidia_smi import SmiProcess, ask_nvidia_smi, parse_gpus, parse_links, parse_processes
+from nvcli.nvidia_smi import (
+    SmiProcess,
+    SmiReport,
+    ask_nvidia_smi,
+    parse_gpus,
+    parse_links,
+    parse_processes,
+    visible_gpus,
+)
 
 GPUS = """\
 0, GPU-aaaa, NVIDIA H200, 580.65.06, 143771, 4, Disabled
@@ -69,5 +77,41 @@ def test_a_broken_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_nvidia_smi(tmp_path, "exec sleep 1000")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("nvcli.doctor.nvidia_smi._SECONDS", 0.2)
+    monkeypatch.setattr("nvcli.nvidia_smi._SECONDS", 0.2)
     assert "no answer within 0.2 s" in ask_nvidia_smi().failure
+
+
+FOUR = "".join(f"{n}, GPU-{uuid}, NVIDIA H200, 580, 143771, 4, Disabled\n" for n, uuid in enumerate("abcd"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "seen"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "2, 0"}, [2, 0]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-d,1"}, [3, 1]),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, [1]),
+        ({"CUDA_VISIBLE_DEVICES": "1,9"}, [1]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "names no GPU"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1-2"}, "slices"),
+    ],
+)
+def test_the_gpus_that_cuda_sees(environ: dict[str, str], seen: list[int] | str) -> None:
+    found = visible_gpus(SmiReport(gpus=parse_gpus(FOUR), processes=(), links={}), environ)
+    if isinstance(seen, str):
+        assert isinstance(found, str)
+        assert seen in found
+    else:
+        assert not isinstance(found, str)
+        assert [gpu.index for gpu in found] == seen
+
+
+def test_gpus_whose_numbers_cannot_be_told() -> None:
+    def found(text: str, **environ: str) -> object:
+        return visible_gpus(SmiReport(gpus=parse_gpus(text), processes=(), links={}), environ)
+
+    assert "slices" in str(found(GPUS))
+    mixed = FOUR + "4, GPU-e, NVIDIA A100, 580, 81920, 4, Disabled\n"
+    assert "CUDA_DEVICE_ORDER" in str(found(mixed))
+    assert len(found(mixed, CUDA_DEVICE_ORDER="PCI_BUS_ID")) == 5  # type: ignore[arg-type]
+    assert found("") == "nvidia-smi names no GPU"

@@ -475,3 +475,78 @@ def test_shared_prefixes_are_computed_once_though_the_cache_is_small(
     least = num_prefixes * 40 + num_rows * 3
     assert computed[True] <= least * (1.0 if num_replicas == 1 else 1.1)
     assert computed[False] > 5 * least
+
+
+def replicas(run: Runs, *options: dict[str, Any]) -> Any:
+    """Starts engines that differ."""
+
+    def start(config: EngineConfig) -> FakeEngine:
+        made = FakeEngine(config, **options[config.replica])
+        run.engines.append(made)
+        return made
+
+    return start
+
+
+def varied_rows() -> list[dict[str, Any] | str]:
+    """Samples, stop strings, equal rows and bad ones."""
+    rows: list[dict[str, Any] | str] = []
+    for number in range(400):
+        sampling = [{}, {"n": 3}, {"stop": "p"}, {"temperature": 0}, {"n": 2, "stop": "1"}][number % 5]
+        rows.append({"prompt": f"p{number % 90} and more", "sampling": sampling})
+    return [*rows, "not json"]
+
+
+def by_index(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what depends on the state of a prefix cache."""
+    for row in rows:
+        row.get("usage", {}).pop("cached_tokens", None)
+    return sorted(rows, key=lambda row: row["index"])
+
+
+@pytest.mark.parametrize("order", ["completion", "input"])
+@pytest.mark.parametrize("polls", [0, 1, 7])
+def test_the_rows_of_a_dead_replica_are_computed_by_the_others(run: Runs, order: str, polls: int) -> None:
+    two = {"data_parallel_size": 2, "job": JobConfig(order=order)}  # type: ignore[arg-type]
+    whole = by_index(run(varied_rows(), config=two))
+    run.engines.clear()
+    settings = {"data_parallel_size": 3, "job": JobConfig(order=order, keep_going=True)}  # type: ignore[arg-type]
+    start = replicas(run, {}, {"dies_after_polls": polls}, {"seed": 3})
+    rows = run(varied_rows(), config=settings, start=start)
+    if order == "input":
+        assert [row["index"] for row in rows] == list(range(401))
+    assert by_index(rows) == whole
+    (warning,) = [note for note in run.progress.notes if "warning" in note]
+    assert "a copy of the model died" in warning
+    assert "replica 1: rank 0 (pid 1) was killed by signal 9" in warning
+    assert run.summary is not None
+    assert run.summary.num_lost_engines == 1
+    computed_twice = sum(len(engine.requests) for engine in run.engines) - len(
+        {(request.row, request.sample) for engine in run.engines for request in engine.requests}
+    )
+    assert 0 < computed_twice <= 2 * 8 + 2, "no more than the dead one held"
+
+
+def test_a_replica_that_does_not_start_is_done_without(run: Runs) -> None:
+    settings = {"data_parallel_size": 2, "job": JobConfig(keep_going=True)}
+    start = replicas(run, {"load_error": CapacityError("GPU 0 is full")}, {})
+    assert len(run([{"prompt": f"p{number}"} for number in range(50)], config=settings, start=start)) == 50
+    assert any("its 0 unfinished rows go to the others: replica 0: GPU 0 is full" in n for n in run.progress.notes)
+
+
+def test_the_last_replica_ends_the_run(run: Runs) -> None:
+    rows: list[dict[str, Any] | str] = [{"prompt": f"p{number}"} for number in range(400)]
+    settings = {"data_parallel_size": 2, "job": JobConfig(keep_going=True)}
+    start = replicas(run, {"dies_after_polls": 9}, {"dies_after_polls": 3})
+    with pytest.raises(WorkerError, match="replica 0: rank 0"):
+        run(rows, config=settings, start=start)
+    assert 0 < len(run.output()) < 400
+    with pytest.raises(WorkerError, match="replica 1: rank 0"):  # without --keep-going the first one does
+        run(rows, config={"data_parallel_size": 2}, start=start)
+    assert not any("warning" in note for note in run.progress.notes[-1:])
+
+
+def test_a_model_that_no_replica_can_load_ends_the_run(run: Runs) -> None:
+    settings = {"data_parallel_size": 2, "job": JobConfig(keep_going=True)}
+    with pytest.raises(LoadError, match="no such tensor"):
+        run([{"prompt": "a"}], config=settings, engine={"load_error": LoadError("no such tensor")})

@@ -18,7 +18,7 @@ from nvcli.config import RunConfig
 from nvcli.errors import ConfigError
 from nvcli.messages import unpack
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config
+from nvcli.pipeline.resolve import resolve_engine_config, resolve_layout
 
 _USUAL_MODEL_LEN = 4096
 
@@ -107,8 +107,11 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
                 f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
                 "lower --input-len, --output-len or --shared-prefix"
             )
+        layout = resolve_layout(run, config, model, num_requests=len(requests))
+        if layout.why:
+            say(layout.why)
         config = msgspec.structs.replace(
-            config, record_steps=True, load_format="checkpoint" if options.shape is None else "random"
+            layout.apply(config), record_steps=True, load_format="checkpoint" if options.shape is None else "random"
         )
         result = bench(
             config,
@@ -116,7 +119,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
             model=options.shape or run.model,
             model_config=model,
             workload=workload,
-            data_parallel_size=run.data_parallel_size,
+            data_parallel_size=layout.data_parallel_size,
             repeat=options.repeat,
             ablations=parse_ablations(options.ablate, config) if options.ablate is not None else [],
             say=say,

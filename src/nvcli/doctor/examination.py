@@ -20,12 +20,13 @@ from nvcli.doctor.gpus import check_gpus, free_bytes
 from nvcli.doctor.machine import check_machine, read_meminfo
 from nvcli.doctor.model_files import ModelFiles, check_model_files
 from nvcli.doctor.model_probe import ModelTask
-from nvcli.doctor.nvidia_smi import ask_nvidia_smi
 from nvcli.doctor.probe import Probe, ProbeFailed
 from nvcli.doctor.software import check_software
-from nvcli.errors import ConfigError
+from nvcli.errors import CapacityError, ConfigError
 from nvcli.models.config import ModelConfig
-from nvcli.pipeline.resolve import attention_choice, detect_device, resolve_engine_config
+from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
+from nvcli.pipeline.layout import Layout
+from nvcli.pipeline.resolve import attention_choice, detect_device, resolve_engine_config, resolve_layout
 
 _EXAMPLE_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 """What the attention backends are asked about where no model is given: Qwen3-8B's."""
@@ -37,20 +38,20 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
     Never raises for what is wrong with the machine or the model. No process outlives it.
     """
     device = detect_device() if run.device == "auto" else run.device
-    num_ranks = run.tensor_parallel_size * run.data_parallel_size
     with ExitStack() as stack:
 
         def start(target: str, task: msgspec.Struct | None, name: str) -> Probe:
             return stack.enter_context(Probe(f"nvcli.doctor.{target}:main", task, name=name, timeout=timeout))
 
         smi = ask_nvidia_smi()  # before our own probes take memory of the GPUs
+        files = check_model_files(run.model) if run.model.strip() else None
+        config, layout, config_findings = _layout(run, files, device, smi)
+        num_ranks = layout.tensor_parallel_size * layout.data_parallel_size
         device_probe = start("device_probe", None, "device probe")
         yield Section(title="Software", findings=check_software(device))
         yield Section(title="Machine", findings=check_machine(device, num_ranks=num_ranks))
         yield Section(title="Folders", findings=check_folders(device, output))
 
-        files = check_model_files(run.model) if run.model.strip() else None
-        config, config_findings = _engine_config(run, files, device)
         attention_probe = start("attention_probe", _attention_task(run, files, config, device), "attention probe")
         model_probe = None
         if files is not None and files.path is not None:
@@ -70,7 +71,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         yield Section(
             title="Collectives",
             findings=check_all_reduce(
-                device, size=run.tensor_parallel_size, num_copies=run.data_parallel_size, timeout=timeout
+                device, size=layout.tensor_parallel_size, num_copies=layout.data_parallel_size, timeout=timeout
             )
             if can_run
             else [_not_checked("all-reduce")],
@@ -82,7 +83,9 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             if config is not None and files.config is not None and files.num_weights is not None:
                 gpus = [] if isinstance(report, str) else report.gpus
                 gpus = [msgspec.structs.replace(gpu, free_bytes=free_bytes(gpu, smi)) for gpu in gpus]
-                findings.append(_fit(config, files.config, files.num_weights, run, gpus))
+                if layout.gpus:
+                    gpus = [gpu for gpu in gpus if gpu.index in layout.gpus]
+                findings.append(_fit(config, files.config, files.num_weights, layout, gpus))
             yield Section(title=f"Model {run.model}", findings=findings)
 
 
@@ -90,28 +93,40 @@ def _not_checked(name: str) -> Finding:
     return note(name, "not checked: the GPUs that the run needs are not there")
 
 
-def _fit(config: EngineConfig, model: ModelConfig, num_weights: int, run: RunConfig, gpus: list[GpuReport]) -> Finding:
+def _fit(config: EngineConfig, model: ModelConfig, num_weights: int, layout: Layout, gpus: list[GpuReport]) -> Finding:
     ram = read_meminfo()["MemAvailable"]
-    return check_fit(config, model, num_weights, num_copies=run.data_parallel_size, gpus=gpus, ram=ram)
+    return check_fit(config, model, num_weights, num_copies=layout.data_parallel_size, gpus=gpus, ram=ram)
 
 
-def _engine_config(
-    run: RunConfig, files: ModelFiles | None, device: Literal["cpu", "cuda"]
-) -> tuple[EngineConfig | None, list[Finding]]:
-    """What the run and the model come to together; None where that cannot be told."""
+def _layout(
+    run: RunConfig, files: ModelFiles | None, device: Literal["cpu", "cuda"], smi: SmiReport
+) -> tuple[EngineConfig | None, Layout, list[Finding]]:
+    """What the run and the model come to together; no EngineConfig where that cannot be told."""
+    tp, dp = run.tensor_parallel_size, run.data_parallel_size
+    given = Layout(tensor_parallel_size=1 if tp == "auto" else tp, data_parallel_size=1 if dp == "auto" else dp)
     if files is None or files.path is None or files.config is None:
-        return None, []
+        return None, given, []
     try:
         config = resolve_engine_config(run, files.path, files.config, found_device=device)
+        layout = resolve_layout(run, config, files.config, report=smi)
     except ConfigError as error:
-        return None, [problem("configuration", str(error), "change that key, in the file or with --set")]
-    return config, [
-        ok(
-            "configuration",
-            f"{config.device}, {config.dtype}, --tp {config.tensor_parallel_size}, --dp {run.data_parallel_size}, "
-            f"max_model_len {config.max_model_len:,}",
-        )
-    ]
+        return None, given, [problem("configuration", str(error), "change that key, in the file or with --set")]
+    except CapacityError as error:
+        return None, given, [problem("memory", str(error), "see `nvcli profile-memory`")]
+    config = layout.apply(config)
+    chosen = [note("layout", layout.why)] if layout.why else []
+    return (
+        config,
+        layout,
+        [
+            *chosen,
+            ok(
+                "configuration",
+                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, "
+                f"--dp {layout.data_parallel_size}, max_model_len {config.max_model_len:,}",
+            ),
+        ],
+    )
 
 
 def _attention_task(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from nvcli.doctor.device_probe import DeviceReport, GpuReport
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
-from nvcli.doctor.nvidia_smi import SmiGpu, SmiReport
+from nvcli.nvidia_smi import SmiGpu, SmiReport
 
 _MIN_CAPABILITY = (8, 0)
 _HELD_SHARE = 0.02

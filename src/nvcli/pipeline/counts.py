@@ -32,6 +32,8 @@ class Counts:
         self.started_at: float | None = None
         """`time.monotonic()` when an engine was given its first request."""
         self.engines: list[EngineStats] = []
+        self.num_lost_engines = 0
+        """That died, and whose rows others took over."""
         self.num_planned = 0
         """Rows that wait for an engine or for an equal row."""
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -40,7 +39,7 @@ from nvcli.pipeline.pipeline import Engine, Pipeline
 from nvcli.pipeline.planner import Planner
 from nvcli.pipeline.prepare import ModelLimits
 from nvcli.pipeline.progress import Progress
-from nvcli.pipeline.resolve import resolve_engine_config, row_keys, sampling_defaults
+from nvcli.pipeline.resolve import chooses_layout, resolve_engine_config, resolve_layout, row_keys, sampling_defaults
 from nvcli.pipeline.status import RunView
 from nvcli.pipeline.summary import Summary
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
@@ -48,20 +47,16 @@ from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 MIN_WINDOW_ROWS = 8192
 MAX_WINDOW_BYTES = 64 * 1024 * 1024
 """Of rows among which the plan chooses, and again of rows that wait for the answer of an equal one."""
+MANY_REQUESTS = 16
+"""Times `max_num_seqs`: a job with more is not counted further when a layout is chosen for it."""
 MAX_KEPT_ANSWER_BYTES = 16 * 1024 * 1024
 """Of answers that are kept in case an equal row comes later."""
 
 
-class ClosableEngine(Engine, Protocol):
-    """An engine with its processes."""
-
-    def close(self) -> None: ...
+StartEngine = Callable[[EngineConfig], Engine]
 
 
-StartEngine = Callable[[EngineConfig], ClosableEngine]
-
-
-def start_engine(config: EngineConfig) -> ClosableEngine:
+def start_engine(config: EngineConfig) -> Engine:
     """The real thing: an engine process and its ranks."""
     from nvcli.engine.client import EngineClient
 
@@ -121,6 +116,10 @@ def generate(
                 progress.note(note)
         reports.append(ready)
 
+    def on_lost(number: int, error: Exception, num_rows: int) -> None:
+        rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
+        progress.note(f"warning: a copy of the model died, and its {rows} to the others: {error}")
+
     with contextlib.ExitStack() as stack:
         # Undone in reverse, however the run ends: the output is made safe first, then the processes are ended, and
         # only then another run may have the output.
@@ -146,11 +145,16 @@ def generate(
             parser = RowParser(defaults, row_keys(run.job))
             return RowReader(inputs, parser, limit=limit, answered=opened.answered)
 
-        num_seqs = most_requests(inputs, make_reader, enough=config.max_num_seqs)
-        config = msgspec.structs.replace(config, max_num_seqs=num_seqs)
+        enough = config.max_num_seqs * (MANY_REQUESTS if chooses_layout(run, config) else 1)
+        num_requests = most_requests(inputs, make_reader, enough=enough)
+        layout = resolve_layout(run, config, model, num_requests=num_requests if num_requests < enough else None)
+        if layout.why:
+            progress.note(layout.why)
+        num_seqs = min(num_requests, config.max_num_seqs)
+        config = msgspec.structs.replace(layout.apply(config), max_num_seqs=num_seqs)
         reader = make_reader()
         feeder = Feeder(reader, lambda: _load_tokenizer(model_path), limits)
-        planner, duplicates = _plan(run)
+        planner, duplicates = _plan(run, layout.data_parallel_size)
         stack.callback(progress.close)
         stack.enter_context(_rare_collections())
         stack.enter_context(_stdout_aside())
@@ -159,7 +163,7 @@ def generate(
         stack.callback(writer.close_early)
         stack.callback(feeder.stop)
         engines = []
-        for replica in range(run.data_parallel_size):
+        for replica in range(layout.data_parallel_size):
             engines.append(start(msgspec.structs.replace(config, replica=replica)))
             processes.callback(engines[-1].close)
         feeder.start()
@@ -172,7 +176,9 @@ def generate(
             counts,
             seed=run.seed,
             max_num_seqs=config.max_num_seqs,
+            keep_going=run.job.keep_going,
             on_ready=on_ready,
+            on_lost=on_lost,
         )
         view = RunView(counts, reader, feeder, limit=limit, started_at=started_at, output=output)
 
@@ -203,6 +209,7 @@ def generate(
         tokenizing_seconds=feeder.tokenize_seconds,
         loop_seconds=dict(counts.seconds),
         num_preemptions=counts.num_preemptions,
+        num_lost_engines=counts.num_lost_engines,
         rows_deduplicated=counts.rows_deduplicated,
         deduplicated_tokens=counts.deduplicated_tokens,
     )
@@ -216,8 +223,8 @@ def _describe(ready: EngineReady, run: RunConfig) -> str:
     )
 
 
-def _plan(run: RunConfig) -> tuple[Planner, Duplicates | None]:
-    running = run.max_num_seqs * run.data_parallel_size
+def _plan(run: RunConfig, num_copies: int) -> tuple[Planner, Duplicates | None]:
+    running = run.max_num_seqs * num_copies
     rows = max(MIN_WINDOW_ROWS, 8 * running)
     planner = Planner(
         block_size=run.block_size if run.job.plan and run.enable_prefix_caching else None,
@@ -227,7 +234,7 @@ def _plan(run: RunConfig) -> tuple[Planner, Duplicates | None]:
         # Rows that are to be written in the order of the input wait for the one that is passed over, and a crash loses
         # those that wait: no more than run at a time.
         max_passed_over=running if run.job.order == "input" else 4 * rows,
-        num_lanes=run.data_parallel_size,
+        num_lanes=num_copies,
     )
     if not run.job.plan:
         return planner, None

@@ -1,8 +1,9 @@
 """The parent's loop: rows from the feeder through the plan to the engines, their outputs to the writer.
 
 Keeps each engine supplied with about twice the requests that it can run, so that it never waits for the parent, and
-with little more, so that engines take rows as they get on with them and the plan can still change. Knows no files and
-no flags.
+with little more, so that engines take rows as they get on with them and the plan can still change. An engine that dies
+ends the run, or its unfinished rows go back to the plan: an answer does not depend on who computes it. Knows no files
+and no flags.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Protocol
 
+import msgspec
+
 from nvcli.engine.request import EngineStats, Request, RequestOutput
-from nvcli.errors import RowError
+from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.writer import ResultWriter
 from nvcli.messages import EngineReady
@@ -42,8 +45,13 @@ class Engine(Protocol):
     def abort(self, request_ids: Sequence[int]) -> None: ...
     def poll(self, timeout: float) -> list[RequestOutput]: ...
     def fileno(self) -> int: ...
+    def close(self) -> None: ...
     @property
     def stats(self) -> EngineStats: ...
+
+
+_DEATHS = (WorkerError, CapacityError)
+"""What an engine ends with that the others need not share."""
 
 
 class _Lane:
@@ -87,10 +95,13 @@ class Pipeline:
         *,
         seed: int,
         max_num_seqs: int,
+        keep_going: bool = False,
         on_ready: Callable[[EngineReady], None] = lambda ready: None,
+        on_lost: Callable[[int, Exception, int], None] = lambda number, error, num_rows: None,
     ) -> None:
         """`duplicates`: None: every row is computed. `counts` is kept up to date for whoever shows progress;
-        `on_ready` is called once for each engine.
+        `on_ready` is called once for each engine. `keep_going`: while one engine is left, another's death does not end
+        the run; `on_lost` is then told its number, why, and how many rows the others get.
         """
         self._lanes = [_Lane(number, engine, 2 * max_num_seqs) for number, engine in enumerate(engines)]
         self._feeder = feeder
@@ -99,7 +110,11 @@ class Pipeline:
         self._writer = writer
         self._counts = counts
         self._seed = seed
+        self._keep_going = keep_going
         self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._num_engines = len(self._lanes)
+        self._stats_of_lost: list[EngineStats] = []
         self._next_request_id = 0
 
     def run(self, each_round: Callable[[], None] = lambda: None) -> None:
@@ -137,13 +152,14 @@ class Pipeline:
 
     def _feed(self) -> None:
         """Give rows to the engines that have most room. All samples of a row go to one engine."""
-        room = {lane.number: lane.room for lane in self._lanes if lane.ready is not None}
+        lanes = {lane.number: lane for lane in self._lanes if lane.ready is not None}
+        room = {number: lane.room for number, lane in lanes.items()}
         given: dict[int, list[Request]] = {}
         while room and self._planner.num_rows:
             number = max(room, key=room.__getitem__)
             if room[number] <= 0:
                 break
-            lane = self._lanes[number]
+            lane = lanes[number]
             prepared = self._planner.take(number)
             assert prepared is not None
             lane.num_bytes += prepared.num_bytes
@@ -155,7 +171,10 @@ class Pipeline:
             given.setdefault(number, []).extend(row.requests(self._seed))
         for number, requests in given.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
-            self._lanes[number].engine.add(requests)
+            try:
+                lanes[number].engine.add(requests)
+            except _DEATHS as error:
+                self._lose(lanes[number], error)
 
     def _collect(self) -> None:
         """Wait for engines to say something, and take it."""
@@ -168,16 +187,15 @@ class Pipeline:
         with self._timed(wait):
             spoke = connection.wait(list(lanes), SHORT_WAIT if wants_rows else LONG_WAIT)
         rows: list[OpenRow] = []
+        deaths: list[tuple[_Lane, NvcliError]] = []
         with self._timed("taking answers"):
             for fd in spoke:
                 assert isinstance(fd, int)
                 lane = lanes[fd]
-                if lane.ready is None:
-                    lane.ready = lane.engine.wait_ready(0)
-                    if lane.ready is not None:
-                        self._on_ready(lane.ready)
-                else:
-                    rows += self._take_outputs(lane)
+                try:
+                    self._listen(lane, rows)
+                except _DEATHS as error:
+                    deaths.append((lane, error))
         if rows:
             with self._timed("detokenizing"):
                 results = results_of(rows, self._feeder.tokenizer)
@@ -186,12 +204,18 @@ class Pipeline:
                 for row, result in zip(rows, results, strict=True):
                     self._duplicates.finish(row.prepared, result, row.error)
                 self._finish_duplicates()
-        counts.engines = [lane.engine.stats for lane in self._lanes]
+        for lane, death in deaths:  # after the answers of the others are safe
+            self._lose(lane, death)
+        counts.engines = [*(lane.engine.stats for lane in self._lanes), *self._stats_of_lost]
         counts.num_planned = self._planner.num_rows + (self._duplicates.num_rows if self._duplicates else 0)
 
-    def _take_outputs(self, lane: _Lane) -> list[OpenRow]:
-        """The rows that are complete with the outputs of one engine."""
-        complete: list[OpenRow] = []
+    def _listen(self, lane: _Lane, complete: list[OpenRow]) -> None:
+        """Take what one engine says, and add the rows that are complete with it. Raises what the engine ended with."""
+        if lane.ready is None:
+            lane.ready = lane.engine.wait_ready(0)
+            if lane.ready is not None:
+                self._on_ready(lane.ready)
+            return
         to_abort: list[int] = []
         for output in lane.engine.poll(0):
             request_id = output.request_id
@@ -214,7 +238,24 @@ class Pipeline:
                 complete.append(row)
         if to_abort:
             lane.engine.abort(to_abort)
-        return complete
+
+    def _lose(self, lane: _Lane, error: NvcliError) -> None:
+        """An engine is dead. Its unfinished rows go back to the plan; raises `error` where the run ends with it."""
+        if self._num_engines > 1:
+            error = type(error)(f"replica {lane.number}: {error}")
+        if not self._keep_going or len(self._lanes) == 1:
+            raise error
+        self._lanes.remove(lane)
+        rows = {id(row): row.prepared for row in lane.rows.values()}.values()  # the samples of a row are one row
+        for prepared in rows:
+            self._planner.add(prepared)
+        # What it computed was computed; nothing runs or waits in it any more.
+        self._stats_of_lost.append(
+            msgspec.structs.replace(lane.engine.stats, num_running=0, num_waiting=0, num_blocks=0, num_used_blocks=0)
+        )
+        lane.engine.close()
+        self._counts.num_lost_engines += 1
+        self._on_lost(lane.number, error, len(rows))
 
     def _finish_duplicates(self) -> None:
         if self._duplicates is not None and (ready := self._duplicates.take_ready()):

@@ -12,6 +12,9 @@ from typing import Any, Literal, Protocol
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError
 from nvcli.jobs.native_row import RowKeys
+from nvcli.models.config import ModelConfig
+from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
+from nvcli.pipeline.layout import Layout, choose_layout
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import InvalidValue, convert
 from nvcli.versions import torch_build
@@ -34,9 +37,11 @@ def resolve_engine_config(
 ) -> EngineConfig:
     """Replace every `auto` and null that can be decided here. Raises ConfigError.
 
-    `found_device`: what `device: auto` stands for; None: look.
+    An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device`: what `device: auto` stands
+    for; None: look.
     """
-    model.check_tensor_parallel(run.tensor_parallel_size)
+    tensor_parallel_size = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
+    model.check_tensor_parallel(tensor_parallel_size)
     max_model_len = run.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -51,7 +56,7 @@ def resolve_engine_config(
         model_path=model_path,
         device=device,
         dtype=dtype,
-        tensor_parallel_size=run.tensor_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=run.max_num_seqs,
         max_num_batched_tokens=run.max_num_batched_tokens,
@@ -63,6 +68,37 @@ def resolve_engine_config(
         enforce_eager=run.enforce_eager,
         step_timeout=run.step_timeout,
     )
+
+
+def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:
+    """Whether `resolve_layout` has something to choose, and so asks for the GPUs."""
+    return config.device == "cuda" and "auto" in (run.tensor_parallel_size, run.data_parallel_size)
+
+
+def resolve_layout(
+    run: RunConfig,
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    num_requests: int | None = None,
+    report: SmiReport | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Layout:
+    """Numbers for `tensor_parallel_size` and `data_parallel_size`; `auto` is 1 where nothing can be chosen.
+
+    `config`: what `run` comes to otherwise. `num_requests`: of the job; None: many. `report`: what nvidia-smi says;
+    None: ask it. Raises ConfigError and CapacityError.
+    """
+    tp, dp = run.tensor_parallel_size, run.data_parallel_size
+    why = ""
+    if chooses_layout(run, config):
+        gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
+        if not isinstance(gpus, str):
+            return choose_layout(
+                gpus, model, config, num_requests=num_requests, tensor_parallel_size=tp, data_parallel_size=dp
+            )
+        why = f"--dp {1 if dp == 'auto' else dp} --tp {1 if tp == 'auto' else tp}: not chosen, as {gpus}"
+    return Layout(tensor_parallel_size=1 if tp == "auto" else tp, data_parallel_size=1 if dp == "auto" else dp, why=why)
 
 
 def attention_choice(choice: str | AttentionBackends) -> str:

@@ -38,6 +38,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     loop_seconds: dict[str, float] = {}
     """The time of the loop between rows and engines, by part; `pipeline.Pipeline` names them."""
     num_preemptions: int = 0
+    num_lost_engines: int = 0
+    """Copies of the model that died, and whose rows others took over."""
     rows_deduplicated: int = 0
     """Answered with the answer of an equal row; not in the token counts."""
     deduplicated_tokens: int = 0
@@ -93,6 +95,9 @@ def format_summary(summary: Summary) -> str:
     shown = [f"{part} {format_seconds(seconds)}" for part, seconds in loop if seconds >= _SHOWN_SECONDS]
     if shown:
         lines.append(f"  parent    {', '.join(shown)}")
+    if summary.num_lost_engines:
+        lost = "1 copy of the model" if summary.num_lost_engines == 1 else f"{summary.num_lost_engines} copies"
+        lines.append(f"  note      {lost} died on the way; the others took over, and all answers are as they would be")
     if summary.num_preemptions:
         lines.append(
             f"  note      {summary.num_preemptions:,} preemptions: the KV cache was full; "

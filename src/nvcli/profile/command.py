@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import msgspec
@@ -9,10 +10,10 @@ import msgspec
 from nvcli.bench.file_workload import prepared_rows
 from nvcli.bench.shapes import model_folder
 from nvcli.config import EngineConfig, RunConfig, parse_size
-from nvcli.errors import ConfigError
+from nvcli.errors import CapacityError, ConfigError
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.pipeline.prepare import PreparedRow
-from nvcli.pipeline.resolve import resolve_engine_config
+from nvcli.pipeline.resolve import resolve_engine_config, resolve_layout
 from nvcli.profile.lengths import FileLengths, lengths_of
 from nvcli.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
 
@@ -39,6 +40,11 @@ def run_profile(
         lengths = _file_lengths(run, config, model, input_file) if input_file is not None else None
         name = shape or run.model
         if not dry_run:
+            with contextlib.suppress(CapacityError):  # loading says exactly what is missing, and the report what to do
+                layout = resolve_layout(msgspec.structs.replace(run, data_parallel_size=1), config, model)
+                if layout.why:
+                    say(layout.why)
+                config = layout.apply(config)
             return profile_by_loading(config, model, name, lengths=lengths, gpu_memory=gpu_memory_here, say=say)
         if config.device == "cpu":
             raise ConfigError("--dry-run plans for GPUs, and `device` is cpu; leave --dry-run out to profile a CPU run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from nvcli.engine.client import EngineClient
 from nvcli.errors import CapacityError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
+from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, missing
 from nvcli.profile.estimate import block_bytes, estimate
 from nvcli.profile.lengths import FileLengths
@@ -134,9 +134,5 @@ def _profile(
 
 def gpu_memory_here() -> int | None:
     """Bytes of this machine's first GPU, as the driver's tool says; None where there is none."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        return int(done.stdout.split()[0]) << 20
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
+    gpus = ask_for_gpus().gpus.values()
+    return min(gpus, key=lambda gpu: gpu.index).total_bytes if gpus else None

@@ -1,0 +1,292 @@
+"""How many copies of a model (dp) on how many GPUs each (tp): chosen for the shortest time of one job.
+
+`choose_layout` is a function of its arguments alone. A layout must fit by `profile.estimate`, with what other programs
+hold of each GPU left out; one whose KV cache holds a request of `max_model_len` goes before one that does not. Of
+those, the one with the least seconds by this model, for one copy and added up over copies:
+
+    decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
+                    and values; a fixed time for each layer; tp > 1: two all-reduces for each layer
+    requests a step no more than `max_num_seqs`, the copy's share of the job, and what the KV cache holds
+    prompts         matrix time and all-reduces
+    start           each process, each copy's weights, and NCCL: what makes many copies too much for a small job
+
+Lengths are not known before the job is read: requests are taken to have `_USUAL_TOKENS` of prompt and of answer. The
+constants were read off H200s; what counts are their ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from nvcli.config import EngineConfig, ParallelSize, format_bytes
+from nvcli.errors import CapacityError, ConfigError
+from nvcli.models.config import ModelConfig
+from nvcli.models.sizes import kv_bytes_per_token, weight_elements
+from nvcli.nvidia_smi import SmiGpu
+from nvcli.profile.estimate import DTYPE_BYTES, block_bytes, estimate
+
+_USUAL_TOKENS = 512
+_LARGE_JOB = 64
+"""A job of unknown size has this many times the requests that the machine could run at a time."""
+_LAYER_SECONDS = 30e-6
+"""Of a decode step, beside bytes and operations: the small kernels and the gaps between them."""
+_PROCESS_SECONDS = 0.5
+_LOAD_BYTES_PER_SECOND = 20e9
+"""Of all copies together, from the page cache."""
+_NCCL_SECONDS = 1.0
+_ESTIMATE_ERROR = 0.02
+"""Of a GPU's memory: where less is missing, the ranks are left to find out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """dp × tp in numbers."""
+
+    tensor_parallel_size: int
+    data_parallel_size: int
+    gpus: tuple[int, ...] = ()
+    """`EngineConfig.gpus`."""
+    why: str = ""
+    """One line for the user; empty where nothing was chosen."""
+
+    def apply(self, config: EngineConfig) -> EngineConfig:
+        return msgspec.structs.replace(config, tensor_parallel_size=self.tensor_parallel_size, gpus=self.gpus)
+
+
+def choose_layout(
+    gpus: Sequence[SmiGpu],
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    num_requests: int | None,
+    tensor_parallel_size: ParallelSize = "auto",
+    data_parallel_size: ParallelSize = "auto",
+) -> Layout:
+    """`gpus`: those that a process sees, in its order. `num_requests`: of the job; None: many.
+
+    Of `config`, the tensor-parallel size is not looked at. Raises ConfigError where there are too few GPUs for the size
+    that is given, and CapacityError with the itemised plan where the model fits nowhere.
+    """
+    dtype_bytes = DTYPE_BYTES[config.dtype]
+    known_requests = num_requests
+    if num_requests is None:
+        num_requests = _LARGE_JOB * config.max_num_seqs * len(gpus)
+    sizes = list(_sizes(len(gpus), model, num_requests, tensor_parallel_size, data_parallel_size))
+    if not sizes:
+        given = tensor_parallel_size if data_parallel_size == "auto" else data_parallel_size
+        key = "tensor_parallel_size (--tp)" if data_parallel_size == "auto" else "data_parallel_size (--dp)"
+        raise ConfigError(
+            f"{key} is {given}, and {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'} can be seen here: lower it, or "
+            "look at CUDA_VISIBLE_DEVICES"
+        )
+    candidates = [_candidate(gpus, model, config, tp, dp, num_requests, dtype_bytes) for tp, dp in sizes]
+    fitting = [one for one in candidates if one.num_tokens > 0]
+    if not fitting:
+        fitting = [_nearest(candidates, gpus, model, config)]
+    best = min(fitting, key=lambda one: (one.num_tokens < config.max_model_len, one.seconds, one.num_gpus))
+    return Layout(
+        tensor_parallel_size=best.tp,
+        data_parallel_size=best.dp,
+        gpus=() if best.gpus == tuple(range(best.num_gpus)) else best.gpus,
+        why=_explain(best, fitting, len(gpus), known_requests, config),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    tp: int
+    dp: int
+    gpus: tuple[int, ...]
+    weight_bytes: int
+    """Of one GPU."""
+    room: int
+    """Bytes for the KV cache of the rank that has least; negative: they are missing."""
+    num_tokens: int
+    """That the KV cache of the copy with least room holds; 0: the model does not fit."""
+    seconds: float
+    """Of the job, the start included."""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def flags(self) -> str:
+        return f"--dp {self.dp} --tp {self.tp}"
+
+
+def _sizes(
+    num_gpus: int, model: ModelConfig, num_requests: int, tp_given: ParallelSize, dp_given: ParallelSize
+) -> Iterator[tuple[int, int]]:
+    """Every tp and dp that the model can be cut into, the GPUs allow, and that is not more copies than requests."""
+    for tp in range(1, num_gpus + 1) if tp_given == "auto" else [tp_given]:
+        if not model.divides_by(tp):
+            continue
+        most = min(num_gpus // tp, max(1, num_requests))
+        for dp in range(1, most + 1) if dp_given == "auto" else [dp_given]:
+            if tp * dp <= num_gpus:
+                yield tp, dp
+
+
+def _candidate(
+    gpus: Sequence[SmiGpu],
+    model: ModelConfig,
+    config: EngineConfig,
+    tp: int,
+    dp: int,
+    num_requests: int,
+    dtype_bytes: int,
+) -> _Candidate:
+    config = msgspec.structs.replace(config, tensor_parallel_size=tp, gpus=())
+    weights = sum(weight_elements(model, tensor_parallel_size=tp).values()) * dtype_bytes
+    rooms = [_room(gpu, model, config) for gpu in gpus]
+    # Those with most room; neighbours share a copy.
+    chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: tp * dp])
+    share = math.ceil(num_requests / dp)
+    rate, least_tokens = 0.0, None
+    for first in range(0, tp * dp, tp):
+        group = chosen[first : first + tp]
+        num_tokens = _num_tokens(min(rooms[index] for index in group), model, config)
+        least_tokens = num_tokens if least_tokens is None else min(least_tokens, num_tokens)
+        speeds = [_speed(gpus[index].name) for index in group]
+        slowest = min(speeds, key=lambda speed: speed.bytes_per_second)
+        if num_tokens:
+            rate += share / _copy_seconds(model, config, slowest, share, num_tokens, dtype_bytes)
+    start = (tp * dp - 1) * _PROCESS_SECONDS + (dp - 1) * tp * weights / _LOAD_BYTES_PER_SECOND
+    return _Candidate(
+        tp=tp,
+        dp=dp,
+        gpus=tuple(chosen),
+        weight_bytes=weights,
+        room=min(rooms[index] for index in chosen),
+        num_tokens=least_tokens or 0,
+        seconds=(num_requests / rate if rate else math.inf) + start + (_NCCL_SECONDS if tp > 1 else 0.0),
+    )
+
+
+def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
+    """Bytes that a rank's KV cache could have."""
+    plan = estimate(config, model, gpu.total_bytes)
+    fixed = sum(size for name, size in plan.planned.items() if name != "KV cache") + gpu.used_bytes
+    if config.kv_cache_memory is None:
+        return plan.budget - fixed
+    left = gpu.total_bytes - fixed
+    return config.kv_cache_memory if config.kv_cache_memory <= left else left - config.kv_cache_memory
+
+
+def _num_tokens(room: int, model: ModelConfig, config: EngineConfig) -> int:
+    """That a copy's KV cache holds; there is no use for more than all its requests could fill."""
+    most = config.max_num_seqs * config.max_blocks_per_seq
+    return min(max(0, room // block_bytes(config, model) - 1), most) * config.block_size
+
+
+def _copy_seconds(
+    model: ModelConfig, config: EngineConfig, speed: _Speed, num_requests: int, num_tokens: int, dtype_bytes: int
+) -> float:
+    """One copy's time for its share of the job."""
+    tp = config.tensor_parallel_size
+    usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
+    running = max(1.0, min(config.max_num_seqs, num_requests, num_tokens / (2 * usual)))
+    elements = weight_elements(model, tensor_parallel_size=tp)
+    layers = elements["attention"] + elements["MLP"]
+    matrices = layers + elements.get("LM head", elements["embeddings"])
+    row_bytes = model.hidden_size * dtype_bytes
+    kv_bytes = kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=dtype_bytes)
+    step = max(matrices * dtype_bytes / speed.bytes_per_second, 2 * matrices * running / speed.flops_per_second)
+    step += running * 1.5 * usual * kv_bytes / speed.bytes_per_second
+    step += model.num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, running * row_bytes))
+    prompt_tokens = num_requests * usual
+    prompts = 2 * layers * prompt_tokens / speed.flops_per_second
+    prompts += 2 * model.num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
+    return usual * num_requests / running * step + prompts
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """What a kind of GPU gives, about."""
+
+    bytes_per_second: float
+    """Of its memory."""
+    flops_per_second: float
+    """Dense matrices, 16 bits."""
+    link_bytes_per_second: float
+    """To other GPUs."""
+    link_seconds: float
+    """The least that an all-reduce of two takes."""
+
+    def all_reduce_seconds(self, num_ranks: int, num_bytes: float) -> float:
+        if num_ranks == 1:
+            return 0.0
+        steps = math.log2(num_ranks)
+        return steps * self.link_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / self.link_bytes_per_second
+
+
+_NVLINK = {"link_bytes_per_second": 280e9, "link_seconds": 8e-6}
+_PCIE = {"link_bytes_per_second": 15e9, "link_seconds": 30e-6}
+_SPEEDS = {
+    "B200": _Speed(6.5e12, 1400e12, **_NVLINK),
+    "H200": _Speed(4.4e12, 650e12, **_NVLINK),
+    "H100": _Speed(2.9e12, 620e12, **_NVLINK),
+    "A100": _Speed(1.6e12, 250e12, **_NVLINK),
+    "L40": _Speed(0.75e12, 200e12, **_PCIE),
+}
+"""By a part of the name."""
+_OTHER_SPEED = _Speed(0.75e12, 130e12, **_PCIE)
+
+
+def _speed(name: str) -> _Speed:
+    return next((speed for part, speed in _SPEEDS.items() if part in name), _OTHER_SPEED)
+
+
+def _nearest(
+    candidates: Sequence[_Candidate], gpus: Sequence[SmiGpu], model: ModelConfig, config: EngineConfig
+) -> _Candidate:
+    """The one that misses least, where that may be an error of the estimate; else raises CapacityError."""
+    nearest = max(candidates, key=lambda one: (one.room, -one.num_gpus))
+    config = msgspec.structs.replace(config, tensor_parallel_size=nearest.tp, gpus=())
+    worst = min((gpus[index] for index in nearest.gpus), key=lambda gpu: _room(gpu, model, config))
+    short = 2 * block_bytes(config, model) - nearest.room
+    if short < _ESTIMATE_ERROR * worst.total_bytes:
+        return replace(nearest, num_tokens=0)
+    plan = estimate(config, model, worst.total_bytes)
+    items = [f"{name} {format_bytes(size)}" for name, size in plan.planned.items() if size and name != "KV cache"]
+    if config.kv_cache_memory is not None:
+        items.append(f"KV cache {format_bytes(config.kv_cache_memory)}")
+    if worst.used_bytes:
+        items.append(f"held by other programs and the driver {format_bytes(worst.used_bytes)}")
+    of = f"{len(gpus)} GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    raise CapacityError(
+        f"the model does not fit the {of} that can be seen; {nearest.flags} comes nearest: of each GPU's "
+        f"{format_bytes(worst.total_bytes)} the budget is {format_bytes(plan.budget)}, and it needs "
+        f"{', '.join(items)}: {format_bytes(short)} are missing. To make it fit: free the GPUs, use more or larger "
+        "ones, raise gpu_memory_utilization, or lower max_num_batched_tokens; --tp and --dp in numbers skip this "
+        "estimate"
+    )
+
+
+def _explain(
+    best: _Candidate, fitting: Sequence[_Candidate], num_gpus: int, num_requests: int | None, config: EngineConfig
+) -> str:
+    copies = "1 copy" if best.dp == 1 else f"{best.dp} copies"
+    each = "on" if best.dp == 1 else "each on"
+    which = f" (GPU {', '.join(map(str, best.gpus))})" if best.gpus != tuple(range(best.num_gpus)) else ""
+    text = (
+        f"{best.flags}: {copies} of the model, {each} {best.tp} of {num_gpus} GPU{'s' if num_gpus > 1 else ''}{which}; "
+        f"weights take {format_bytes(best.weight_bytes)} of a GPU, KV cache for about {best.num_tokens:,} tokens a copy"
+    )
+    others = [one for one in fitting if one is not best]
+    if not others:
+        return text
+    longest = config.max_model_len
+    held = [one for one in others if one.num_tokens >= longest]
+    if best.num_tokens >= longest and not held:
+        return f"{text}; no other choice holds a request of {longest:,} tokens"
+    job = "this job" if num_requests is None else f"{num_requests:,} request{'s' if num_requests > 1 else ''}"
+    second = min(held or others, key=lambda one: one.seconds)
+    ratio = second.seconds / best.seconds
+    times = f"{ratio:.1f} times as long" if ratio >= 1.05 else "as long"
+    return f"{text}; for {job} {second.flags} would take about {times}"
