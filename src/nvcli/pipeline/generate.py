@@ -173,6 +173,7 @@ def generate(
             seed=run.seed,
             max_num_seqs=config.max_num_seqs,
             on_ready=on_ready,
+            on_note=progress.note,
         )
         view = RunView(counts, reader, feeder, limit=limit, started_at=started_at, output=output)
 

@@ -41,6 +41,7 @@ class Engine(Protocol):
     def add(self, requests: list[Request]) -> None: ...
     def abort(self, request_ids: Sequence[int]) -> None: ...
     def poll(self, timeout: float) -> list[RequestOutput]: ...
+    def take_notes(self) -> list[str]: ...
     def fileno(self) -> int: ...
     @property
     def stats(self) -> EngineStats: ...
@@ -88,9 +89,10 @@ class Pipeline:
         seed: int,
         max_num_seqs: int,
         on_ready: Callable[[EngineReady], None] = lambda ready: None,
+        on_note: Callable[[str], None] = lambda note: None,
     ) -> None:
         """`duplicates`: None: every row is computed. `counts` is kept up to date for whoever shows progress;
-        `on_ready` is called once for each engine.
+        `on_ready` is called once for each engine, `on_note` with what an engine has for the log.
         """
         self._lanes = [_Lane(number, engine, 2 * max_num_seqs) for number, engine in enumerate(engines)]
         self._feeder = feeder
@@ -100,6 +102,7 @@ class Pipeline:
         self._counts = counts
         self._seed = seed
         self._on_ready = on_ready
+        self._on_note = on_note
         self._next_request_id = 0
 
     def run(self, each_round: Callable[[], None] = lambda: None) -> None:
@@ -178,6 +181,8 @@ class Pipeline:
                         self._on_ready(lane.ready)
                 else:
                     rows += self._take_outputs(lane)
+                    for note in lane.engine.take_notes():
+                        self._on_note(note)
         if rows:
             with self._timed("detokenizing"):
                 results = results_of(rows, self._feeder.tokenizer)
