@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 from nvcli.config import EngineConfig
 from nvcli.errors import LoadError
@@ -15,8 +16,6 @@ BLOCK_SIZE = 4
 
 
 def engine_config(**overrides: object) -> EngineConfig:
-    from pathlib import Path
-
     values: dict[str, object] = {
         "model_path": Path("nowhere"),
         "device": "cpu",
@@ -212,6 +211,13 @@ class DiesLoadingRunner(CountingRunner):
         context.report_phase("load weights")
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
+class SlowWarmUpRunner(CountingRunner):
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        context.report_phase("warm up")
+        Path(os.environ["NVCLI_TEST_FOLDER"], f"rank-{context.rank}-warms-up").touch()
         time.sleep(600)
 
 
