@@ -124,6 +124,17 @@ def test_what_was_computed_is_found_again() -> None:
     assert sum(tokens for _, tokens in executor.sizes) < 50 + 30 + 2 * BLOCK_SIZE
 
 
+def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
+    """It is registered when its last token is known, one step before that token's keys are stored."""
+    core, scheduler, executor = make_core(lambda step: step.step_id == 2)
+    core.add([first := make_request(0, range(6), 3)])
+    ((ids, _),) = answers(run(core, scheduler)).values()
+    core.add([second := make_request(1, [*range(6), *ids[:2], 1, 2], 5)])
+    assert answers(run(core, scheduler)) == undisturbed([second])
+    assert len(executor.failed) == 1
+    assert undisturbed([first])[0][0] == ids
+
+
 def test_no_end_of_memory_ends_the_run_with_advice() -> None:
     core, scheduler, executor = make_core(lambda step: True)
     core.add([make_request(0, range(50), 30)])
