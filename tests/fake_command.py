@@ -31,6 +31,25 @@ cli.main()
 """
 
 
+WITH_RUNNER = """
+import sys
+sys.path.insert(0, {tests!r})
+from nvcli import cli
+from nvcli.engine.client import EngineClient
+
+start = EngineClient.start
+EngineClient.start = classmethod(lambda cls, config, name: start(config, name=name, runner="fake_runners:{runner}"))
+cli.main()
+"""
+
+
+def nvcli_with_runner(runner: str, *arguments: str, cwd: Path) -> list[str]:
+    """The real command and its processes, with one of `fake_runners` in place of the model."""
+    script = cwd / "with_runner.py"
+    script.write_text(WITH_RUNNER.format(tests=str(Path(__file__).parent), runner=runner))
+    return [sys.executable, str(script), *arguments]
+
+
 def nvcli_command(*arguments: str, cwd: Path, fakes: str | None = None) -> list[str]:
     """The real command, or the same with fake engines (`fakes`: their options)."""
     if fakes is None:

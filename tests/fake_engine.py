@@ -46,6 +46,7 @@ class FakeEngine:
         self._fails = fails
         self._running: dict[int, tuple[Request, list[int]]] = {}
         self._outputs: list[RequestOutput] = []
+        self.notes = ["a warning of the engine"]
         self._readable, self._write_end = os.pipe()
         os.write(self._write_end, b"x")  # always something to hear
 
@@ -99,6 +100,10 @@ class FakeEngine:
         for request_id in ids:
             outputs += self._advance(*self._running[request_id])
         return outputs
+
+    def take_notes(self) -> list[str]:
+        notes, self.notes = self.notes, []
+        return notes
 
     def close(self) -> None:
         if not self.closed:

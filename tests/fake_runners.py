@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 from nvcli.config import EngineConfig
 from nvcli.errors import LoadError
 from nvcli.messages import EngineReady, StepInput, StepOutput, pack, unpack
-from nvcli.runner.interface import RankContext
+from nvcli.runner.interface import RankContext, Runner
 
 BLOCK_SIZE = 4
 
 
 def engine_config(**overrides: object) -> EngineConfig:
-    from pathlib import Path
-
     values: dict[str, object] = {
         "model_path": Path("nowhere"),
         "device": "cpu",
@@ -79,6 +78,91 @@ class CountingRunner:
         return Output(StepOutput(step_id=step.step_id, token_ids=pack(tokens))) if self.context.rank == 0 else None
 
 
+class HashingRunner(CountingRunner):
+    """A model in little: each token depends on all before it, by what the blocks hold for them.
+
+    A block that is read before it was written is an error; one that holds something else changes the answer.
+    """
+
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        super().__init__(config, context)
+        self.block_size = config.block_size
+        self.kv: dict[tuple[int, int], int] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+        self.lens: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+
+    def launch(self, step: StepInput) -> Output | None:
+        self.apply(step)
+        tokens = [self.compute(slot, [self.last[slot]]) for slot in unpack(step.decode_slots)]
+        inputs = iter(unpack(step.token_ids))
+        extends = zip(unpack(step.extend_slots), unpack(step.extend_lens), unpack(step.extend_samples), strict=True)
+        for slot, length, samples in extends:
+            token = self.compute(slot, [next(inputs) for _ in range(length)])
+            if samples:
+                tokens.append(token)
+        return Output(StepOutput(step_id=step.step_id, token_ids=pack(tokens))) if self.context.rank == 0 else None
+
+    def apply(self, step: StepInput) -> None:
+        for slot in unpack(step.freed_slots):
+            self.tables.pop(slot, None)
+        for new in step.new_slots:
+            assert new.slot not in self.tables, "the slot is taken"
+            self.tables[new.slot] = {}
+            self.lens[new.slot] = new.num_cached_tokens
+        for slot, column, block in zip(*map(unpack, (step.block_slots, step.block_columns, step.block_ids))):  # noqa: B905
+            self.tables[slot][column] = block
+
+    def compute(self, slot: int, tokens: list[int]) -> int:
+        """Store keys of these tokens, the next of a slot, and choose the one behind them."""
+        for token in tokens:
+            position = self.lens[slot]
+            before = self.kv[self.place(slot, position - 1)] if position else 1
+            self.kv[self.place(slot, position)] = (before * 31 + token + 7) % 1_000_003
+            self.lens[slot] += 1
+        self.last[slot] = 100 + self.kv[self.place(slot, self.lens[slot] - 1)] % 50
+        return self.last[slot]
+
+    def place(self, slot: int, position: int) -> tuple[int, int]:
+        return self.tables[slot][position // self.block_size], position % self.block_size
+
+
+class OutOfMemoryRunner(HashingRunner):
+    """Runs out of memory in the steps of NVCLI_TEST_STEPS, before it has stored anything; on the last rank only."""
+
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        super().__init__(config, context)
+        is_last = context.rank == config.tensor_parallel_size - 1
+        self.bad_steps = range(*map(int, os.environ["NVCLI_TEST_STEPS"].split(","))) if is_last else range(0)
+
+    def launch(self, step: StepInput) -> Output | None:
+        if step.step_id in self.bad_steps:
+            self.apply(step)
+            raise MemoryError(f"none left for step {step.step_id}")
+        return super().launch(step)
+
+
+def create_model_runner_out_of_memory(config: EngineConfig, context: RankContext) -> Runner:
+    """The real one, whose second layer runs out of memory in the forward passes of NVCLI_TEST_STEPS."""
+    import torch
+
+    from nvcli.runner.model_runner import ModelRunner
+
+    runner = ModelRunner(config, context)
+    bad_passes = range(*map(int, os.environ["NVCLI_TEST_STEPS"].split(",")))
+    layer = runner.model.model.layers[1]  # type: ignore[union-attr,index]
+    count = 0
+
+    def fail(*args: object) -> None:
+        nonlocal count
+        count += 1
+        if count in bad_passes:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it")
+
+    layer.register_forward_pre_hook(fail)
+    return runner
+
+
 class SlowRunner(CountingRunner):
     """A step takes a while, so that there is time to kill things."""
 
@@ -127,6 +211,13 @@ class DiesLoadingRunner(CountingRunner):
         context.report_phase("load weights")
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
+class SlowWarmUpRunner(CountingRunner):
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        context.report_phase("warm up")
+        Path(os.environ["NVCLI_TEST_FOLDER"], f"rank-{context.rank}-warms-up").touch()
         time.sleep(600)
 
 

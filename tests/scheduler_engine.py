@@ -66,6 +66,9 @@ class SchedulerEngine:
     def poll(self, timeout: float) -> list[RequestOutput]:
         return self._core.step() if self._core.has_work else []
 
+    def take_notes(self) -> list[str]:
+        return self._core.take_notes()
+
     @property
     def stats(self) -> EngineStats:
         return self._core.stats

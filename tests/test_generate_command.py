@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from demo_tasks import Example, messages, raw_prompt, sample, sample_lookups
+from fake_command import nvcli_with_runner
 
 COMMAND = [sys.executable, "-P", "-m", "nvcli", "generate"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -241,6 +243,83 @@ def test_killed_process_ends_the_run_with_its_name(tmp_path: Path, victim: str) 
     assert gone([engine, *ranks])
     assert set(os.listdir("/dev/shm")) == shm
     assert len(read_rows(tmp_path / "in.out.jsonl")) >= 4
+
+
+def test_stopped_rank_ends_the_run_within_the_step_timeout(tmp_path: Path) -> None:
+    process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=3")
+    engine, *ranks = descendants(process.pid)
+    os.kill(max(ranks), signal.SIGSTOP)
+    start = time.monotonic()
+    _, stderr = process.communicate(timeout=15)
+    assert time.monotonic() - start < 3 + 5
+    assert process.returncode == 3
+    assert re.search(rb"rank 1 \(pid \d+\) at step \d+ \(stopped by a signal\)", stderr), stderr
+    assert b"Traceback" not in stderr
+    assert gone([engine, *ranks])
+    assert len(read_rows(tmp_path / "in.out.jsonl")) >= 4
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "message"),
+    [
+        (signal.SIGINT, 130, rb"interrupted"),
+        (signal.SIGKILL, 3, rb"rank 1 \(pid \d+\) was killed by SIGKILL; it was at: warm up"),
+        (signal.SIGSTOP, 3, rb"rank 1 \(pid \d+\) at warm up \(stopped by a signal\)"),
+    ],
+)
+def test_end_while_ranks_warm_up(tmp_path: Path, action: signal.Signals, code: int, message: bytes) -> None:
+    """Ctrl-C reaches the command, the other signals a rank."""
+    path = write_rows(tmp_path / "in.jsonl", questions(13))
+    settings = ["-m", "demo", "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=1"]
+    process = subprocess.Popen(
+        nvcli_with_runner("SlowWarmUpRunner", "generate", str(path), *settings, cwd=tmp_path),
+        env={**ENVIRONMENT, "NVCLI_TEST_FOLDER": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("rank-*-warms-up"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pids = descendants(process.pid)
+    os.kill(process.pid if action == signal.SIGINT else max(pids), action)
+    start = time.monotonic()
+    _, stderr = process.communicate(timeout=15)
+    assert time.monotonic() - start < 5
+    assert process.returncode == code
+    assert re.search(message, stderr), stderr
+    assert b"Traceback" not in stderr
+    assert gone(pids)
+
+
+def test_exception_in_a_step_names_rank_and_step(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "sampling": {"max_tokens": 50, "ignore_eos": True}}]
+    command = nvcli_with_runner(
+        *("FailingRunner", "generate", str(write_rows(tmp_path / "in.jsonl", rows)), "-m", "demo", "--tp", "2"),
+        *("--set", "device=cpu"),
+        cwd=tmp_path,
+    )
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert b"rank 0 failed at step 5: ZeroDivisionError: as planned" in done.stderr
+
+
+def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
+    """The same job twice, started together: no name, port or file is shared by accident."""
+    shm = set(os.listdir("/dev/shm"))
+    rows = [{"prompt": f"What is {n} + 3?\n", "expected": str(n + 3)} for n in range(6)]
+    runs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        path = write_rows(tmp_path / name / "in.jsonl", rows)
+        command = [*COMMAND, str(path), "-m", "demo", "--tp", "2", "--set", "device=cpu"]
+        runs.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    outcomes = [(process.communicate(timeout=120)[1], process.returncode) for process in runs]
+    assert [code for _, code in outcomes] == [0, 0], outcomes
+    first, second = (read_rows(tmp_path / name / "in.out.jsonl") for name in ("a", "b"))
+    assert first == second
+    assert share_right(first) == 1
+    assert set(os.listdir("/dev/shm")) == shm
 
 
 def test_killed_parent_leaves_nothing_but_the_output(tmp_path: Path) -> None:

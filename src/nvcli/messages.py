@@ -106,6 +106,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """1 where the slice ends its prompt, so that a token is sampled; else 0."""
     token_ids: bytes = b""
     """The slices' tokens, one slice after the other."""
+    restarts: bool = False
+    """The first step after one that did not run: every slot is freed, and requests enter theirs anew."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -129,6 +131,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The device's time for the step, from its first kernel to its last."""
     idle_seconds: float = 0.0
     """How long the device had nothing to do before it."""
+    out_of_memory: str = ""
+    """Not empty: the step did not run, for this reason, or because the one before it did not. Nothing of it counts, and
+    no step runs until one that `restarts`."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -288,6 +288,7 @@ def test_replicas_share_the_rows_and_know_their_number(run: Runs) -> None:
     assert sum(shares) == 300
     assert min(shares) > 50
     assert run.progress.notes.count("a note of the engine") == 1
+    assert run.progress.notes.count("a warning of the engine") == len(run.engines)
 
 
 def test_limit(run: Runs) -> None:

@@ -69,7 +69,8 @@ class Engines:
     def run(self, requests: Sequence[Request]) -> Pass:
         """Answer all of them, with an empty prefix cache at the beginning. Ids are given here.
 
-        Raises WorkerError, or CapacityError for a request that the engine cannot answer.
+        Raises WorkerError, or CapacityError for a request that the engine cannot answer or where it had to lower its
+        limits.
         """
         ids = range(self._next_id, self._next_id + len(requests))
         self._next_id = ids.stop
@@ -96,6 +97,8 @@ class Engines:
                     assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were asked for"
                     cached_tokens += output.num_cached_tokens
         seconds = time.perf_counter() - start
+        for note in [note for client in self._clients for note in client.take_notes()]:
+            raise CapacityError(f"the pass was not what was asked for: {note}")
         records = [client.take_steps() for client in self._clients]
         for steps in records:
             if steps:

@@ -9,7 +9,7 @@ least recently released. This module moves numbers about; what lies in the block
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 BlockHash = bytes
@@ -86,6 +86,17 @@ class BlockManager:
                     self._free.append(block)
                 else:
                     self._reusable[block] = None
+
+    def unregister(self, blocks: Iterable[int]) -> None:
+        """These blocks, held or not, do not hold what they were registered for; the others stay findable."""
+        for block in blocks:
+            block_hash = self._hashes[block]
+            if block_hash is not None:
+                self._hashes[block] = None
+                del self._by_hash[block_hash]
+                if self._ref_counts[block] == 0:
+                    del self._reusable[block]
+                    self._free.append(block)
 
     def forget_prefixes(self) -> None:
         """From here on nothing that was computed before is found again; held blocks stay with their holders."""

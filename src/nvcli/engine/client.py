@@ -38,6 +38,7 @@ class EngineClient:
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._stats = EngineStats()
         self._steps: list[StepRecord] = []
+        self._notes: list[str] = []
         self._ready: EngineReady | None = None
 
     @classmethod
@@ -76,6 +77,7 @@ class EngineClient:
             outputs += message.outputs
             self._stats = message.stats
             self._steps += message.steps
+            self._notes += message.notes
             timeout = 0
         return outputs
 
@@ -96,6 +98,11 @@ class EngineClient:
         """Steps that were reported since the last call, where `record_steps` is on."""
         steps, self._steps = self._steps, []
         return steps
+
+    def take_notes(self) -> list[str]:
+        """For the log: what the engine had to say since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def finish(self) -> list[int]:
         """End the engine, which has nothing left to do; the most memory that each rank held, in bytes.

@@ -1,4 +1,8 @@
-"""EngineCore: the loop of one replica. Schedules a step while the one before it runs."""
+"""EngineCore: the loop of one replica. Schedules a step while the one before it runs.
+
+A step that runs out of memory does not end it: the steps in flight are taken back, the limits are lowered for the rest
+of the run, and the requests are computed again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.engine.scheduler import ScheduledStep, Scheduler
+from nvcli.errors import CapacityError
 from nvcli.messages import StepInput, StepOutput
 
 if TYPE_CHECKING:
@@ -44,6 +49,8 @@ class EngineCore:
         self._recorder = recorder
         self._max_in_flight = MAX_STEPS_IN_FLIGHT if overlap else 1
         self._in_flight: deque[ScheduledStep] = deque()
+        self.notes: list[str] = []
+        """Warnings for the user that nobody has taken yet."""
 
     def add(self, requests: Iterable[Request]) -> None:
         self._scheduler.add(requests)
@@ -67,10 +74,15 @@ class EngineCore:
         """Of the steps since the last call; empty unless they are recorded."""
         return self._recorder.take() if self._recorder is not None else []
 
+    def take_notes(self) -> list[str]:
+        notes, self.notes = self.notes, []
+        return notes
+
     def step(self) -> list[RequestOutput]:
         """Submit the next step, then take in the oldest one's output.
 
-        When nothing can be scheduled, what is in flight is collected.
+        When nothing can be scheduled, what is in flight is collected. Raises CapacityError where even the smallest
+        step runs out of memory.
         """
         step = self._scheduler.schedule()
         if step is not None:
@@ -81,7 +93,30 @@ class EngineCore:
         if self._in_flight and (step is None or len(self._in_flight) == self._max_in_flight):
             oldest = self._in_flight.popleft()
             output = self._executor.collect()
+            if output.out_of_memory:
+                self._recover(oldest, output.out_of_memory)
+                return self._scheduler.take_outputs()
             if self._recorder is not None:
                 self._recorder.collected(output)
             self._scheduler.process(oldest, output)
         return self._scheduler.take_outputs()
+
+    def _recover(self, failed: ScheduledStep, reason: str) -> None:
+        """Take back a step that ran out of memory, and those behind it, which the ranks passed over."""
+        for _ in self._in_flight:
+            assert self._executor.collect().out_of_memory, "a step ran that builds on one that did not"
+        self._scheduler.put_back([failed, *self._in_flight])
+        self._in_flight.clear()
+        if self._recorder is not None:
+            self._recorder.dropped()
+        if not self._scheduler.lower_limits():
+            raise CapacityError(
+                f"out of memory even with one token in a step ({reason}): lower gpu_memory_utilization (or "
+                "kv_cache_memory), so that the KV cache leaves more room, or end what else uses this memory"
+            )
+        limits = self._scheduler.limits
+        self.notes.append(
+            f"warning: out of memory in step {failed.input.step_id} with {failed.num_requests:,} requests and "
+            f"{failed.num_tokens:,} tokens ({reason}). They are computed again, from here on with "
+            f"max_num_batched_tokens {limits.max_num_batched_tokens:,} and max_num_seqs {limits.max_num_seqs:,}"
+        )

@@ -68,8 +68,8 @@ def main(start: EngineStart, control: Connection) -> None:
         while _take_messages(inbox, core, executor):
             outputs = core.step()
             now = time.monotonic()
-            if outputs or now - last_stats > _STATS_SECONDS:
-                send(OutputBatch(outputs, core.stats, core.take_records()))
+            if outputs or core.notes or now - last_stats > _STATS_SECONDS:
+                send(OutputBatch(outputs, core.stats, core.take_records(), core.take_notes()))
                 last_stats = now
         peak_bytes = executor.close()
         if config.record_steps:

@@ -43,6 +43,8 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     outputs: list[RequestOutput]
     stats: EngineStats
     steps: list[StepRecord] = []
+    notes: list[str] = []
+    """For the log."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -7,15 +7,18 @@ to have ended costs one wasted token, which is dropped.
 
 Decoding requests go first, one token each; the rest of the token budget goes to prompts, oldest first. Blocks for all
 known tokens of a prompt are taken when it is admitted; decoding takes one block at a time. When none is left, the
-request admitted last is preempted: its blocks are released and its tokens recomputed later. This module knows no
-ranks, text or devices.
+request admitted last is preempted: its blocks are released and its tokens recomputed later.
+
+A step that ran out of memory is taken back (`put_back`), and those submitted behind it: every running request waits
+again, what the steps that ran have left in the prefix cache is found there, and the limits are lowered. This module
+knows no ranks, text or devices.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
@@ -40,6 +43,16 @@ class ScheduledStep:
     input: StepInput
     sampling: list[RequestState]
     """Requests that sample a token, in batch order."""
+    registered: list[int]
+    """Blocks that were registered for reuse since the step before it: it, or the one before it, fills them."""
+
+    @property
+    def num_requests(self) -> int:
+        return (len(self.input.decode_slots) + len(self.input.extend_slots)) // 4
+
+    @property
+    def num_tokens(self) -> int:
+        return (len(self.input.decode_slots) + len(self.input.token_ids)) // 4
 
 
 class _Deltas:
@@ -81,6 +94,10 @@ class Scheduler:
         """Released since the last step; the ranks hear of it with the next."""
         self._decode_slots: bytes | None = b""
         """Packed slots of `_decoding`; None when its members changed."""
+        self._registered: list[int] = []
+        """Blocks, since the last step."""
+        self._restarts = False
+        """The next step is the first after one that did not run."""
         self._next_step_id = 0
         self._unsent: list[RequestOutput] = []
         self._prompt_tokens = 0
@@ -156,10 +173,13 @@ class Scheduler:
             extend_lens=pack(deltas.extend_lens),
             extend_samples=pack(deltas.extend_samples),
             token_ids=bytes(deltas.token_ids),
+            restarts=self._restarts,
         )
         self._next_step_id += 1
         self._freed_slots.clear()
-        return ScheduledStep(step, sampling)
+        self._restarts = False
+        registered, self._registered = self._registered, []
+        return ScheduledStep(step, sampling, registered)
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
         """Take the tokens of a step in; finished and streaming requests appear in `take_outputs`."""
@@ -194,6 +214,46 @@ class Scheduler:
     def take_outputs(self) -> list[RequestOutput]:
         outputs, self._unsent = self._unsent, []
         return outputs
+
+    # ------------------------------------------------------------------ steps that did not run
+
+    def put_back(self, steps: Sequence[ScheduledStep]) -> None:
+        """These steps, all that are in flight, did not run. Running requests wait, first in line, to be recomputed.
+
+        Their tokens are the ones that were known: nothing is lost, and nothing that was never computed is reused.
+        """
+        for step in steps:
+            for state in step.sampling:
+                state.num_pending -= 1
+                state.num_unscheduled += 1
+            self.block_manager.unregister(step.registered)
+        self.block_manager.unregister(self._registered)
+        self._registered = []
+        for state in reversed(self._running.copy()):
+            self._send_to_wait(state)
+        # The ranks have not heard of all that the dropped steps freed and filled.
+        self._freed_slots = list(range(len(self._free_slots)))
+        self._restarts = True
+
+    def lower_limits(self) -> bool:
+        """Halve `max_num_batched_tokens`, and once it is no more than `max_num_seqs`, both.
+
+        False, and nothing changed, where a step has one request and one token. No request may be running.
+        """
+        assert not self._running
+        num_tokens, num_seqs = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
+        if num_tokens > num_seqs:
+            num_tokens = max(num_tokens // 2, num_seqs)
+        elif num_seqs > 1:
+            num_seqs //= 2
+            num_tokens = min(num_tokens, num_seqs)
+        elif num_tokens > 1:
+            num_tokens //= 2
+        else:
+            return False
+        self.limits = replace(self.limits, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
+        self._free_slots = list(range(num_seqs - 1, -1, -1))
+        return True
 
     # ------------------------------------------------------------------ parts of schedule
 
@@ -346,17 +406,22 @@ class Scheduler:
             hashes = state.hash_leading_blocks(num_full, self.limits.block_size)
             for block, block_hash in zip(state.blocks[first:num_full], hashes[first:], strict=True):
                 self.block_manager.register(block, block_hash)
+            self._registered += state.blocks[first:num_full]
             state.num_hashed_blocks = num_full
 
     # ------------------------------------------------------------------ tokens and ends
 
     def _preempt(self, state: RequestState) -> None:
+        """Take slot and blocks back, for want of blocks."""
+        self._send_to_wait(state)
+        self._num_preemptions += 1
+
+    def _send_to_wait(self, state: RequestState) -> None:
         """Take slot and blocks back; the request waits, first in line, to be recomputed."""
         self._release(state)
         state.num_computed = 0
         state.num_hashed_blocks = 0
         self._waiting.appendleft(state)
-        self._num_preemptions += 1
 
     def _finish_too_large(self, state: RequestState, num_tokens: int) -> None:
         capacity = self.block_manager.num_blocks * self.limits.block_size

@@ -49,6 +49,10 @@ class StepRecorder:
         record.seconds, record.idle_seconds = output.seconds, output.idle_seconds
         self._records.append(record)
 
+    def dropped(self) -> None:
+        """The submitted steps did not run."""
+        self._in_flight.clear()
+
     def take(self) -> list[StepRecord]:
         """Of the steps since the last call."""
         records, self._records = self._records, []

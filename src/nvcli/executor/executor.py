@@ -27,6 +27,9 @@ MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 _BEHIND_SECONDS = 0.0005
 """How often to look whether a rank that fell behind has caught up."""
 
+_STOPPED_CHECK_SECONDS = 0.5
+"""How often to look, while ranks start, whether one was stopped."""
+
 _RANK_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Defaults; what the user has set stays.
 
@@ -95,11 +98,17 @@ class Executor:
     def wait_ready(self) -> EngineReady:
         """Rank 0's report with the memory of every rank, once all are ready.
 
-        Raises what a rank failed with, or WorkerError.
+        Loading takes as long as it takes, but a rank that was stopped by a signal is given `step_timeout` only. Raises
+        what a rank failed with, or WorkerError.
         """
         ready: dict[int, EngineReady] = {}
+        last_moving = time.monotonic()
         while len(ready) < len(self._ranks):
-            self._poll.poll()
+            self._poll.poll(_STOPPED_CHECK_SECONDS * 1000)
+            if not any(_is_stopped(child.pid) for child in self._ranks):
+                last_moving = time.monotonic()
+            elif time.monotonic() - last_moving > self._timeout:
+                raise WorkerError(self._describe_stuck())
             for rank, child in enumerate(self._ranks):
                 while child.control.poll():
                     message = self._receive(rank)
@@ -185,8 +194,8 @@ class Executor:
     def _raise_failure(self, failed: dict[int, RankFailed] | None = None, dead: set[int] | None = None) -> NoReturn:
         """Find out which rank is the cause, and raise.
 
-        An error of the user's (checkpoint, capacity) comes first, then a rank that was killed, then other failures:
-        the ranks that merely lost their peer fail last.
+        An error of the user's (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other
+        failures: the ranks that merely lost their peer fail last.
         """
         failed, dead = failed or {}, dead or set()
         deadline = time.monotonic() + _CULPRIT_SECONDS
@@ -208,6 +217,8 @@ class Executor:
                 f"rank {rank} (pid {self._ranks[rank].pid}) {self._ranks[rank].describe_exit()}; "
                 f"it was at: {self._status.describe(rank)}"
             )
+        if any(_is_stopped(child.pid) for child in self._ranks):
+            raise WorkerError(self._describe_stuck())
         for rank, failure in failed.items():
             where = self._status.describe(rank)
             raise WorkerError(f"rank {rank} failed at {where}: {failure.message}\n{failure.traceback}".rstrip())

@@ -2,6 +2,10 @@
 
 All ranks run this code. Rank 0 differs in one thing: its runner's outputs are posted back, by a thread of their own,
 so that the next step is launched while the last one's tokens are still on their way from the device.
+
+A step that runs out of memory does not end a lone rank: it says so, passes over the steps behind that one, which build
+on it, and goes on with the step that restarts. Several ranks are in the middle of each other's collectives by then:
+there it ends the run.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from nvcli.config import EngineConfig
-from nvcli.errors import NvcliError
+from nvcli.errors import CapacityError, NvcliError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
 from nvcli.executor.status import StatusBoard
-from nvcli.messages import StepInput
+from nvcli.messages import StepInput, StepOutput
 from nvcli.runner.head_start import open_gpu_context
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
+
+_MAX_REASON = 200
+"""Characters; the message has room for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +71,17 @@ class StorePort:
     """Rank 0 to the others, through the executor: where the rendezvous store listens."""
 
     port: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """Output of a step that did not run."""
+
+    step_id: int
+    reason: str
+
+    def result(self) -> StepOutput:
+        return StepOutput(step_id=self.step_id, token_ids=b"", out_of_memory=self.reason[:_MAX_REASON])
 
 
 def main(start: RankStart, control: Connection) -> None:
@@ -112,12 +130,21 @@ def _run(start: RankStart, control: Connection) -> None:
 
     steps = ChannelReader(start.steps, rank)
     decoder = msgspec.msgpack.Decoder(StepInput)
+    not_run = ""  # why nothing runs until a step restarts
     try:
         while True:
             status.report(rank, "waiting for a step")
             step = decoder.decode(steps.receive())
             status.report(rank, "step", step.step_id)
-            pending = runner.launch(step)
+            pending: PendingOutput | None
+            if not_run and not step.restarts:
+                pending = NotRun(step.step_id, not_run)
+            else:
+                try:
+                    pending, not_run = runner.launch(step), ""
+                except MemoryError as error:
+                    not_run = str(error) or "out of memory"
+                    pending = _give_up(step, not_run, start)
             if post is not None:
                 assert pending is not None
                 post.put(pending)
@@ -125,6 +152,18 @@ def _run(start: RankStart, control: Connection) -> None:
         if start.config.record_steps:
             with contextlib.suppress(OSError):  # the engine is gone: nobody asks
                 control.send(RankClosed(runner.peak_bytes()))
+
+
+def _give_up(step: StepInput, reason: str, start: RankStart) -> NotRun:
+    """For a step that ran out of memory. Raises CapacityError where other ranks wait for this one's part of it."""
+    config = start.config
+    if config.tensor_parallel_size > 1:
+        raise CapacityError(
+            f"rank {start.rank} ran out of memory in step {step.step_id} ({reason[:_MAX_REASON]}): lower "
+            f"max_num_batched_tokens (it is {config.max_num_batched_tokens}), max_num_seqs ({config.max_num_seqs}) or "
+            "gpu_memory_utilization"
+        )
+    return NotRun(step.step_id, reason)
 
 
 def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQueue[PendingOutput]:

@@ -179,6 +179,7 @@ def generate(
             keep_going=run.job.keep_going,
             on_ready=on_ready,
             on_lost=on_lost,
+            on_note=progress.note,
         )
         view = RunView(counts, reader, feeder, limit=limit, started_at=started_at, output=output)
 

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from nvcli.config import EngineConfig, ParallelSize, format_bytes
+from nvcli.config import DTYPE_BYTES, EngineConfig, ParallelSize, format_bytes
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.models.config import ModelConfig
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
 from nvcli.nvidia_smi import SmiGpu
-from nvcli.profile.estimate import DTYPE_BYTES, block_bytes, estimate
+from nvcli.profile.estimate import block_bytes, estimate
 
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64

@@ -44,6 +44,7 @@ class Engine(Protocol):
     def add(self, requests: list[Request]) -> None: ...
     def abort(self, request_ids: Sequence[int]) -> None: ...
     def poll(self, timeout: float) -> list[RequestOutput]: ...
+    def take_notes(self) -> list[str]: ...
     def fileno(self) -> int: ...
     def close(self) -> None: ...
     @property
@@ -98,10 +99,12 @@ class Pipeline:
         keep_going: bool = False,
         on_ready: Callable[[EngineReady], None] = lambda ready: None,
         on_lost: Callable[[int, Exception, int], None] = lambda number, error, num_rows: None,
+        on_note: Callable[[str], None] = lambda note: None,
     ) -> None:
         """`duplicates`: None: every row is computed. `counts` is kept up to date for whoever shows progress;
-        `on_ready` is called once for each engine. `keep_going`: while one engine is left, another's death does not end
-        the run; `on_lost` is then told its number, why, and how many rows the others get.
+        `on_ready` is called once for each engine, `on_note` with what an engine has for the log. `keep_going`: while
+        one engine is left, another's death does not end the run; `on_lost` is then told its number, why, and how many
+        rows the others get.
         """
         self._lanes = [_Lane(number, engine, 2 * max_num_seqs) for number, engine in enumerate(engines)]
         self._feeder = feeder
@@ -115,6 +118,7 @@ class Pipeline:
         self._on_lost = on_lost
         self._num_engines = len(self._lanes)
         self._stats_of_lost: list[EngineStats] = []
+        self._on_note = on_note
         self._next_request_id = 0
 
     def run(self, each_round: Callable[[], None] = lambda: None) -> None:
@@ -217,7 +221,10 @@ class Pipeline:
                 self._on_ready(lane.ready)
             return
         to_abort: list[int] = []
-        for output in lane.engine.poll(0):
+        outputs = lane.engine.poll(0)
+        for note in lane.engine.take_notes():
+            self._on_note(note)
+        for output in outputs:
             request_id = output.request_id
             row = lane.rows.get(request_id)
             if row is None:

@@ -20,7 +20,7 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
-from nvcli.errors import ConfigError
+from nvcli.errors import CapacityError, ConfigError
 from nvcli.messages import EngineReady, ForwardMode, MemoryUse, StepInput, StepOutput, TokenLogprobs
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights, make_up_weights
@@ -207,7 +207,13 @@ class ModelRunner:
         num_tokens = self.config.max_num_batched_tokens if on_gpu else 16
         num_seqs = self.config.max_num_seqs if on_gpu else 1
         for step in warm_up_steps(self.config, num_tokens, num_seqs):
-            self.launch(step)
+            try:
+                self.launch(step)
+            except MemoryError as error:
+                raise CapacityError(
+                    f"the largest batches ({num_tokens} tokens, {num_seqs} requests) do not fit beside the weights "
+                    f"({error}): lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size (--tp)"
+                ) from None
 
     def _measure_graphs(self) -> None:
         """Capture the largest graphs on the null block, to know what all will take: the others share their memory."""
@@ -338,9 +344,28 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ steps
 
-    @torch.inference_mode()
     def launch(self, step: StepInput) -> SampledTokens | None:
-        """Run one step. On a GPU it is queued; nothing here waits for the device but a row that wants logprobs."""
+        """Run one step. On a GPU it is queued; nothing here waits for the device but a row that wants logprobs.
+
+        Raises MemoryError where there is too little (see `Runner.launch`).
+        """
+        try:
+            return self._launch(step)
+        except RuntimeError as error:
+            reason = _out_of_memory(error)
+            if reason is None:
+                raise
+        self._let_go()
+        raise MemoryError(reason)
+
+    def _let_go(self) -> None:
+        """After a step that ran out of memory: wait for what it launched, and give back what it had taken."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what it uploaded is still being read
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _launch(self, step: StepInput) -> SampledTokens | None:
         step_time = self._clock.start()
         self.slots.apply(step, self.upload)
         run = self._run_decode if step.mode == ForwardMode.DECODE else self._run_extend
@@ -411,6 +436,12 @@ class ModelRunner:
             return ids
         self._pinned_ids = self._pinned_ids[1:] + self._pinned_ids[:1]
         return self._pinned_ids[0][: len(ids)].copy_(ids, non_blocking=True)
+
+
+def _out_of_memory(error: RuntimeError) -> str | None:
+    """The allocator's complaint, if it is one; torch has a class of its own for that of GPUs only."""
+    message = str(error).strip().partition("\n")[0]
+    return message if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in message else None
 
 
 def _open_gpu(index: int) -> torch.device:

@@ -1,0 +1,274 @@
+"""Steps that run out of memory: nothing of them counts, smaller ones follow, and the answers are the same."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from checkpoints import write_tiny_qwen3
+from fake_runners import BLOCK_SIZE, HashingRunner, engine_config
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.client import EngineClient
+from nvcli.engine.core import EngineCore
+from nvcli.engine.request import Request, RequestOutput
+from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.errors import CapacityError
+from nvcli.messages import StepInput, StepOutput, unpack
+from nvcli.runner.interface import RankContext
+from requests_factory import make_request
+
+
+class FailingExecutor:
+    """A rank in this process whose steps run out of memory as `fails` says, some of them half done."""
+
+    def __init__(self, fails: Callable[[StepInput], bool]) -> None:
+        context = RankContext(
+            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
+        )
+        self.runner = HashingRunner(engine_config(), context)
+        self.fails = fails
+        self.failed: list[StepInput] = []
+        self.passes_over = False
+        self.sizes: list[tuple[int, int]] = []
+        """Requests and tokens of the steps that ran."""
+        self.outputs: deque[StepOutput] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        if self.passes_over and not step.restarts:
+            self.outputs.append(StepOutput(step_id=step.step_id, token_ids=b"", out_of_memory="passed over"))
+        elif self.fails(step):
+            self.passes_over = True
+            self.failed.append(step)
+            if len(self.failed) % 3:
+                self.runner.apply(step)
+            self.outputs.append(StepOutput(step_id=step.step_id, token_ids=b"", out_of_memory="as planned"))
+        else:
+            self.passes_over = False
+            self.sizes.append(size_of(step))
+            output = self.runner.launch(step)
+            assert output is not None
+            self.outputs.append(output.result())
+
+    def collect(self) -> StepOutput:
+        return self.outputs.popleft()
+
+
+def size_of(step: StepInput) -> tuple[int, int]:
+    num_decodes, lens = len(unpack(step.decode_slots)), unpack(step.extend_lens)
+    return num_decodes + len(lens), num_decodes + sum(lens)
+
+
+def make_core(
+    fails: Callable[[StepInput], bool], *, num_blocks: int = 64, overlap: bool = True, **limits: int
+) -> tuple[EngineCore, Scheduler, FailingExecutor]:
+    values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256, "block_size": BLOCK_SIZE}
+    scheduler = Scheduler(SchedulerLimits(**{**values, **limits}), BlockManager(num_blocks))
+    executor = FailingExecutor(fails)
+    return EngineCore(scheduler, executor, overlap=overlap), scheduler, executor
+
+
+def run(core: EngineCore, scheduler: Scheduler) -> dict[int, RequestOutput]:
+    done: dict[int, RequestOutput] = {}
+    while core.has_work:
+        for output in core.step():
+            assert output.request_id not in done
+            done[output.request_id] = output
+        scheduler.check_integrity()
+    assert scheduler.block_manager.num_used == 0
+    return done
+
+
+def answers(done: dict[int, RequestOutput]) -> dict[int, tuple[list[int], str | None]]:
+    return {request_id: (unpack(o.token_ids).tolist(), o.finish_reason) for request_id, o in done.items()}
+
+
+def undisturbed(requests: list[Request]) -> dict[int, tuple[list[int], str | None]]:
+    core, scheduler, _ = make_core(lambda step: False, num_blocks=1000, max_num_batched_tokens=1000)
+    core.add(requests)
+    return answers(run(core, scheduler))
+
+
+def test_batches_are_halved_until_they_fit() -> None:
+    requests = [make_request(i, range(i, i + 30), 20) for i in range(20)]
+    core, scheduler, executor = make_core(lambda step: size_of(step)[1] > 9, max_num_batched_tokens=40)
+    core.add(requests)
+    assert answers(run(core, scheduler)) == undisturbed(requests)
+    limits = scheduler.limits
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (8, 8)  # 40, 20, 10, 8
+    assert len(executor.failed) == len(core.notes) == 3
+    assert "max_num_batched_tokens 20 and max_num_seqs 8" in core.take_notes()[0]
+    assert core.take_notes() == []
+    assert core.stats.num_preemptions == 0
+
+
+def test_fewer_requests_run_where_smaller_batches_are_not_enough() -> None:
+    requests = [make_request(i, range(5), 20) for i in range(20)]
+    core, scheduler, executor = make_core(lambda step: size_of(step)[0] > 2)
+    core.add(requests)
+    assert answers(run(core, scheduler)) == undisturbed(requests)
+    assert scheduler.limits.max_num_seqs == 2
+    assert max(executor.sizes)[0] == 2
+
+
+def test_what_was_computed_is_found_again() -> None:
+    """Blocks of steps that ran are reused; a long prompt is not computed twice for one failed decode step."""
+    core, scheduler, executor = make_core(lambda step: step.step_id == 20, max_num_batched_tokens=64)
+    core.add([make_request(0, range(50), 30)])
+    run(core, scheduler)
+    assert len(executor.failed) == 1
+    assert sum(tokens for _, tokens in executor.sizes) < 50 + 30 + 2 * BLOCK_SIZE
+
+
+def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
+    """It is registered when its last token is known, one step before that token's keys are stored."""
+    core, scheduler, executor = make_core(lambda step: step.step_id == 2)
+    core.add([first := make_request(0, range(6), 3)])
+    ((ids, _),) = answers(run(core, scheduler)).values()
+    core.add([second := make_request(1, [*range(6), *ids[:2], 1, 2], 5)])
+    assert answers(run(core, scheduler)) == undisturbed([second])
+    assert len(executor.failed) == 1
+    assert undisturbed([first])[0][0] == ids
+
+
+def test_no_end_of_memory_ends_the_run_with_advice() -> None:
+    core, scheduler, executor = make_core(lambda step: True)
+    core.add([make_request(0, range(50), 30)])
+    with pytest.raises(CapacityError, match=r"one token in a step \(as planned\): lower gpu_memory_utilization"):
+        run(core, scheduler)
+    assert len(core.notes) == len(executor.failed) - 1
+    assert scheduler.limits.max_num_batched_tokens == scheduler.limits.max_num_seqs == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_failures_leave_the_answers_as_they_are(seed: int) -> None:
+    """Whatever fails whenever: shared prefixes, chunks, stops, aborts, preemption, one step in flight or two."""
+    rng = random.Random(seed)
+    failures = rng.randint(1, 4)
+    share = rng.choice([0.03, 0.1, 0.5])
+
+    def fails(step: StepInput) -> bool:
+        return len(executor.failed) < failures and rng.random() < share
+
+    core, scheduler, executor = make_core(
+        fails,
+        num_blocks=rng.randint(24, 60),
+        overlap=rng.random() < 0.8,
+        max_num_seqs=rng.randint(4, 12),
+        max_num_batched_tokens=rng.randint(12, 64),
+    )
+    prefixes = [[rng.randrange(50) for _ in range(rng.randrange(30))] for _ in range(3)]
+    requests = [
+        make_request(
+            number,
+            rng.choice(prefixes) + [rng.randrange(50) for _ in range(rng.randint(1, 20))],
+            rng.randint(1, 30),
+            stop_ids=[100 + rng.randrange(50)] if rng.random() < 0.5 else [],
+        )
+        for number in range(60)
+    ]
+    expected = undisturbed(requests)
+    aborted: set[int] = set()
+
+    num_added = 0
+    got: dict[int, RequestOutput] = {}
+    while num_added < len(requests) or core.has_work:
+        more = requests[num_added : num_added + rng.randrange(4)]
+        core.add(more)
+        num_added += len(more)
+        if num_added and rng.random() < 0.03:
+            aborted.add(victim := rng.randrange(num_added))
+            core.abort([victim])
+        for output in core.step():
+            assert output.request_id not in got
+            got[output.request_id] = output
+        scheduler.check_integrity()
+    assert scheduler.block_manager.num_used == 0
+    assert len(core.notes) == len(executor.failed)
+    assert got.keys() == expected.keys()
+    for request_id, answer in answers(got).items():
+        if answer[1] == "abort":
+            assert request_id in aborted
+            assert answer[0] == expected[request_id][0][: len(answer[0])]
+        else:
+            assert answer == expected[request_id]
+
+
+# ---------------------------------------------------------------------- real processes
+
+
+def collect(client: EngineClient, requests: list[Request]) -> dict[int, tuple[list[int], str | None]]:
+    client.wait_ready()
+    client.add(requests)
+    done: dict[int, RequestOutput] = {}
+    while len(done) < len(requests):
+        done.update({o.request_id: o for o in client.poll(1.0)})
+    return answers(done)
+
+
+def test_a_rank_goes_on_with_smaller_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCLI_TEST_STEPS", "5,24,6")
+    requests = [make_request(i, range(i, i + 30), 20) for i in range(30)]
+    streaming = [msgspec.structs.replace(request, stream=True) for request in requests]
+    client = EngineClient.start(engine_config(record_steps=True), runner="fake_runners:OutOfMemoryRunner")
+    try:
+        client.wait_ready()
+        client.add(streaming)
+        tokens: dict[int, list[int]] = {i: [] for i in range(30)}
+        left = set(tokens)
+        while left:
+            for output in client.poll(1.0):
+                tokens[output.request_id] += unpack(output.token_ids)
+                left -= {output.request_id} if output.finish_reason else set()
+        notes = client.take_notes()
+        assert sum(record.num_sampled for record in client.take_steps()) >= 30 * 20
+    finally:
+        client.close()
+    assert tokens == {request_id: answer[0] for request_id, answer in undisturbed(requests).items()}
+    assert len(notes) == 4
+    assert "none left for step 5" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [
+        (1, "one token in a step .none left for step"),
+        (2, r"rank 1 ran out of memory in step 3 .*max_num_batched_tokens"),
+    ],
+)
+def test_it_ends_where_it_cannot_go_on(monkeypatch: pytest.MonkeyPatch, tp: int, message: str) -> None:
+    """With several ranks the others are in the middle of their part of the step."""
+    monkeypatch.setenv("NVCLI_TEST_STEPS", "3,1000")
+    config = engine_config(tensor_parallel_size=tp)
+    client = EngineClient.start(config, runner="fake_runners:OutOfMemoryRunner")
+    try:
+        with pytest.raises(CapacityError, match=message):
+            collect(client, [make_request(0, [1], 100)])
+    finally:
+        client.close()
+
+
+def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass that breaks off in the middle has changed lengths and keys of its slots; no answer shows it."""
+    monkeypatch.setenv("NVCLI_TEST_STEPS", "100,130,7")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(2, 97) for _ in range(rng.randint(1, 60))] for _ in range(12)]
+    client = EngineClient.start(
+        engine_config(model_path=write_tiny_qwen3(tmp_path / "model")),
+        runner="fake_runners:create_model_runner_out_of_memory",
+    )
+    try:
+        whole = collect(client, [make_request(i, prompt, 24) for i, prompt in enumerate(prompts)])
+        assert client.take_notes() == []
+        client.forget_prefixes()
+        disturbed = collect(client, [make_request(100 + i, prompt, 24) for i, prompt in enumerate(prompts)])
+        notes = client.take_notes()
+    finally:
+        client.close()
+    assert disturbed == {100 + request_id: answer for request_id, answer in whole.items()}
+    assert notes
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB.)" in notes[0]
