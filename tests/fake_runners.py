@@ -48,6 +48,7 @@ class CountingRunner:
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         self.context = context
+        self.is_output_rank = context.rank == config.output_rank
         self.counts: dict[int, int] = {}
         self.ready = EngineReady(
             num_blocks=64,
@@ -75,7 +76,7 @@ class CountingRunner:
             if samples:
                 tokens.append(100 + self.counts[slot])
                 self.counts[slot] += 1
-        return Output(StepOutput(step_id=step.step_id, token_ids=pack(tokens))) if self.context.rank == 0 else None
+        return Output(StepOutput(step_id=step.step_id, token_ids=pack(tokens))) if self.is_output_rank else None
 
 
 class HashingRunner(CountingRunner):
@@ -101,7 +102,7 @@ class HashingRunner(CountingRunner):
             token = self.compute(slot, [next(inputs) for _ in range(length)])
             if samples:
                 tokens.append(token)
-        return Output(StepOutput(step_id=step.step_id, token_ids=pack(tokens))) if self.context.rank == 0 else None
+        return Output(StepOutput(step_id=step.step_id, token_ids=pack(tokens))) if self.is_output_rank else None
 
     def apply(self, step: StepInput) -> None:
         for slot in unpack(step.freed_slots):
@@ -132,7 +133,7 @@ class OutOfMemoryRunner(HashingRunner):
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
-        is_last = context.rank == config.tensor_parallel_size - 1
+        is_last = context.rank == config.num_ranks - 1
         self.bad_steps = range(*map(int, os.environ["NVCLI_TEST_STEPS"].split(","))) if is_last else range(0)
 
     def launch(self, step: StepInput) -> Output | None:

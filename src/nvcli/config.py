@@ -38,6 +38,7 @@ DEFAULT_CONFIG_FILE = "nvcli.yaml"
 FLAG_KEYS = {
     "--model": "model",
     "--tp": "tensor_parallel_size",
+    "--pp": "pipeline_parallel_size",
     "--dp": "data_parallel_size",
     "--device": "device",
     "--order": "job.order",
@@ -92,9 +93,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
-    """GPUs (on a CPU: processes) that share one copy of the model. auto: see `pipeline.layout`; 1 on a CPU."""
+    """GPUs (on a CPU: processes) that share every layer of a copy. auto: see `pipeline.layout`; 1 on a CPU."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages that the layers of a copy are dealt out to, each on its own `tensor_parallel_size` GPUs."""
     data_parallel_size: ParallelSize = "auto"
-    """Copies of the model, each on its own `tensor_parallel_size` GPUs. auto: likewise."""
+    """Copies of the model, each on GPUs of its own: `tensor_parallel_size` for each stage. auto: likewise."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Most tokens of prompt and answer together; null: what the model was made for."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 256
@@ -146,6 +149,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     enforce_eager: bool
     step_timeout: float
+    pipeline_parallel_size: int = 1
+    """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
     replica: int = 0
     """Which data-parallel copy this is."""
     gpus: tuple[int, ...] = ()
@@ -159,10 +164,38 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one replica."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The rank that posts what was sampled: the first one of the last stage."""
+        return self.num_ranks - self.tensor_parallel_size
+
+    def stage_of(self, rank: int) -> int:
+        """From 0."""
+        return rank // self.tensor_parallel_size
+
+    def rank_name(self, rank: int) -> str:
+        """For messages: `rank 2`, with several stages `rank 2 of stage 1`."""
+        return f"rank {rank}" if self.pipeline_parallel_size == 1 else f"rank {rank} of stage {self.stage_of(rank)}"
+
     def gpu_index(self, rank: int) -> int:
         """Of the GPUs that the process sees, the one that `rank` has."""
-        number = self.replica * self.tensor_parallel_size + rank
+        number = self.replica * self.num_ranks + rank
         return self.gpus[number] if self.gpus else number
+
+    @property
+    def max_num_decodes(self) -> int:
+        """Most requests that get one more token in one step: with stages, a share of those that run."""
+        return -(-self.max_num_seqs // self.pipeline_parallel_size)
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """One that runs and one that waits behind it; with stages, one for each."""
+        return max(2, self.pipeline_parallel_size)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -47,7 +47,7 @@ class ForwardMode(IntEnum):
 
 
 class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What rank 0 needs to sample for one slot, from admission to release."""
+    """What it takes to sample for one slot, from admission to release."""
 
     seed: int
     """Key of the counter-based generator, 64 bits."""
@@ -87,7 +87,7 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One step for every rank. Order of application: freed slots, new slots, blocks, then the forward pass.
 
-    The batch is `decode_slots` (one token each, already on the device) followed by the prompt slices.
+    The batch is `decode_slots` (one token each) followed by the prompt slices.
     """
 
     step_id: int
@@ -99,6 +99,9 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     block_columns: bytes = b""
     block_ids: bytes = b""
     decode_slots: bytes = b""
+    decode_ids: bytes = b""
+    """The token of each of them, with several stages: what the last one sampled the first one has not. Else empty: the
+    ranks have them on the device, and the engine may not know them yet."""
     extend_slots: bytes = b""
     extend_lens: bytes = b""
     """Tokens to compute, one count for each of `extend_slots`."""
@@ -119,7 +122,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What rank 0 sampled in a step: for each sampling request, in batch order, `counts[i]` tokens."""
+    """What was sampled in a step: for each sampling request, in batch order, `counts[i]` tokens."""
 
     step_id: int
     token_ids: bytes
@@ -181,7 +184,7 @@ def max_step_input_bytes(
     """
     new_slot_bytes = 256 + 5 * (MAX_STOP_IDS + MAX_BIASED_TOKENS) + 9 * MAX_BIASED_TOKENS
     block_bytes = 3 * 4 * max_blocks_per_seq
-    per_seq = new_slot_bytes + block_bytes + 5 * 4
+    per_seq = new_slot_bytes + block_bytes + 6 * 4
     return 1024 + max_num_seqs * per_seq + 4 * (2 * max_num_batched_tokens + max_model_len)
 
 

@@ -1,4 +1,4 @@
-"""EngineCore: the loop of one replica. Schedules a step while the one before it runs.
+"""EngineCore: the loop of one replica. Schedules a step while those before it run.
 
 A step that runs out of memory does not end it: the steps in flight are taken back, the limits are lowered for the rest
 of the run, and the requests are computed again.
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 MAX_STEPS_IN_FLIGHT = 2
 """One that runs and one that waits behind it, so that the device goes from step to step without waiting for us.
 
-Executors and runners are made for so many, and no more."""
+Executors and runners are made for so many, and with pipeline stages for one in each stage
+(`EngineConfig.max_steps_in_flight`)."""
 
 
 class StepExecutor(Protocol):
@@ -43,11 +44,14 @@ class EngineCore:
         recorder: StepRecorder | None = None,
         overlap: bool = True,
     ) -> None:
-        """`overlap` False: a step is scheduled when the one before it is done, to show what overlap is worth."""
+        """`overlap` False: a step is scheduled when the one before it is done, to show what overlap is worth.
+
+        With several micro-batches as many steps are in flight.
+        """
         self._scheduler = scheduler
         self._executor = executor
         self._recorder = recorder
-        self._max_in_flight = MAX_STEPS_IN_FLIGHT if overlap else 1
+        self._max_in_flight = max(MAX_STEPS_IN_FLIGHT, scheduler.limits.num_micro_batches) if overlap else 1
         self._in_flight: deque[ScheduledStep] = deque()
         self.notes: list[str] = []
         """Warnings for the user that nobody has taken yet."""

@@ -58,6 +58,7 @@ def main(start: EngineStart, control: Connection) -> None:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             block_size=config.block_size,
+            num_micro_batches=config.pipeline_parallel_size,
         )
         blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         recorder = _make_recorder(config.max_num_seqs) if config.record_steps else None

@@ -9,6 +9,11 @@ Decoding requests go first, one token each; the rest of the token budget goes to
 known tokens of a prompt are taken when it is admitted; decoding takes one block at a time. When none is left, the
 request admitted last is preempted: its blocks are released and its tokens recomputed later.
 
+With several micro-batches (pipeline stages) as many steps are in flight, and a decoding request is in one of them at a
+time: it is passed over until its token has come back, and a step takes no more of them than its share of the running
+ones, so that the micro-batches stay balanced. Slices of one prompt need no tokens to come back: they follow each other
+from step to step.
+
 A step that ran out of memory is taken back (`put_back`), and those submitted behind it: every running request waits
 again, what the steps that ran have left in the prefix cache is found there, and the limits are lowered. This module
 knows no ranks, text or devices.
@@ -34,6 +39,8 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
+    num_micro_batches: int = 1
+    """Steps in flight that no decoding request may share."""
 
 
 @dataclass(slots=True)
@@ -86,8 +93,8 @@ class Scheduler:
         """Every request that holds a slot, in order of admission."""
         self._prefilling: list[RequestState] = []
         self._decoding: list[RequestState] = []
-        """Running requests whose next step is one token; with `_prefilling` and those that wait for their last
-        output, these are the running ones."""
+        """Running requests whose next step is one token; with `_prefilling` and those that wait for an output (their
+        last, with several micro-batches any), these are the running ones."""
         self._by_id: dict[int, RequestState] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -146,10 +153,14 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now."""
         deltas = _Deltas()
+        held_back = self._hold_back() if self._is_pipelined else []
         preempted = self._grow_decoding(deltas)
         sampling = self._decoding.copy()
         decode_slots = self._packed_decode_slots()
+        decode_ids = pack(state.token_ids[-1] for state in sampling) if self._is_pipelined else b""
         self._advance_decoding()
+        if self._is_pipelined:
+            self._set_decoding([state for state in held_back if state.slot is not None])
 
         budget = self.limits.max_num_batched_tokens - len(sampling)
         budget = self._continue_prompts(deltas, sampling, budget)
@@ -169,6 +180,7 @@ class Scheduler:
             block_columns=pack(deltas.block_columns),
             block_ids=pack(deltas.block_ids),
             decode_slots=decode_slots,
+            decode_ids=decode_ids,
             extend_slots=pack(deltas.extend_slots),
             extend_lens=pack(deltas.extend_lens),
             extend_samples=pack(deltas.extend_samples),
@@ -210,6 +222,8 @@ class Scheduler:
                     self._register_blocks(state)
                 if state.stream:
                     self._unsent.append(self._report(state))
+        if self._is_pipelined:
+            self._decoding += [state for state in step.sampling if state.slot is not None]
 
     def take_outputs(self) -> list[RequestOutput]:
         outputs, self._unsent = self._unsent, []
@@ -256,6 +270,17 @@ class Scheduler:
         return True
 
     # ------------------------------------------------------------------ parts of schedule
+
+    @property
+    def _is_pipelined(self) -> bool:
+        return self.limits.num_micro_batches > 1
+
+    def _hold_back(self) -> list[RequestState]:
+        """Leave in `_decoding` this micro-batch's share of the running requests; returns the others."""
+        share = -(-len(self._running) // self.limits.num_micro_batches)
+        held_back = self._decoding[share:]
+        self._set_decoding(self._decoding[:share])
+        return held_back
 
     def _grow_decoding(self, deltas: _Deltas) -> bool:
         """Give every decoding request room for one more token. True when a request had to be preempted."""
@@ -393,7 +418,7 @@ class Scheduler:
         sampling.append(state)
         state.num_pending += 1
         state.num_unscheduled -= 1
-        if state.num_unscheduled:
+        if state.num_unscheduled and not self._is_pipelined:
             self._decoding.append(state)
             self._decode_slots = None
         return length

@@ -1,6 +1,7 @@
 """Executor: the ranks as the engine sees them. Steps go in, outputs come back, and no death goes unnoticed.
 
-In every phase it waits on all ranks at once: on their sockets, which close when a rank dies, and on rank 0's outputs.
+In every phase it waits on all ranks at once: on their sockets, which close when a rank dies, and on the outputs that
+one of them posts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from nvcli.messages import EngineReady, StepInput, StepOutput, max_step_input_by
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 
+_SPARE_SLOTS = 2
+"""Messages in a channel beside those of the steps in flight: of steps whose outputs are being taken in."""
+
 _BEHIND_SECONDS = 0.0005
 """How often to look whether a rank that fell behind has caught up."""
 
@@ -44,11 +48,13 @@ _CULPRIT_SECONDS = 0.3
 
 
 class Executor:
-    """Spawns `tensor_parallel_size` ranks; closes when told to, or with its process."""
+    """Spawns the ranks of a replica; closes when told to, or with its process."""
 
     def __init__(self, config: EngineConfig, runner: str = MODEL_RUNNER) -> None:
+        self._config = config
         self._timeout = config.step_timeout
-        size = config.tensor_parallel_size
+        size = config.num_ranks
+        num_slots = config.max_steps_in_flight + _SPARE_SLOTS
         steps = ChannelSpec.create(
             max_step_input_bytes(
                 max_num_seqs=config.max_num_seqs,
@@ -57,8 +63,11 @@ class Executor:
                 max_blocks_per_seq=config.max_blocks_per_seq,
             ),
             num_readers=size,
+            num_slots=num_slots,
         )
-        outputs = ChannelSpec.create(max_step_output_bytes(max_num_seqs=config.max_num_seqs), num_readers=1)
+        outputs = ChannelSpec.create(
+            max_step_output_bytes(max_num_seqs=config.max_num_seqs), num_readers=1, num_slots=num_slots
+        )
         status_fd = StatusBoard.create(size)
         self._status = StatusBoard(status_fd, size)
         self._ranks: list[ChildProcess] = []
@@ -72,7 +81,7 @@ class Executor:
                 status_fd=status_fd,
                 spawned_at=time.time(),
             )
-            output_fds = outputs.writer_fds() if rank == 0 else ()
+            output_fds = outputs.writer_fds() if rank == config.output_rank else ()
             fds = (*steps.reader_fds(rank), *output_fds, status_fd)
             self._ranks.append(
                 ChildProcess(
@@ -214,21 +223,24 @@ class Executor:
                 raise errors.named(failure.kind, failure.message)
         for rank in sorted(dead):
             raise WorkerError(
-                f"rank {rank} (pid {self._ranks[rank].pid}) {self._ranks[rank].describe_exit()}; "
-                f"it was at: {self._status.describe(rank)}"
+                f"{self._describe(rank)} {self._ranks[rank].describe_exit()}; it was at: {self._status.describe(rank)}"
             )
         if any(_is_stopped(child.pid) for child in self._ranks):
             raise WorkerError(self._describe_stuck())
         for rank, failure in failed.items():
             where = self._status.describe(rank)
-            raise WorkerError(f"rank {rank} failed at {where}: {failure.message}\n{failure.traceback}".rstrip())
+            name = self._config.rank_name(rank)
+            raise WorkerError(f"{name} failed at {where}: {failure.message}\n{failure.traceback}".rstrip())
         raise WorkerError("a rank closed its channel for an unknown reason")
+
+    def _describe(self, rank: int) -> str:
+        return f"{self._config.rank_name(rank)} (pid {self._ranks[rank].pid})"
 
     def _describe_stuck(self) -> str:
         doing = []
         for rank, child in enumerate(self._ranks):
             state = " (stopped by a signal)" if _is_stopped(child.pid) else ""
-            doing.append(f"rank {rank} (pid {child.pid}) at {self._status.describe(rank)}{state}")
+            doing.append(f"{self._describe(rank)} at {self._status.describe(rank)}{state}")
         return f"no answer within step_timeout ({self._timeout:g} s); " + ", ".join(doing)
 
 

@@ -1,7 +1,8 @@
 """A rank's process: make the runner, say so, then run every step that the channel brings.
 
-All ranks run this code. Rank 0 differs in one thing: its runner's outputs are posted back, by a thread of their own,
-so that the next step is launched while the last one's tokens are still on their way from the device.
+All ranks run this code. One of them (`EngineConfig.output_rank`) differs in one thing: its runner's outputs are posted
+back, by a thread of their own, so that the next step is launched while the last one's tokens are still on their way
+from the device.
 
 A step that runs out of memory does not end a lone rank: it says so, passes over the steps behind that one, which build
 on it, and goes on with the step that restarts. Several ranks are in the middle of each other's collectives by then:
@@ -100,7 +101,7 @@ def main(start: RankStart, control: Connection) -> None:
 def _run(start: RankStart, control: Connection) -> None:
     started_at = time.time()
     rank = start.rank
-    status = StatusBoard(start.status_fd, start.config.tensor_parallel_size)
+    status = StatusBoard(start.status_fd, start.config.num_ranks)
 
     def publish_port(port: int) -> None:
         control.send(StorePort(port))
@@ -123,7 +124,8 @@ def _run(start: RankStart, control: Connection) -> None:
         open_gpu_context(start.config.gpu_index(rank))
     module, function = start.runner.split(":")
     runner: Runner = getattr(importlib.import_module(module), function)(start.config, context)
-    post = _start_poster(ChannelWriter(start.outputs), control) if rank == 0 else None
+    is_output_rank = rank == start.config.output_rank
+    post = _start_poster(ChannelWriter(start.outputs), control) if is_output_rank else None
     gc.collect()
     gc.freeze()  # what start-up made lives for ever: the collector need not look at it between steps
     control.send(runner.ready)
@@ -157,9 +159,9 @@ def _run(start: RankStart, control: Connection) -> None:
 def _give_up(step: StepInput, reason: str, start: RankStart) -> NotRun:
     """For a step that ran out of memory. Raises CapacityError where other ranks wait for this one's part of it."""
     config = start.config
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         raise CapacityError(
-            f"rank {start.rank} ran out of memory in step {step.step_id} ({reason[:_MAX_REASON]}): lower "
+            f"{config.rank_name(start.rank)} ran out of memory in step {step.step_id} ({reason[:_MAX_REASON]}): lower "
             f"max_num_batched_tokens (it is {config.max_num_batched_tokens}), max_num_seqs ({config.max_num_seqs}) or "
             "gpu_memory_utilization"
         )

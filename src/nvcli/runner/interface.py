@@ -26,7 +26,7 @@ class Runner(Protocol):
         ...
 
     def launch(self, step: StepInput) -> PendingOutput | None:
-        """Run a step, or start it on the device. None on every rank but rank 0.
+        """Run a step, or start it on the device. None on every rank but `EngineConfig.output_rank`.
 
         Raises MemoryError where the step does not fit the memory: it may have been run in part, and the runner is as
         good as before for a step that fills every slot anew.
