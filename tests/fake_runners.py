@@ -151,7 +151,7 @@ def create_model_runner_out_of_memory(config: EngineConfig, context: RankContext
 
     runner = ModelRunner(config, context)
     bad_passes = range(*map(int, os.environ["NVCLI_TEST_STEPS"].split(",")))
-    layer = runner.model.model.layers[1]  # type: ignore[union-attr,index]
+    layer = runner.model.model.layers["1"]  # type: ignore[union-attr,index]
     count = 0
 
     def fail(*args: object) -> None:

@@ -15,6 +15,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.group import TensorParallelGroup
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
+from nvcli.models.stage import Stage
 
 CPU = torch.device("cpu")
 
@@ -31,10 +32,11 @@ class ModelDriver:
         group: TensorParallelGroup | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
+        stage: Stage | None = None,
     ) -> None:
         config = load_model_config(path)
         self.group = group or TensorParallelGroup.single()
-        self.model = build_model(config, self.group, dtype)
+        self.model = build_model(config, self.group, dtype, stage=stage)
         self.num_bytes = load_weights(self.model, path, device)
         spec = self.model.attention_specs[0]
         cache_spec = KVCacheSpec(

@@ -14,6 +14,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.group import TensorParallelGroup
 from nvcli.models.registry import build_model
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
+from nvcli.models.stage import Stage
 from nvcli.runner.memory import weight_groups
 
 
@@ -23,8 +24,8 @@ def group_of(rank: int, size: int) -> TensorParallelGroup:
     return group
 
 
-def built(path: Path, tp: int, rank: int) -> tuple[dict[str, int], int]:
-    model = build_model(load_model_config(path), group_of(rank, tp), torch.bfloat16)
+def built(path: Path, tp: int, rank: int, stage: Stage | None = None) -> tuple[dict[str, int], int]:
+    model = build_model(load_model_config(path), group_of(rank, tp), torch.bfloat16, stage=stage)
     specs = model.attention_specs
     kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * 2 for spec in specs)
     return {name: size // 2 for name, size in weight_groups(model).items()}, kv_bytes
@@ -52,6 +53,17 @@ def test_biases_ties_shared_heads_and_padding(changes: dict[str, Any], tp: int, 
     elements, kv_bytes = built(path, tp, rank=0)
     assert weight_elements(model, tensor_parallel_size=tp) == elements
     assert kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=2) == kv_bytes
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_stages(is_tied: bool, tmp_path: Path) -> None:
+    path = write_tiny_qwen3(tmp_path / "tiny", num_hidden_layers=5, tie_word_embeddings=is_tied)
+    model = load_model_config(path)
+    for number in range(3):
+        stage = Stage(number, 3)
+        elements, kv_bytes = built(path, 2, rank=0, stage=stage)
+        assert weight_elements(model, tensor_parallel_size=2, stage=stage) == elements
+        assert kv_bytes_per_token(model, tensor_parallel_size=2, bytes_per_element=2, stage=stage) == kv_bytes
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-0.6b", 0.60), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76)])

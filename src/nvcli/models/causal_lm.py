@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
@@ -9,25 +10,34 @@ from torch import Tensor, nn
 from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.models.config import ModelConfig
+from nvcli.models.group import StageState
 from nvcli.models.layers import Attention
+from nvcli.models.stage import Stage
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head, cut for one rank. Module names follow the checkpoint's tensor names."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, stage: Stage) -> None:
         super().__init__()
         self.config = config
+        self.stage = stage
 
     @abstractmethod
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states behind the final norm: [T, H], alike on every rank. Stores K/V in the batch's cache."""
+    def forward(self, batch: ForwardBatch, received: StageState | None = None) -> Tensor | StageState:
+        """Hidden states behind the final norm: [T, H], alike on every rank of the stage; of a stage that is not the
+        last, what the next one needs. Stores K/V in the batch's cache.
+
+        `received`: what the stage before handed over, which is written over; None in the first one.
+        """
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, M] in the model's dtype: of this rank's part of the vocabulary, M tokens from rank × M on.
 
-        All ranks have the same M: tokens from vocab_size on are padding.
+        All ranks have the same M: tokens from vocab_size on are padding. For the last stage only.
         """
 
     @property
@@ -38,4 +48,13 @@ class CausalLM(nn.Module, ABC):
     def is_ignored(self, tensor: str) -> bool:
         """Whether a checkpoint may hold a tensor of this name that the model has no use for."""
         is_tied_head = self.config.tie_word_embeddings and tensor == "lm_head.weight"
-        return is_tied_head or tensor.endswith("rotary_emb.inv_freq")
+        return is_tied_head or tensor.endswith("rotary_emb.inv_freq") or self._is_elsewhere(tensor)
+
+    def _is_elsewhere(self, tensor: str) -> bool:
+        """Whether it is another stage's, which looks for it."""
+        if match := _LAYER.match(tensor):
+            number, num_layers = int(match[1]), self.config.num_layers
+            return number < num_layers and number not in self.stage.layers(num_layers)
+        if tensor == "model.embed_tokens.weight":
+            return not self.stage.is_first
+        return tensor in ("model.norm.weight", "lm_head.weight") and not self.stage.is_last

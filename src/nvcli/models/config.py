@@ -87,6 +87,14 @@ class ModelConfig:
                 f"Possible: {', '.join(map(str, possible))}"
             )
 
+    def check_pipeline_parallel(self, size: int) -> None:
+        """Raise ConfigError where the model has fewer layers than stages."""
+        if size > self.num_layers:
+            raise ConfigError(
+                f"pipeline_parallel_size (--pp) is {size}, and this model has {self.num_layers} layers, of which each "
+                f"stage needs one: lower it to {self.num_layers} or less"
+            )
+
     def divides_by(self, size: int) -> bool:
         """Whether the model can be cut over `size` ranks."""
         kv_fits = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0

@@ -5,6 +5,8 @@ By the process group everywhere; where the runner has given the group a `PeerMem
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,8 +15,20 @@ from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.peer_memory import PeerMemory
 
 
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What a rank hands over to its counterpart in the next pipeline stage, for T tokens (SGLang's proxy tensors)."""
+
+    residual: Tensor
+    """[T, H], the residual stream. With several ranks a rank's own may be up to date in the rows alone that it will
+    read again (see `add_rms_norm`): its counterpart reads the same ones, as long as T is the same."""
+    delta: Tensor | None
+    """[T, H], this rank's part of what the last layer computed, to be summed over the ranks and added; None: it is in
+    `residual` already."""
+
+
 class TensorParallelGroup:
-    """All methods but `place_for_part` are collective: every rank calls them alike, with tensors of equal shapes."""
+    """Methods are collective unless they say otherwise: every rank calls them alike, with tensors of equal shapes."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
         """`process_group` None: one rank, no communication. `device`: where this rank's tensors live."""
@@ -36,7 +50,7 @@ class TensorParallelGroup:
         self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, opens: bool = False
     ) -> Tensor | None:
         """Where this rank should write its part of the next sum, of that shape; None: anywhere. A part that lies
-        elsewhere costs a copy. `opens`: of the first sum of a forward pass, which is `sum`, and only that one is."""
+        elsewhere costs a copy. Not collective. `opens`: of the first sum of a forward pass: `sum`, or what `take_over` prepares."""
         memory = self.peer_memory
         return memory.part(shape[0], opens=opens) if memory is not None and memory.takes(shape, dtype) else None
 
@@ -57,6 +71,24 @@ class TensorParallelGroup:
         if memory is not None and memory.takes(part.shape, part.dtype):
             return memory.add_rms_norm(part, residual, weight, eps)
         return add_rms_norm(self._all_reduce(part), residual, weight, eps)
+
+    def hand_over(self, delta: Tensor, residual: Tensor) -> StageState:
+        """The end of a stage that is not the last; delta and residual as for `add_rms_norm`. Not collective.
+
+        One rank adds them up here, in place; of several, the next stage's do with their first norm.
+        """
+        if self.size > 1:
+            return StageState(residual, delta)
+        return StageState(residual.add_(delta.sum(dim=0) if delta.dim() == 3 else delta), None)
+
+    def take_over(self, state: StageState) -> tuple[Tensor | None, Tensor]:
+        """The beginning of a stage that is not the first: (delta, residual) for `add_rms_norm`. Opens a forward pass;
+        not collective."""
+        delta = state.delta
+        if delta is not None:
+            place = self.place_for_part(delta.shape, delta.dtype, opens=True)
+            delta = delta if place is None else place.copy_(delta)
+        return delta, state.residual
 
     # ------------------------------------------------------------------ choosing tokens
 

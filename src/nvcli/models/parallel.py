@@ -23,6 +23,7 @@ from nvcli.kernels.activation import silu_and_mul
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.linear import gated_linear, linear, linear_parts
 from nvcli.models.group import TensorParallelGroup
+from nvcli.models.stage import Stage
 from nvcli.models.weights import WeightModule, WeightSource, whole
 
 
@@ -136,6 +137,8 @@ class BuildContext:
     linear_method: LinearMethod
     max_positions: int
     """Rotary tables cover positions below it."""
+    stage: Stage = Stage()
+    """What of the model is built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,16 +253,24 @@ class ParallelLMHead(VocabShard):
     padding."""
 
     def __init__(
-        self, build: BuildContext, vocab_size: int, hidden_size: int, *, tied_to: VocabShard | None = None
+        self,
+        build: BuildContext,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_to: VocabShard | None = None,
+        copy_of: str | None = None,
     ) -> None:
-        """`tied_to`: the embedding whose weight is used here too."""
+        """`tied_to`: the embedding whose weight is used here too. `copy_of`: its dotted name in the whole model, where
+        it is in another stage."""
         super().__init__(build, vocab_size, hidden_size)
         self.is_tied = tied_to is not None
+        self.copy_of = copy_of
         if tied_to is not None:
             self.weight = tied_to.weight
 
     def weight_sources(self, path: str) -> Iterator[WeightSource]:
-        return iter(()) if self.is_tied else super().weight_sources(path)
+        return iter(()) if self.is_tied else super().weight_sources(self.copy_of or path)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)

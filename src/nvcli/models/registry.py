@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nvcli.models.config import ModelConfig
     from nvcli.models.group import TensorParallelGroup
     from nvcli.models.parallel import BuildContext, LinearMethod
+    from nvcli.models.stage import Stage
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "nvcli.models.qwen3:Qwen3ForCausalLM"}
 
@@ -25,17 +26,21 @@ def build_model(
     *,
     max_positions: int | None = None,
     linear_method: LinearMethod | None = None,
+    stage: Stage | None = None,
 ) -> CausalLM:
     """This rank's part of the model, on the meta device; `loader.load_weights` gives it memory and weights.
 
-    `max_positions`: longest sequence that will run; None: what the config says. Raises ConfigError where the shapes
-    do not divide by the group's size.
+    `max_positions`: longest sequence that will run; None: what the config says. `stage`: of a pipeline; None: the
+    whole model. Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
     """
     import torch
 
     from nvcli.models.parallel import BuildContext, PlainLinearMethod
+    from nvcli.models.stage import Stage
 
+    stage = stage or Stage()
     config.check_tensor_parallel(group.size)
+    config.check_pipeline_parallel(stage.count)
     module_name, _, class_name = ARCHITECTURES[config.architecture].partition(":")
     model_class: Callable[[ModelConfig, BuildContext], CausalLM] = getattr(import_module(module_name), class_name)
     build = BuildContext(
@@ -43,6 +48,7 @@ def build_model(
         dtype=dtype,
         linear_method=linear_method or PlainLinearMethod(),
         max_positions=max_positions or config.max_position_embeddings,
+        stage=stage,
     )
     with torch.device("meta"):
         return model_class(config, build)
