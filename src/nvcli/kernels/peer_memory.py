@@ -16,8 +16,8 @@ those. So:
 2. *Parts* are written between exchange i - 1 and i, and read by others in exchange i. By 1 it is enough that no two
    sums that follow each other have the same buffer. There are three: one for the sum that opens a forward pass (the
    embedding's; in a later pipeline stage that of the part that came from the stage before), and two that alternate from
-   there on, starting anew with each pass. The part that a stage hands over has a place, and no sum. Which one a sum has thus depends
-   on its place in the pass alone; passes may be captured, replayed and mixed at will.
+   there on, starting anew with each pass. (The part that a stage hands over has a place and no sum.) Which one a sum
+   has thus depends on its place in the pass alone; passes may be captured, replayed and mixed at will.
 3. *Flags* of a row are written by one rank each, in order, and are waited for as "at least": a rank that runs ahead
    (by one exchange at most) cannot make a word unseen.
 4. The *result* of a two-shot sum is written by a row's owner once all ranks have begun that sum, so that whatever read

@@ -50,7 +50,8 @@ class TensorParallelGroup:
         self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, opens: bool = False
     ) -> Tensor | None:
         """Where this rank should write its part of the next sum, of that shape; None: anywhere. A part that lies
-        elsewhere costs a copy. Not collective. `opens`: of the first sum of a forward pass: `sum`, or what `take_over` prepares."""
+        elsewhere costs a copy. `opens`: of the first sum of a forward pass: `sum`, or what `take_over` prepares.
+        Not collective."""
         memory = self.peer_memory
         return memory.part(shape[0], opens=opens) if memory is not None and memory.takes(shape, dtype) else None
 

@@ -137,7 +137,7 @@ class BuildContext:
     linear_method: LinearMethod
     max_positions: int
     """Rotary tables cover positions below it."""
-    stage: Stage = Stage()
+    stage: Stage
     """What of the model is built."""
 
 

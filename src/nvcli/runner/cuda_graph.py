@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nvcli.runner.decode_step import DecodeOutput
 from nvcli.runner.graph_sizes import decode_sizes
+from nvcli.runner.stage_link import PassedOn
 
 _WARM_UP_RUNS = 2
 
@@ -82,23 +83,23 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class DecodeGraphs:
-    """Decode steps of one rank, for any number of requests up to `max_num_seqs`."""
+    """Decode steps of one rank, for any number of requests up to `max_num_decodes`."""
 
     def __init__(
         self,
         pool: GraphPool,
-        decode: Callable[[Tensor], DecodeOutput],
-        max_num_seqs: int,
+        decode: Callable[[Tensor], DecodeOutput | PassedOn],
+        max_num_decodes: int,
         padding_slot: int,
         device: torch.device,
     ) -> None:
         """`decode`: slots [B] int64 on the device → what a decode step of them gives."""
         self._pool = pool
         self._decode = decode
-        self.sizes = decode_sizes(max_num_seqs)
+        self.sizes = decode_sizes(max_num_decodes)
         self._padding_slot = padding_slot
-        self._slots = torch.full((max_num_seqs,), padding_slot, dtype=torch.int64, device=device)
-        self._graphs: dict[int, CapturedGraph[DecodeOutput]] = {}
+        self._slots = torch.full((max_num_decodes,), padding_slot, dtype=torch.int64, device=device)
+        self._graphs: dict[int, CapturedGraph[DecodeOutput | PassedOn]] = {}
 
     def capture(self, sizes: list[int] | None = None) -> None:
         """Capture graphs of these sizes (None: all), largest first."""
@@ -111,7 +112,7 @@ class DecodeGraphs:
         """Rows of the graph that serves this many requests."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
-    def replay(self, slots: Tensor) -> DecodeOutput:
+    def replay(self, slots: Tensor) -> DecodeOutput | PassedOn:
         """Run the step for these slots: [n] int64 on the device. Views of static tensors."""
         num_seqs = slots.shape[0]
         size = self.padded_size(num_seqs)

@@ -18,8 +18,10 @@ from nvcli.attention.kv_cache import KVCache
 from nvcli.kernels.decode_inputs import DecodeInputs
 from nvcli.messages import ForwardMode
 from nvcli.models.causal_lm import CausalLM
+from nvcli.models.group import StageState
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
+from nvcli.runner.stage_link import PassedOn, StageLink
 from nvcli.runner.unowned import unowned
 
 
@@ -47,9 +49,16 @@ class DecodeStep:
     """Runs decode steps over one slot table and KV cache."""
 
     def __init__(
-        self, model: CausalLM, table: SlotTable, kv_cache: KVCache, backend: AttentionBackend, sampler: Sampler
+        self,
+        model: CausalLM,
+        table: SlotTable,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        link: StageLink,
     ) -> None:
         self._model = model
+        self._link = link
         self._table = table
         self._kv_cache = kv_cache
         self._backend = backend
@@ -92,10 +101,14 @@ class DecodeStep:
         """Look up what each slot computes next, and count it as computed. slots: [B] int64 on the device."""
         self._table.advance(slots, self._inputs)
 
-    def compute(self, slots: Tensor, batch: ForwardBatch, *, sample: bool) -> DecodeOutput:
-        """The step itself, behind `advance` and the backend's `plan`; with `sample` ids are chosen and kept."""
+    def compute(self, slots: Tensor, batch: ForwardBatch, *, sample: bool) -> DecodeOutput | PassedOn:
+        """The step itself, behind `advance` and the backend's `plan`; with `sample` ids are chosen and kept, by the
+        last stage."""
         self._backend.plan_on_device(batch)
-        logits = self._model.compute_logits(self._model.forward(batch))
+        hidden = self._model.forward(batch, self._link.received(len(slots)))
+        if isinstance(hidden, StageState):
+            return PassedOn(hidden)
+        logits = self._model.compute_logits(hidden)
         if not sample:
             return DecodeOutput(logits, None, batch.seq_lens)
         ids = self._sampler.sample_simply(logits, slots, batch.seq_lens)

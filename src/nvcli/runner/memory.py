@@ -75,7 +75,7 @@ def plan_memory(
     if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
         budget, other = total_ram(), other_bytes(device, weights)
-        kv_cache = int(_available_ram() * _CPU_SHARE) // config.tensor_parallel_size
+        kv_cache = int(_available_ram() * _CPU_SHARE) // config.num_ranks
     else:
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
         total = torch.cuda.mem_get_info(device)[1]
@@ -114,7 +114,8 @@ def check_weights_fit(num_bytes: int, device: torch.device) -> None:
         raise CapacityError(
             f"the weights take {format_bytes(num_bytes)} of each GPU's memory, and GPU {device.index} has "
             f"{format_bytes(free)} free of {format_bytes(total)} ({format_bytes(held)} are held by other programs and "
-            "the driver). To make it fit: raise tensor_parallel_size (--tp), or free the GPU"
+            "the driver). To make it fit: raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp), or free "
+            "the GPU"
         )
 
 

@@ -1,7 +1,7 @@
 """MixedGraphs: steps with prompt slices as CUDA graphs, where launching them would take longer than running them.
 
 A long job refills a slot as soon as a request ends, so that many of its steps carry a prompt or two beside the decode
-rows. Launched one by one, the kernels of such a step keep a small model waiting. A graph holds `max_num_seqs` decode
+rows. Launched one by one, the kernels of such a step keep a small model waiting. A graph holds `max_num_decodes` decode
 rows, padded with the padding slot, and a number of prompt tokens, padded with tokens that go to the null block; the
 attention backend lists the slices' tiles in static memory.
 
@@ -24,11 +24,13 @@ from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
 from nvcli.kernels.decode_inputs import DecodeInputs
 from nvcli.messages import ForwardMode, StepInput
 from nvcli.models.causal_lm import CausalLM
+from nvcli.models.group import StageState
 from nvcli.runner.batch_builder import build_batch
 from nvcli.runner.cuda_graph import CapturedGraph, GraphPool
 from nvcli.runner.graph_sizes import mixed_sizes
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable, unpack_ids
+from nvcli.runner.stage_link import PassedOn, StageLink
 from nvcli.runner.unowned import unowned
 from nvcli.runner.uploader import Uploader
 
@@ -70,12 +72,16 @@ class MixedGraphs:
         backend: AttentionBackend,
         sampler: Sampler,
         upload: Uploader,
+        link: StageLink,
+        *,
+        max_num_decodes: int,
         max_num_batched_tokens: int,
     ) -> None:
         self._pool = pool
         self._model, self._table, self._kv_cache = model, table, kv_cache
         self._backend, self._sampler, self._upload = backend, sampler, upload
-        self._num_decodes = table.padding_slot
+        self._link = link
+        self._num_decodes = max_num_decodes
         self.sizes = mixed_sizes(self._num_decodes, max_num_batched_tokens)
         most_tokens = self._num_decodes + (self.sizes[-1] if self.sizes else 0)
         num_rows = self._num_decodes + MAX_SLICES
@@ -92,7 +98,7 @@ class MixedGraphs:
         self._slots = torch.full((num_rows,), table.padding_slot, dtype=torch.int64, device=device)
         self._logits_rows = torch.arange(num_rows, device=device)
         self._query_start_loc = ints(num_rows + 1)
-        self._graphs: dict[int, CapturedGraph[MixedOutput]] = {}
+        self._graphs: dict[int, CapturedGraph[MixedOutput | PassedOn]] = {}
 
     def capture(self, sizes: list[int] | None = None) -> None:
         """Capture graphs of these numbers of prompt tokens (None: all), largest first."""
@@ -108,7 +114,11 @@ class MixedGraphs:
         has_decodes = len(step.decode_slots) // 4 >= self._num_decodes // 2
         return has_decodes and num_slices <= MAX_SLICES and bool(self._graphs) and num_tokens <= max(self._graphs)
 
-    def replay(self, step: StepInput) -> tuple[MixedOutput, Tensor, tuple[int, ...]]:
+    def num_rows(self, step: StepInput) -> int:
+        """Rows of tokens of the graph that serves the step."""
+        return self._num_decodes + self._size_for(len(step.token_ids) // 4)
+
+    def replay(self, step: StepInput) -> tuple[MixedOutput | PassedOn, Tensor, tuple[int, ...]]:
         """Run the step: (output, its rows of the requests that sample in the order of the batch, their slots)."""
         table, first = self._table, self._num_decodes
         decode_slots = unpack_ids(step.decode_slots)
@@ -123,7 +133,7 @@ class MixedGraphs:
             self._upload,
         ).forward
         num_tokens = slices.num_tokens
-        size = self.sizes[bisect_left(self.sizes, num_tokens)]
+        size = self._size_for(num_tokens)
 
         slots = np.full(first + MAX_SLICES, table.padding_slot, dtype=np.int64)
         slots[:num_decodes] = decode_slots
@@ -147,7 +157,10 @@ class MixedGraphs:
         self._backend.plan_captured_extend(first, slices.extend_lens, slices.seq_lens_host, size, MAX_SLICES)
         return self._graphs[size].replay(), rows_there.long(), tuple(slots[sampling_rows].tolist())
 
-    def _run(self, size: int) -> MixedOutput:
+    def _size_for(self, num_tokens: int) -> int:
+        return self.sizes[bisect_left(self.sizes, num_tokens)]
+
+    def _run(self, size: int) -> MixedOutput | PassedOn:
         table = self._table
         inputs = DecodeInputs(
             input_ids=self._input_ids,
@@ -159,7 +172,9 @@ class MixedGraphs:
         table.advance(self._slots[: self._num_decodes], inputs)
         batch = self._batch(size)
         self._backend.plan_decode_on_device(batch)
-        hidden = self._model.forward(batch)
+        hidden = self._model.forward(batch, self._link.received(self._num_decodes + size))
+        if isinstance(hidden, StageState):
+            return PassedOn(hidden)
         logits = self._model.compute_logits(hidden[self._logits_rows])
         positions = self._seq_lens[: len(self._slots)]
         ids = self._sampler.sample_simply(logits, self._slots, positions)

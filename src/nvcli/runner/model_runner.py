@@ -1,7 +1,8 @@
 """ModelRunner: the conductor of one rank. Made in the order below, then runs steps.
 
 Every rank runs the same code and comes to know the same token ids, on the device. A step's ids feed the next step
-through the slot table, never through the host.
+through the slot table, never through the host. With pipeline stages only the ranks of the last one choose ids, and the
+first one gets them with the next step's input.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from nvcli.config import EngineConfig
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.messages import EngineReady, ForwardMode, MemoryUse, StepInput, StepOutput, TokenLogprobs
 from nvcli.models.config import load_model_config
+from nvcli.models.group import StageState
 from nvcli.models.loader import load_weights, make_up_weights
 from nvcli.models.registry import build_model
+from nvcli.models.stage import Stage
 from nvcli.runner.batch_builder import build_batch
 from nvcli.runner.cuda_graph import DecodeGraphs, GraphPool
 from nvcli.runner.decode_step import DecodeOutput, DecodeStep
@@ -41,14 +44,19 @@ from nvcli.runner.memory import (
     weight_groups,
 )
 from nvcli.runner.mixed_graph import MixedGraphs
-from nvcli.runner.process_group import join_process_group, share_memory
+from nvcli.runner.process_group import divide_ranks, join_process_group, share_memory
 from nvcli.runner.sampler import Sampler, SamplingPlan
 from nvcli.runner.slot_table import SlotTable, unpack_ids
+from nvcli.runner.stage_link import PassedOn, StageLink
 from nvcli.runner.step_clock import StepClock, StepTime
 from nvcli.runner.uploader import Uploader
 from nvcli.runner.warm_up import warm_up_steps
 
-_STEPS_IN_FLIGHT = 2  # the engine's bound; two more may be with the thread that posts them
+_STEPS_POSTED = 2  # may be with the thread that posts them, beside those in flight
+_CPU_WARM_UP_TOKENS = 16
+
+Sampled = tuple[Tensor, list[TokenLogprobs | None]]
+"""Ids [N] int32 on the device, and log-probabilities where a row asked."""
 
 
 def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
@@ -91,6 +99,7 @@ class ModelRunner:
             self._open_device()
             self._join_process_group()
             self._build_model()
+            self._link_stages()
             self._share_memory()
             self._load_weights()
             self._make_slots()
@@ -123,27 +132,34 @@ class ModelRunner:
                 self.device = torch.device("cpu")
                 if "OMP_NUM_THREADS" not in os.environ:
                     num_cores = len(os.sched_getaffinity(0))
-                    torch.set_num_threads(max(1, num_cores // self.config.tensor_parallel_size))
+                    torch.set_num_threads(max(1, num_cores // self.config.num_ranks))
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
             self._clock = StepClock(self.device)
 
     def _join_process_group(self) -> None:
+        config, rank = self.config, self._context.rank
         with self._phase("process group"):
-            self.group = join_process_group(
-                self._context,
-                self.device,
-                size=self.config.tensor_parallel_size,
-                timeout_seconds=self.config.step_timeout,
+            world = join_process_group(
+                self._context, self.device, size=config.num_ranks, timeout_seconds=config.step_timeout
             )
+            self._groups = divide_ranks(config, world, rank)
+            self.group = self._groups.tensor
+            self.stage = Stage(config.stage_of(rank), config.pipeline_parallel_size)
 
     def _build_model(self) -> None:
         with self._phase("build model"):
             self.model_config = load_model_config(self.config.model_path)
-            self.model = build_model(self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len)
+            self.model = build_model(
+                self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
+            )
+
+    def _link_stages(self) -> None:
+        rows = self.config.max_num_batched_tokens
+        self.link = StageLink(self._groups, rows, self.model_config.hidden_size, self.dtype)
 
     def _share_memory(self) -> None:
         with self._phase("share memory"):
-            self._notes = share_memory(self.config, self.group, self.model_config.hidden_size, self.dtype)
+            self._notes = share_memory(self.config, self._groups, self.model_config.hidden_size, self.dtype)
             memory = self.group.peer_memory
             self._shared_bytes = 0 if memory is None else memory.num_bytes
 
@@ -161,12 +177,13 @@ class ModelRunner:
         self.sampler = Sampler(self.slots, self.group, self.model_config.vocab_size)
         self._pinned_ids = [
             torch.empty(config.max_num_seqs, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-            for _ in range(_STEPS_IN_FLIGHT + 2)
+            for _ in range(config.max_steps_in_flight + _STEPS_POSTED)
         ]
         self.upload = Uploader(
             8 * (config.max_num_batched_tokens + config.max_model_len)
             + 3 * config.max_num_seqs * (config.max_blocks_per_seq + 64),
             self.device,
+            steps_in_flight=config.max_steps_in_flight,
         )
 
     def _select_attention(self) -> None:
@@ -204,7 +221,8 @@ class ModelRunner:
     def _run_largest_batches(self) -> None:
         # A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
         on_gpu = self.device.type == "cuda"
-        num_tokens = self.config.max_num_batched_tokens if on_gpu else 16
+        num_tokens = self.config.max_num_batched_tokens
+        num_tokens = num_tokens if on_gpu else min(num_tokens, _CPU_WARM_UP_TOKENS)
         num_seqs = self.config.max_num_seqs if on_gpu else 1
         for step in warm_up_steps(self.config, num_tokens, num_seqs):
             try:
@@ -243,7 +261,7 @@ class ModelRunner:
             graphs=self._graph_bytes,
             shared=self._shared_bytes,
         )
-        self._num_blocks = self.group.min(self.memory_plan.num_blocks)
+        self._num_blocks = self._groups.world.min(self.memory_plan.num_blocks)
 
     def _allocate_kv_cache(self) -> None:
         with self._phase("kv cache"):
@@ -251,7 +269,7 @@ class ModelRunner:
 
     def _use_kv_cache(self, num_blocks: int) -> None:
         self.kv_cache = KVCache(self._kv_spec, num_blocks, self.device)
-        self.decode_step = DecodeStep(self.model, self.slots, self.kv_cache, self.backend, self.sampler)
+        self.decode_step = DecodeStep(self.model, self.slots, self.kv_cache, self.backend, self.sampler, self.link)
 
     def _capture_graphs(self) -> None:
         if self._uses_graphs:
@@ -298,7 +316,7 @@ class ModelRunner:
     def _make_graphs(self) -> tuple[DecodeGraphs, MixedGraphs]:
         """Not captured yet."""
 
-        def decode(slots: Tensor) -> DecodeOutput:
+        def decode(slots: Tensor) -> DecodeOutput | PassedOn:
             batch = self.decode_step.batch(np.ones(len(slots), dtype=np.int64))
             self.backend.prepare_capture(batch)
             self.decode_step.advance(slots)
@@ -313,9 +331,11 @@ class ModelRunner:
             self.backend,
             self.sampler,
             self.upload,
+            self.link,
+            max_num_decodes=config.max_num_decodes,
             max_num_batched_tokens=config.max_num_batched_tokens if self.backend.captures_extend else 0,
         )
-        return DecodeGraphs(pool, decode, config.max_num_seqs, self.slots.padding_slot, self.device), mixed
+        return DecodeGraphs(pool, decode, config.max_num_decodes, self.slots.padding_slot, self.device), mixed
 
     def _allocated_bytes(self) -> int:
         """Of tensors on this rank's device, those that other ranks reach included; on a CPU of the two large ones."""
@@ -366,19 +386,34 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, step: StepInput) -> SampledTokens | None:
+        self.link.receive(self._num_rows(step))
         step_time = self._clock.start()
         self.slots.apply(step, self.upload)
         run = self._run_decode if step.mode == ForwardMode.DECODE else self._run_extend
-        ids, logprobs = run(step)
+        outcome = run(step)
+        if isinstance(outcome, PassedOn):
+            self._clock.stop(step_time)
+            self.link.send(outcome.state)
+            return None
+        ids, logprobs = outcome
         host_ids = self._to_host(ids)
         self._clock.stop(step_time)
-        return SampledTokens(step.step_id, host_ids, logprobs, step_time) if self._context.rank == 0 else None
+        is_output_rank = self._context.rank == self.config.output_rank
+        return SampledTokens(step.step_id, host_ids, logprobs, step_time) if is_output_rank else None
 
     def peak_bytes(self) -> int:
         """The most memory that was in use."""
         return peak_bytes(self.device)
 
-    def _run_decode(self, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
+    def _num_rows(self, step: StepInput) -> int:
+        """Of the step's forward pass, padding included: as many in every stage."""
+        num_tokens = (len(step.decode_slots) + len(step.token_ids)) // 4
+        if step.mode == ForwardMode.DECODE:
+            return num_tokens if self.decode_graphs is None else self.decode_graphs.padded_size(num_tokens)
+        graphs = self.mixed_graphs
+        return graphs.num_rows(step) if graphs is not None and graphs.fits(step) else num_tokens
+
+    def _run_decode(self, step: StepInput) -> Sampled | PassedOn:
         """One token for each request."""
         host_slots = unpack_ids(step.decode_slots)
         self.slots.num_computed_host[host_slots] += 1
@@ -390,7 +425,7 @@ class ModelRunner:
             padding = self.decode_graphs.padded_size(len(seq_lens)) - len(seq_lens)
             self.backend.plan(self.decode_step.batch(np.pad(seq_lens, (0, padding), constant_values=1)))
             output = self.decode_graphs.replay(slots)
-            if plan.is_simple:
+            if isinstance(output, DecodeOutput) and plan.is_simple:
                 assert output.ids is not None
                 return output.ids, []
         else:
@@ -398,33 +433,37 @@ class ModelRunner:
             self.decode_step.advance(slots)
             self.backend.plan(batch)
             output = self.decode_step.compute(slots, batch, sample=False)
+        if isinstance(output, PassedOn):
+            return output
         return self._sample(output.logits, slots, output.positions, plan)
 
-    def _run_extend(self, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
+    def _run_extend(self, step: StepInput) -> Sampled | PassedOn:
         """Prompt slices, beside decode rows or alone."""
         if self.mixed_graphs is not None and self.mixed_graphs.fits(step):
             return self._run_mixed_graph(self.mixed_graphs, step)
         batch = build_batch(step, self.slots, self.kv_cache, self.backend, self.upload)
         self.backend.plan(batch.forward)
         self.backend.plan_on_device(batch.forward)
-        hidden = self.model.forward(batch.forward)
+        hidden = self.model.forward(batch.forward, self.link.received(batch.forward.num_tokens))
+        if isinstance(hidden, StageState):
+            return PassedOn(hidden)
         if not batch.sampling_slots_host:
             return torch.empty(0, dtype=torch.int32, device=self.device), []
         logits = self.model.compute_logits(hidden[batch.forward.logits_rows])
         plan = self.sampler.plan(batch.sampling_slots_host)
         return self._sample(logits, batch.sampling_slots, batch.positions, plan)
 
-    def _run_mixed_graph(self, graphs: MixedGraphs, step: StepInput) -> tuple[Tensor, list[TokenLogprobs | None]]:
+    def _run_mixed_graph(self, graphs: MixedGraphs, step: StepInput) -> Sampled | PassedOn:
         output, rows, host_slots = graphs.replay(step)
+        if isinstance(output, PassedOn):
+            return output
         plan = self.sampler.plan(host_slots)
         if plan.is_simple:
             return output.ids[rows], []
         chosen = output.rows(rows)
         return self._sample(chosen.logits, chosen.slots, chosen.positions, plan)
 
-    def _sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, plan: SamplingPlan
-    ) -> tuple[Tensor, list[TokenLogprobs | None]]:
+    def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, plan: SamplingPlan) -> Sampled:
         """Choose ids, and put them where the next step looks for its input."""
         ids, logprobs = self.sampler.sample(logits, slots, positions, plan)
         self.slots.keep(slots, positions, ids)

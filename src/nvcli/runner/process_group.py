@@ -1,10 +1,11 @@
-"""The ranks' process group: gloo on CPUs, NCCL on GPUs, met over a store that rank 0 holds on a port of its choice; and
-on GPUs that reach each other the memory that they share for small sums.
+"""The ranks' process groups: gloo on CPUs, NCCL on GPUs, met over a store that rank 0 holds on a port of its choice;
+and on GPUs that reach each other the memory that they share for small sums.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -48,29 +49,69 @@ def join_process_group(
     return TensorParallelGroup(dist.group.WORLD, device)
 
 
-def share_memory(config: EngineConfig, group: TensorParallelGroup, hidden_size: int, dtype: torch.dtype) -> list[str]:
-    """Give the group a `PeerMemory` for sums of the steps that are captured; collective over all ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """Whom one rank of a replica works with."""
 
-    Where that cannot be, sums go through the process group. → notes for the log: why it cannot.
+    world: TensorParallelGroup
+    """All ranks of the replica."""
+    tensor: TensorParallelGroup
+    """Those that share the layers of its stage."""
+    previous: dist.ProcessGroup | None = None
+    """Its counterpart in the stage before, as rank 0, and itself. A group for each link, so that what is sent does not
+    wait for what is received, and sums wait for neither."""
+    next: dist.ProcessGroup | None = None
+    """Itself, as rank 0, and its counterpart in the next stage."""
+
+
+def divide_ranks(config: EngineConfig, world: TensorParallelGroup, rank: int) -> RankGroups:
+    """The groups of pipeline stages and of the links between them; collective over all ranks."""
+    num_stages, tp = config.pipeline_parallel_size, config.tensor_parallel_size
+    if num_stages == 1:
+        return RankGroups(world=world, tensor=world)
+    timeout = timedelta(seconds=config.step_timeout)
+
+    # Every rank takes part in the making of every group, in the same order.
+    def group_of(ranks: list[int]) -> dist.ProcessGroup | None:
+        group = dist.new_group(ranks, timeout=timeout)
+        return group if rank in ranks else None
+
+    stages = [list(range(first, first + tp)) for first in range(0, config.num_ranks, tp)]
+    own = [group_of(stage) for stage in stages] if tp > 1 else []
+    links = {first: group_of([first, first + tp]) for first in range(config.num_ranks - tp)}
+    return RankGroups(
+        world=world,
+        tensor=TensorParallelGroup(own[config.stage_of(rank)] if own else None, world.device),
+        previous=links.get(rank - tp),
+        next=links.get(rank),
+    )
+
+
+def share_memory(config: EngineConfig, groups: RankGroups, hidden_size: int, dtype: torch.dtype) -> list[str]:
+    """Give the tensor group a `PeerMemory` for sums of the steps that are captured; collective over all ranks.
+
+    Where that cannot be, sums go through the process group, in every stage: the stages hand over what they hold by the
+    same rule. → notes for the log: why it cannot.
     """
+    world, group = groups.world, groups.tensor
     if group.size == 1 or group.device.type != "cuda":
         return []
-    most_rows = most_captured_tokens(config.max_num_seqs, config.max_num_batched_tokens)
+    most_rows = most_captured_tokens(config.max_num_decodes, config.max_num_batched_tokens)
     layout = PeerLayout(
         num_ranks=group.size,
         max_rows=max(1, min(most_rows, _MOST_PART_BYTES // (hidden_size * dtype.itemsize))),
         hidden_size=hidden_size,
         dtype=dtype,
     )
-    memory, obstacle = None, _obstacle(config, group)
+    memory, obstacle = None, _obstacle(config, group, first_rank=world.rank - group.rank)
     # Together, or some would wait for ranks that do not come.
-    if group.min(int(obstacle is None)):
+    if world.min(int(obstacle is None)):
         try:
             memory = open_peer_memory(group, layout)
         except RuntimeError as error:  # torch has no narrower one
             obstacle = (str(error).strip().splitlines() or [""])[0]
     # Behind the zeros of all ranks, too: this waits for the device.
-    if group.min(int(memory is not None)):
+    if world.min(int(memory is not None)):
         group.peer_memory = memory
         return []
     return [f"sums over the ranks go through NCCL alone, symmetric memory being out: {obstacle or 'on another rank'}"]
@@ -91,14 +132,15 @@ def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemo
     return PeerMemory(layout, blocks, group.rank, handle)
 
 
-def _obstacle(config: EngineConfig, group: TensorParallelGroup) -> str | None:
-    """What keeps this rank from the other ranks' memory, as far as that can be known beforehand."""
+def _obstacle(config: EngineConfig, group: TensorParallelGroup, first_rank: int) -> str | None:
+    """What keeps this rank from the other ranks' memory, as far as that can be known beforehand. `first_rank`: the
+    number among all ranks of the group's first."""
     if group.size not in SUPPORTED_RANKS:
         return f"tensor_parallel_size is {group.size}, and it serves {', '.join(map(str, SUPPORTED_RANKS))}"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    mine = config.gpu_index(group.rank)
-    for rank in range(group.size):
+    mine = config.gpu_index(first_rank + group.rank)
+    for rank in range(first_rank, first_rank + group.size):
         other = config.gpu_index(rank)
         if other != mine and not torch.cuda.can_device_access_peer(mine, other):
             return f"GPU {mine} cannot reach GPU {other}'s memory (see `nvidia-smi topo -p2p r`)"

@@ -64,7 +64,7 @@ class SlotTable:
         """Upper bound of `num_computed` that needs no look at the device."""
 
     def apply(self, step: StepInput, upload: Uploader) -> None:
-        """Take in what the step changes beside its tokens: freed and new slots, and blocks."""
+        """Take in what the step changes beside its prompts: freed and new slots, blocks, and tokens to go on from."""
         for slot in unpack_ids(step.freed_slots):
             self.sampling[slot] = None
         if step.new_slots:
@@ -74,6 +74,9 @@ class SlotTable:
                 unpack_ids(step.block_slots), unpack_ids(step.block_columns), unpack_ids(step.block_ids)
             )
             self.block_table[slots.long(), columns.long()] = blocks
+        if step.decode_ids:
+            slots, ids = upload(unpack_ids(step.decode_slots), unpack_ids(step.decode_ids))
+            self.keep(slots.long(), self.num_computed[slots.long()], ids)
 
     def advance(self, slots: Tensor, inputs: DecodeInputs) -> None:
         """Look up what each slot computes next, and count it as computed. slots: [B] int64; `inputs` is filled."""

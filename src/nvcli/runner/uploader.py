@@ -1,7 +1,7 @@
 """Uploader: small host arrays to the device, many in one copy, without waiting for the device.
 
 A GPU's copy reads the host memory later, when the stream gets there, so arrays are staged in pinned memory that is used
-round and round: it holds the arrays of several steps, and the engine keeps no more than two in flight.
+round and round: it holds the arrays of as many steps as may be in flight, and of two more.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ IntArray = np.ndarray
 _ALIGN = 32  # int32 words: views start at 128 bytes, so that kernels see one alignment
 _ARRAYS = 64
 """More than a step uploads; each may be padded by _ALIGN words."""
-_STEPS_HELD = 4
+_STEPS_BESIDE = 2
 
 
 class Uploader:
     """`capacity`: most int32 words of all the arrays of a step."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device, *, steps_in_flight: int = 2) -> None:
         self._device = device
         if device.type == "cpu":
             return
-        self._size = _STEPS_HELD * (capacity + _ARRAYS * _ALIGN)
+        self._step_size = capacity + _ARRAYS * _ALIGN
+        self._size = (steps_in_flight + _STEPS_BESIDE) * self._step_size
         self._pinned = torch.empty(self._size, dtype=torch.int32, pin_memory=True)
         self._staging = self._pinned.numpy()
         self._on_device = torch.empty(self._size, dtype=torch.int32, device=device)
@@ -38,7 +39,7 @@ class Uploader:
             return tuple(torch.from_numpy(array.astype(np.int32)) for array in arrays)
         padded = [-(-len(array) // _ALIGN) * _ALIGN for array in arrays]
         total = sum(padded)
-        assert total <= self._size // _STEPS_HELD, "the step is larger than its message may be"
+        assert total <= self._step_size, "the step is larger than its message may be"
         if self._next + total > self._size:
             self._next = 0
         first = self._next

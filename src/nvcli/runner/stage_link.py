@@ -1,0 +1,82 @@
+"""StageLink: how hidden states get from one pipeline stage to the next, each rank's to its counterpart.
+
+Both sides know how many rows a step has, so that a message is one tensor and nothing else. It is received into memory
+with a fixed address, which the stage's CUDA graphs read; sending and receiving are not part of the graphs. While a
+message is being sent the stage goes on with the next step, until that one has something to send too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nvcli.models.group import StageState
+from nvcli.runner.process_group import RankGroups
+from nvcli.runner.unowned import unowned
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOn:
+    """What a captured step leaves behind in a stage that is not the last."""
+
+    state: StageState
+
+    def unowned(self) -> PassedOn:
+        residual, delta = self.state.residual, self.state.delta
+        return PassedOn(StageState(unowned(residual), None if delta is None else unowned(delta)))
+
+    def head(self, num_rows: int) -> PassedOn:
+        """All rows: the next stage computes the padding too."""
+        return self
+
+
+class StageLink:
+    """One rank's ends. A stage that is the first has nothing to receive, and the last one nothing to send."""
+
+    def __init__(self, groups: RankGroups, max_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self._previous, self._next = groups.previous, groups.next
+        self._num_tensors = 1 if groups.tensor.size == 1 else 2
+        """Of a `StageState`."""
+        self._hidden_size = hidden_size
+        size = self._num_tensors * max_rows * hidden_size
+
+        def memory(is_used: bool) -> Tensor:
+            return torch.zeros(size if is_used else 0, dtype=dtype, device=groups.tensor.device)
+
+        self._incoming, self._outgoing = memory(self._previous is not None), memory(self._next is not None)
+        self._sending: dist.Work | None = None
+
+    def receive(self, num_rows: int) -> None:
+        """Take the next step's rows in. On a GPU what is launched from here on waits for them, and the host does not.
+        Nothing in the first stage."""
+        if self._previous is not None:
+            rows = self._rows(self._incoming, num_rows)
+            work = dist.irecv(rows, group=self._previous, group_src=0)
+            assert work is not None
+            work.wait()
+
+    def received(self, num_rows: int) -> StageState | None:
+        """Views of what was received; None in the first stage."""
+        if self._previous is None:
+            return None
+        rows = self._rows(self._incoming, num_rows)
+        return StageState(rows[0], rows[1] if self._num_tensors == 2 else None)
+
+    def send(self, state: StageState) -> None:
+        """Copies the state, so that its memory is free for the next step."""
+        assert self._next is not None
+        if self._sending is not None:
+            self._sending.wait()  # its memory is used again
+        rows = self._rows(self._outgoing, len(state.residual))
+        rows[0].copy_(state.residual)
+        if state.delta is not None:
+            rows[1].copy_(state.delta)
+        self._sending = dist.isend(rows, group=self._next, group_dst=1)
+
+    def _rows(self, memory: Tensor, num_rows: int) -> Tensor:
+        """[tensors, num_rows, H], contiguous."""
+        size = self._num_tensors * num_rows * self._hidden_size
+        return memory[:size].view(self._num_tensors, num_rows, self._hidden_size)
