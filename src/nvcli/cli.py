@@ -94,6 +94,10 @@ TpOption = Annotated[
     str | None,
     typer.Option("--tp", metavar="N|auto", help="GPUs (processes) for each copy; auto: what is fastest here."),
 ]
+PpOption = Annotated[
+    int | None,
+    typer.Option("--pp", metavar="N", help="Stages of layers in each copy, each on its own --tp GPUs; 1."),
+]
 DpOption = Annotated[str | None, typer.Option("--dp", metavar="N|auto", help="Copies of the model; auto likewise.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")]
 
@@ -191,6 +195,7 @@ def generate(
     config: ConfigOption = None,
     model: ModelOption = None,
     tp: TpOption = None,
+    pp: PpOption = None,
     dp: DpOption = None,
     overrides: SetOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start an existing output anew.")] = False,
@@ -217,6 +222,7 @@ def generate(
     flags = {
         "--model": model,
         "--tp": _size(tp),
+        "--pp": pp,
         "--dp": _size(dp),
         "--order": order.value if order else None,
         "--max-errors": max_errors,
@@ -325,13 +331,14 @@ def bench(
     ] = None,
     config: ConfigOption = None,
     tp: TpOption = None,
+    pp: PpOption = None,
     dp: DpOption = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     from nvcli.config import find_config_file, load_run_config
 
-    flags = {"--model": model or shape, "--tp": _size(tp), "--dp": _size(dp)}
+    flags = {"--model": model or shape, "--tp": _size(tp), "--pp": pp, "--dp": _size(dp)}
     run = load_run_config(find_config_file(config), overrides or (), flags)
 
     from nvcli.bench.command import BenchOptions, run_bench
@@ -389,6 +396,7 @@ def profile_memory(
     ] = None,
     config: ConfigOption = None,
     tp: TpOption = None,
+    pp: PpOption = None,
     overrides: SetOption = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg|.png", help="Draw a bar for each rank.")
@@ -403,7 +411,8 @@ def profile_memory(
 
     if plot is not None:
         check_plot(plot)
-    run = load_run_config(find_config_file(config), overrides or (), {"--model": model or shape, "--tp": _size(tp)})
+    flags = {"--model": model or shape, "--tp": _size(tp), "--pp": pp}
+    run = load_run_config(find_config_file(config), overrides or (), flags)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=_say)
     if plot is not None:
         write_plot(profile, plot)
@@ -436,6 +445,7 @@ def doctor(
         str | None,
         typer.Option("--tp", metavar="N|auto", help="GPUs (processes) for each copy: their all-reduce is tried."),
     ] = None,
+    pp: PpOption = None,
     dp: DpOption = None,
     device: Annotated[
         DeviceChoice | None, typer.Option("--device", help="What the run would be on. Without it: what is there.")
@@ -456,7 +466,13 @@ def doctor(
     from nvcli.doctor.findings import Level, count
     from nvcli.doctor.report import format_json, format_verdict, print_section
 
-    flags = {"--model": model, "--tp": _size(tp), "--dp": _size(dp), "--device": device.value if device else None}
+    flags = {
+        "--model": model,
+        "--tp": _size(tp),
+        "--pp": pp,
+        "--dp": _size(dp),
+        "--device": device.value if device else None,
+    }
     run = load_run_config(find_config_file(config), overrides or (), flags, needs_model=False)
     sections = []
     for section in examine(run, output=output.absolute().parent, timeout=timeout):

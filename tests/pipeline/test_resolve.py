@@ -26,6 +26,10 @@ class Model:
         if size == 3:
             raise ConfigError("3 does not divide")
 
+    def check_pipeline_parallel(self, size: int) -> None:
+        if size > 8:
+            raise ConfigError("not so many layers")
+
 
 @pytest.mark.parametrize(
     ("keys", "found", "device", "dtype"),

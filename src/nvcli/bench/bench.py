@@ -17,6 +17,7 @@ from nvcli.engine.request import Request, StepRecord
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.messages import EngineReady
 from nvcli.models.config import ModelConfig
+from nvcli.models.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ def bench(
         model_config,
         bytes_per_element=DTYPE_BYTES[config.dtype],
         tensor_parallel_size=config.tensor_parallel_size,
+        stage=Stage(config.pipeline_parallel_size - 1, config.pipeline_parallel_size),
     )
     baseline = _median_rate(measured.passes)
     results = []

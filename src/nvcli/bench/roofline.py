@@ -9,7 +9,8 @@ memory's bandwidth, and its operations, over the matrix rate. Counted is what no
     prompt attention    keys and values of each slice read once, the new ones written; 4 operations for each head, head
                         dimension and pair of tokens
 
-Activations, norms, sampling, embeddings and collectives count nothing. For dense decoder models, of one rank.
+Activations, norms, sampling, embeddings and collectives count nothing. For dense decoder models, of one rank; with
+pipeline stages, of one of the last stage's, whose steps are the ones that are timed.
 
 The prefill and decode phases share the matrices of a mixed step by their tokens, its LM head by the rows that get a
 token, and its measured time by what their parts come to.
@@ -24,6 +25,9 @@ from typing import Literal
 from nvcli.engine.request import StepRecord
 from nvcli.models.config import ModelConfig
 from nvcli.models.sizes import kv_bytes_per_token, kv_heads_per_rank
+from nvcli.models.stage import Stage
+
+_WHOLE = Stage()
 
 Phase = Literal["prefill", "decode"]
 
@@ -68,17 +72,20 @@ class ModelCosts:
     bytes_per_element: int
 
     @staticmethod
-    def of(model: ModelConfig, *, bytes_per_element: int, tensor_parallel_size: int = 1) -> ModelCosts:
-        tp = tensor_parallel_size
+    def of(
+        model: ModelConfig, *, bytes_per_element: int, tensor_parallel_size: int = 1, stage: Stage = _WHOLE
+    ) -> ModelCosts:
+        """`stage`: the last one."""
+        tp, num_layers = tensor_parallel_size, len(stage.layers(model.num_layers))
         kv_heads = kv_heads_per_rank(model, tp)
         query_size = model.num_heads * model.head_dim // tp
         attention = model.hidden_size * (2 * query_size + 2 * kv_heads * model.head_dim)
         mlp = 3 * model.hidden_size * model.intermediate_size // tp
         return ModelCosts(
-            layer_weights=model.num_layers * (attention + mlp),
+            layer_weights=num_layers * (attention + mlp),
             lm_head_weights=model.vocab_size * model.hidden_size // tp,
-            kv_elements_per_token=kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=1),
-            attention_flops_per_pair=model.num_layers * 4 * query_size,
+            kv_elements_per_token=kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=1, stage=stage),
+            attention_flops_per_pair=num_layers * 4 * query_size,
             bytes_per_element=bytes_per_element,
         )
 

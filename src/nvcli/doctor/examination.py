@@ -46,7 +46,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         smi = ask_nvidia_smi()  # before our own probes take memory of the GPUs
         files = check_model_files(run.model) if run.model.strip() else None
         config, layout, config_findings = _layout(run, files, device, smi)
-        num_ranks = layout.tensor_parallel_size * layout.data_parallel_size
+        num_ranks = layout.num_ranks
         device_probe = start("device_probe", None, "device probe")
         yield Section(title="Software", findings=check_software(device))
         yield Section(title="Machine", findings=check_machine(device, num_ranks=num_ranks))
@@ -71,7 +71,10 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         yield Section(
             title="Collectives",
             findings=check_all_reduce(
-                device, size=layout.tensor_parallel_size, num_copies=layout.data_parallel_size, timeout=timeout
+                device,
+                size=layout.pipeline_parallel_size * layout.tensor_parallel_size,
+                num_copies=layout.data_parallel_size,
+                timeout=timeout,
             )
             if can_run
             else [_not_checked("all-reduce")],
@@ -103,7 +106,11 @@ def _layout(
 ) -> tuple[EngineConfig | None, Layout, list[Finding]]:
     """What the run and the model come to together; no EngineConfig where that cannot be told."""
     tp, dp = run.tensor_parallel_size, run.data_parallel_size
-    given = Layout(tensor_parallel_size=1 if tp == "auto" else tp, data_parallel_size=1 if dp == "auto" else dp)
+    given = Layout(
+        tensor_parallel_size=1 if tp == "auto" else tp,
+        pipeline_parallel_size=run.pipeline_parallel_size,
+        data_parallel_size=1 if dp == "auto" else dp,
+    )
     if files is None or files.path is None or files.config is None:
         return None, given, []
     try:
@@ -115,6 +122,7 @@ def _layout(
         return None, given, [problem("memory", str(error), "see `nvcli profile-memory`")]
     config = layout.apply(config)
     chosen = [note("layout", layout.why)] if layout.why else []
+    stages = f"--pp {layout.pipeline_parallel_size}, " if layout.pipeline_parallel_size > 1 else ""
     return (
         config,
         layout,
@@ -122,7 +130,7 @@ def _layout(
             *chosen,
             ok(
                 "configuration",
-                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, "
+                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, {stages}"
                 f"--dp {layout.data_parallel_size}, max_model_len {config.max_model_len:,}",
             ),
         ],

@@ -8,6 +8,8 @@ from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.doctor.device_probe import GpuReport
 from nvcli.doctor.findings import Finding, format_gib, ok, problem, warning
 from nvcli.models.config import ModelConfig
+from nvcli.models.sizes import weight_elements
+from nvcli.profile.estimate import largest_stage
 
 _LITTLE_BYTES = 2 << 30
 """Activations and CUDA graphs of usual runs take this much; what is beyond holds KV cache."""
@@ -18,10 +20,14 @@ def check_fit(
 ) -> Finding:
     """`num_copies`: the data-parallel size. `ram`: bytes free, which count on a CPU alone."""
     size = config.tensor_parallel_size
-    weights = num_weights * DTYPE_BYTES[config.dtype] // size
+    weights = num_weights * DTYPE_BYTES[config.dtype]
     if config.device == "cpu":
-        return _fit_ram(weights * size * num_copies, ram, config)
-    needed = gpus[: size * num_copies]
+        return _fit_ram(weights * num_copies, ram, config)
+    if config.pipeline_parallel_size > 1:
+        of_stage = sum(weight_elements(model, stage=largest_stage(config, model)).values())
+        weights = weights * of_stage // sum(weight_elements(model).values())
+    weights //= size
+    needed = gpus[: config.num_ranks * num_copies]
     if not needed:
         return warning("memory", f"{format_gib(weights)} of weights a GPU, and no GPU to hold them", "see above")
     rooms = [

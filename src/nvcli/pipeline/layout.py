@@ -5,13 +5,16 @@ hold of each GPU left out; one whose KV cache holds a request of `max_model_len`
 those, the one with the least seconds by this model, for one copy and added up over copies:
 
     decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
-                    and values; a fixed time for each layer; tp > 1: two all-reduces for each layer
+                    and values; a fixed time for each layer; tp > 1: two all-reduces for each layer. With stages: all of
+                    them work at a time, each on a share of the requests
     requests a step no more than `max_num_seqs`, the copy's share of the job, and what the KV cache holds
     prompts         matrix time and all-reduces
     start           each process, each copy's weights, and NCCL: what makes many copies too much for a small job
 
 Lengths are not known before the job is read: requests are taken to have `_USUAL_TOKENS` of prompt and of answer. The
-constants were read off H200s; what counts are their ratios.
+constants were read off H200s; what counts are their ratios. Pipeline stages are taken where they are asked for, and
+never chosen: between GPUs with fast links tensor parallelism reads the weights once where stages read theirs for each
+micro-batch, and between others nothing has been measured.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from nvcli.errors import CapacityError, ConfigError
 from nvcli.models.config import ModelConfig
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
 from nvcli.nvidia_smi import SmiGpu
-from nvcli.profile.estimate import block_bytes, estimate
+from nvcli.profile.estimate import block_bytes, estimate, largest_stage
 
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64
@@ -44,9 +47,10 @@ _ESTIMATE_ERROR = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """dp × tp in numbers."""
+    """dp × pp × tp in numbers."""
 
     tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
     data_parallel_size: int
     gpus: tuple[int, ...] = ()
     """`EngineConfig.gpus`."""
@@ -55,6 +59,16 @@ class Layout:
 
     def apply(self, config: EngineConfig) -> EngineConfig:
         return msgspec.structs.replace(config, tensor_parallel_size=self.tensor_parallel_size, gpus=self.gpus)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all copies."""
+        return self.data_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def flags(self) -> str:
+        stages = f" --pp {self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
+        return f"--dp {self.data_parallel_size}{stages} --tp {self.tensor_parallel_size}"
 
 
 def choose_layout(
@@ -68,19 +82,25 @@ def choose_layout(
 ) -> Layout:
     """`gpus`: those that a process sees, in its order. `num_requests`: of the job; None: many.
 
-    Of `config`, the tensor-parallel size is not looked at. Raises ConfigError where there are too few GPUs for the size
-    that is given, and CapacityError with the itemised plan where the model fits nowhere.
+    Of `config`, the tensor-parallel size is not looked at, and the number of stages is kept. Raises ConfigError where
+    there are too few GPUs for the sizes that are given, and CapacityError with the itemised plan where the model fits
+    nowhere.
     """
     dtype_bytes = DTYPE_BYTES[config.dtype]
     known_requests = num_requests
     if num_requests is None:
         num_requests = _LARGE_JOB * config.max_num_seqs * len(gpus)
-    sizes = list(_sizes(len(gpus), model, num_requests, tensor_parallel_size, data_parallel_size))
+    pp = config.pipeline_parallel_size
+    sizes = list(_sizes(len(gpus) // pp, model, num_requests, tensor_parallel_size, data_parallel_size))
     if not sizes:
-        given = tensor_parallel_size if data_parallel_size == "auto" else data_parallel_size
-        key = "tensor_parallel_size (--tp)" if data_parallel_size == "auto" else "data_parallel_size (--dp)"
+        given = {
+            "tensor_parallel_size (--tp)": tensor_parallel_size,
+            "data_parallel_size (--dp)": data_parallel_size,
+            "pipeline_parallel_size (--pp)": pp if pp > 1 else "auto",
+        }
+        shown = " and ".join(f"{key} is {size}" for key, size in given.items() if size != "auto")
         raise ConfigError(
-            f"{key} is {given}, and {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'} can be seen here: lower it, or "
+            f"{shown}, and {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'} can be seen here: lower it, or "
             "look at CUDA_VISIBLE_DEVICES"
         )
     candidates = [_candidate(gpus, model, config, tp, dp, num_requests, dtype_bytes) for tp, dp in sizes]
@@ -90,6 +110,7 @@ def choose_layout(
     best = min(fitting, key=lambda one: (one.num_tokens < config.max_model_len, one.seconds, one.num_gpus))
     return Layout(
         tensor_parallel_size=best.tp,
+        pipeline_parallel_size=best.pp,
         data_parallel_size=best.dp,
         gpus=() if best.gpus == tuple(range(best.num_gpus)) else best.gpus,
         why=_explain(best, fitting, len(gpus), known_requests, config),
@@ -99,6 +120,7 @@ def choose_layout(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     tp: int
+    pp: int
     dp: int
     gpus: tuple[int, ...]
     weight_bytes: int
@@ -112,17 +134,25 @@ class _Candidate:
 
     @property
     def num_gpus(self) -> int:
-        return self.tp * self.dp
+        return self.gpus_each * self.dp
+
+    @property
+    def gpus_each(self) -> int:
+        """Of a copy."""
+        return self.pp * self.tp
 
     @property
     def flags(self) -> str:
-        return f"--dp {self.dp} --tp {self.tp}"
+        return Layout(tensor_parallel_size=self.tp, pipeline_parallel_size=self.pp, data_parallel_size=self.dp).flags
 
 
 def _sizes(
     num_gpus: int, model: ModelConfig, num_requests: int, tp_given: ParallelSize, dp_given: ParallelSize
 ) -> Iterator[tuple[int, int]]:
-    """Every tp and dp that the model can be cut into, the GPUs allow, and that is not more copies than requests."""
+    """Every tp and dp that the model can be cut into, the GPUs allow, and that is not more copies than requests.
+
+    `num_gpus`: for each pipeline stage.
+    """
     for tp in range(1, num_gpus + 1) if tp_given == "auto" else [tp_given]:
         if not model.divides_by(tp):
             continue
@@ -142,29 +172,32 @@ def _candidate(
     dtype_bytes: int,
 ) -> _Candidate:
     config = msgspec.structs.replace(config, tensor_parallel_size=tp, gpus=())
-    weights = sum(weight_elements(model, tensor_parallel_size=tp).values()) * dtype_bytes
+    each = config.num_ranks
+    weights = sum(weight_elements(model, tensor_parallel_size=tp, stage=largest_stage(config, model)).values())
+    weights *= dtype_bytes
     rooms = [_room(gpu, model, config) for gpu in gpus]
     # Those with most room; neighbours share a copy.
-    chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: tp * dp])
+    chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: each * dp])
     share = math.ceil(num_requests / dp)
     rate, least_tokens = 0.0, None
-    for first in range(0, tp * dp, tp):
-        group = chosen[first : first + tp]
+    for first in range(0, each * dp, each):
+        group = chosen[first : first + each]
         num_tokens = _num_tokens(min(rooms[index] for index in group), model, config)
         least_tokens = num_tokens if least_tokens is None else min(least_tokens, num_tokens)
         speeds = [_speed(gpus[index].name) for index in group]
         slowest = min(speeds, key=lambda speed: speed.bytes_per_second)
         if num_tokens:
             rate += share / _copy_seconds(model, config, slowest, share, num_tokens, dtype_bytes)
-    start = (tp * dp - 1) * _PROCESS_SECONDS + (dp - 1) * tp * weights / _LOAD_BYTES_PER_SECOND
+    start = (each * dp - 1) * _PROCESS_SECONDS + (dp - 1) * each * weights / _LOAD_BYTES_PER_SECOND
     return _Candidate(
         tp=tp,
+        pp=config.pipeline_parallel_size,
         dp=dp,
         gpus=tuple(chosen),
         weight_bytes=weights,
         room=min(rooms[index] for index in chosen),
         num_tokens=least_tokens or 0,
-        seconds=(num_requests / rate if rate else math.inf) + start + (_NCCL_SECONDS if tp > 1 else 0.0),
+        seconds=(num_requests / rate if rate else math.inf) + start + (_NCCL_SECONDS if each > 1 else 0.0),
     )
 
 
@@ -188,21 +221,23 @@ def _copy_seconds(
     model: ModelConfig, config: EngineConfig, speed: _Speed, num_requests: int, num_tokens: int, dtype_bytes: int
 ) -> float:
     """One copy's time for its share of the job."""
-    tp = config.tensor_parallel_size
+    tp, pp, stage = config.tensor_parallel_size, config.pipeline_parallel_size, largest_stage(config, model)
+    num_layers = len(stage.layers(model.num_layers))
     usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
     running = max(1.0, min(config.max_num_seqs, num_requests, num_tokens / (2 * usual)))
-    elements = weight_elements(model, tensor_parallel_size=tp)
+    elements = weight_elements(model, tensor_parallel_size=tp, stage=stage)
     layers = elements["attention"] + elements["MLP"]
-    matrices = layers + elements.get("LM head", elements["embeddings"])
+    matrices = layers + elements.get("LM head", elements.get("embeddings", 0))
     row_bytes = model.hidden_size * dtype_bytes
-    kv_bytes = kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=dtype_bytes)
-    step = max(matrices * dtype_bytes / speed.bytes_per_second, 2 * matrices * running / speed.flops_per_second)
-    step += running * 1.5 * usual * kv_bytes / speed.bytes_per_second
-    step += model.num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, running * row_bytes))
+    kv_bytes = kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=dtype_bytes, stage=stage)
+    rows = max(1.0, running / pp)
+    step = max(matrices * dtype_bytes / speed.bytes_per_second, 2 * matrices * rows / speed.flops_per_second)
+    step += rows * 1.5 * usual * kv_bytes / speed.bytes_per_second
+    step += num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
     prompt_tokens = num_requests * usual
     prompts = 2 * layers * prompt_tokens / speed.flops_per_second
-    prompts += 2 * model.num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
-    return usual * num_requests / running * step + prompts
+    prompts += 2 * num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
+    return usual * num_requests / running * pp * step + prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +310,8 @@ def _explain(
     each = "on" if best.dp == 1 else "each on"
     which = f" (GPU {', '.join(map(str, best.gpus))})" if best.gpus != tuple(range(best.num_gpus)) else ""
     text = (
-        f"{best.flags}: {copies} of the model, {each} {best.tp} of {num_gpus} GPU{'s' if num_gpus > 1 else ''}{which}; "
+        f"{best.flags}: {copies} of the model, {each} {best.gpus_each} of {num_gpus} "
+        f"GPU{'s' if num_gpus > 1 else ''}{which}; "
         f"weights take {format_bytes(best.weight_bytes)} of a GPU, KV cache for about {best.num_tokens:,} tokens a copy"
     )
     others = [one for one in fitting if one is not best]

@@ -30,6 +30,7 @@ class ModelFacts(Protocol):
     @property
     def generation_defaults(self) -> Mapping[str, Any]: ...
     def check_tensor_parallel(self, size: int) -> None: ...
+    def check_pipeline_parallel(self, size: int) -> None: ...
 
 
 def resolve_engine_config(
@@ -42,6 +43,7 @@ def resolve_engine_config(
     """
     tensor_parallel_size = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
     model.check_tensor_parallel(tensor_parallel_size)
+    model.check_pipeline_parallel(run.pipeline_parallel_size)
     max_model_len = run.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -57,6 +59,7 @@ def resolve_engine_config(
         device=device,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=run.pipeline_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=run.max_num_seqs,
         max_num_batched_tokens=run.max_num_batched_tokens,
@@ -85,11 +88,12 @@ def resolve_layout(
     environ: Mapping[str, str] = os.environ,
 ) -> Layout:
     """Numbers for `tensor_parallel_size` and `data_parallel_size`; `auto` is 1 where nothing can be chosen.
+    `pipeline_parallel_size` is what was given.
 
     `config`: what `run` comes to otherwise. `num_requests`: of the job; None: many. `report`: what nvidia-smi says;
     None: ask it. Raises ConfigError and CapacityError.
     """
-    tp, dp = run.tensor_parallel_size, run.data_parallel_size
+    tp, dp, pp = run.tensor_parallel_size, run.data_parallel_size, run.pipeline_parallel_size
     why = ""
     if chooses_layout(run, config):
         gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
@@ -97,8 +101,14 @@ def resolve_layout(
             return choose_layout(
                 gpus, model, config, num_requests=num_requests, tensor_parallel_size=tp, data_parallel_size=dp
             )
-        why = f"--dp {1 if dp == 'auto' else dp} --tp {1 if tp == 'auto' else tp}: not chosen, as {gpus}"
-    return Layout(tensor_parallel_size=1 if tp == "auto" else tp, data_parallel_size=1 if dp == "auto" else dp, why=why)
+        stages = f" --pp {pp}" if pp > 1 else ""
+        why = f"--dp {1 if dp == 'auto' else dp}{stages} --tp {1 if tp == 'auto' else tp}: not chosen, as {gpus}"
+    return Layout(
+        tensor_parallel_size=1 if tp == "auto" else tp,
+        pipeline_parallel_size=pp,
+        data_parallel_size=1 if dp == "auto" else dp,
+        why=why,
+    )
 
 
 def attention_choice(choice: str | AttentionBackends) -> str:

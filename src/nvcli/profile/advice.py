@@ -117,7 +117,7 @@ def _candidates(
             model.check_tensor_parallel(size)
         except ConfigError:
             continue
-        if size <= 8:
+        if size * config.pipeline_parallel_size <= 8:
             yield {"tensor_parallel_size": size}, "weights and cache are spread over more GPUs"
 
 

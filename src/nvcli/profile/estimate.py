@@ -10,6 +10,7 @@ from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
+from nvcli.models.stage import Stage
 from nvcli.runner.graph_sizes import decode_sizes, mixed_sizes, most_captured_tokens
 
 _CONTEXT_BYTES = 800_000_000
@@ -21,29 +22,45 @@ _WORKSPACE_BYTES = 70_000_000
 _BYTES_PER_GRAPH = 5_000_000
 
 
-def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Of one KV block on one rank."""
+def largest_stage(config: EngineConfig, model: ModelConfig) -> Stage:
+    """The pipeline stage with the most weights; with one stage, that one."""
+    stages = [Stage(index, config.pipeline_parallel_size) for index in range(config.pipeline_parallel_size)]
+    return max(stages, key=lambda stage: sum(weight_elements(model, stage=stage).values()))
+
+
+def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = None) -> int:
+    """Of one KV block on one rank of a stage; None: of the first, which has the most layers."""
     per_token = kv_bytes_per_token(
-        model, tensor_parallel_size=config.tensor_parallel_size, bytes_per_element=DTYPE_BYTES[config.dtype]
+        model,
+        tensor_parallel_size=config.tensor_parallel_size,
+        bytes_per_element=DTYPE_BYTES[config.dtype],
+        stage=stage or Stage(0, config.pipeline_parallel_size),
     )
     return per_token * config.block_size
 
 
-def estimate(config: EngineConfig, model: ModelConfig, total: int) -> MemoryUse:
-    """One rank's plan on a GPU of `total` bytes. The KV cache is negative where the rest does not fit."""
+def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage | None = None) -> MemoryUse:
+    """The plan of one rank of a stage, on a GPU of `total` bytes; the KV cache is negative where the rest does not fit.
+
+    None: the most that a rank of any stage needs.
+    """
     tp, size = config.tensor_parallel_size, DTYPE_BYTES[config.dtype]
-    groups = {name: count * size for name, count in weight_elements(model, tensor_parallel_size=tp).items()}
+    elements = weight_elements(model, tensor_parallel_size=tp, stage=stage or largest_stage(config, model))
+    groups = {name: count * size for name, count in elements.items()}
+    samples = stage is None or stage.is_last
     budget = int(total * config.gpu_memory_utilization)
     fixed = {
         "weights": sum(groups.values()),
-        "buffers": _buffers(config, model),
-        "activations": max(_activations(config, model, config.max_num_batched_tokens), _sampling(config, model)),
-        "CUDA graphs": 0 if config.enforce_eager else _graphs(config, model),
-        "other": _CONTEXT_BYTES + (_COLLECTIVES_BYTES if tp > 1 else 0),
+        "buffers": _buffers(config, model, stage),
+        "activations": max(
+            _activations(config, model, config.max_num_batched_tokens), _sampling(config, model) if samples else 0
+        ),
+        "CUDA graphs": 0 if config.enforce_eager else _graphs(config, model, samples=samples),
+        "other": _CONTEXT_BYTES + (_COLLECTIVES_BYTES if config.num_ranks > 1 else 0),
     }
     left = budget - sum(fixed.values()) if config.kv_cache_memory is None else config.kv_cache_memory
     most_blocks = 1 + config.max_num_seqs * config.max_blocks_per_seq
-    one_block = block_bytes(config, model)
+    one_block = block_bytes(config, model, stage)
     kv_cache = min(left // one_block, most_blocks) * one_block if left > 0 else left
     return MemoryUse(
         device="a GPU", total=total, budget=budget, weights=groups, planned={**fixed, "KV cache": kv_cache}
@@ -61,21 +78,25 @@ def _sampling(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_num_seqs * model.vocab_size * (DTYPE_BYTES[config.dtype] + 4)
 
 
-def _graphs(config: EngineConfig, model: ModelConfig) -> int:
+def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     """All share the memory of the largest, and each has some of its own."""
-    decode = decode_sizes(config.max_num_seqs)
-    mixed = mixed_sizes(config.max_num_seqs, config.max_num_batched_tokens)
-    most_tokens = most_captured_tokens(config.max_num_seqs, config.max_num_batched_tokens)
-    logits = config.max_num_seqs * model.vocab_size * DTYPE_BYTES[config.dtype]
+    decode = decode_sizes(config.max_num_decodes)
+    mixed = mixed_sizes(config.max_num_decodes, config.max_num_batched_tokens)
+    most_tokens = most_captured_tokens(config.max_num_decodes, config.max_num_batched_tokens)
+    logits = config.max_num_decodes * model.vocab_size * DTYPE_BYTES[config.dtype] if samples else 0
     return _activations(config, model, most_tokens) + logits + (len(decode) + len(mixed)) * _BYTES_PER_GRAPH
 
 
-def _buffers(config: EngineConfig, model: ModelConfig) -> int:
-    """Slot table, block tables (three copies), rotary table, workspaces; with several ranks four buffers for sums."""
+def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
+    """Slot table, block tables (three copies), rotary table, workspaces; with several ranks four buffers for sums, and
+    with stages one for what comes and one for what goes."""
     tokens = (config.max_num_seqs + 1) * config.max_model_len * 4
     tables = 3 * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     sums = 0
     if config.tensor_parallel_size > 1:
-        most_tokens = most_captured_tokens(config.max_num_seqs, config.max_num_batched_tokens)
+        most_tokens = most_captured_tokens(config.max_num_decodes, config.max_num_batched_tokens)
         sums = 4 * most_tokens * model.hidden_size * DTYPE_BYTES[config.dtype]
-    return tokens + tables + sums + config.max_model_len * model.head_dim * 4 + _WORKSPACE_BYTES
+    ends = 2 - stage.is_first - stage.is_last if stage is not None else min(2, config.pipeline_parallel_size - 1)
+    tensors = 1 if config.tensor_parallel_size == 1 else 2
+    links = ends * tensors * config.max_num_batched_tokens * model.hidden_size * DTYPE_BYTES[config.dtype]
+    return tokens + tables + sums + links + config.max_model_len * model.head_dim * 4 + _WORKSPACE_BYTES

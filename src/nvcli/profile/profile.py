@@ -12,6 +12,7 @@ from nvcli.engine.client import EngineClient
 from nvcli.errors import CapacityError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
+from nvcli.models.stage import Stage
 from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, missing
 from nvcli.profile.estimate import block_bytes, estimate
@@ -28,10 +29,12 @@ class MemoryProfile:
     problem: str | None
     """Why it does not fit, if so."""
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     max_model_len: int
     max_num_seqs: int
     block_size: int
     block_bytes: int
+    """On a rank of the first stage, which has the most layers."""
     ranks: list[MemoryUse]
     num_blocks: int
     """For use: the null block is not counted. The fewest of all ranks."""
@@ -51,11 +54,9 @@ def profile_from_config(
     config: EngineConfig, model: ModelConfig, name: str, *, total: int, lengths: FileLengths | None
 ) -> MemoryProfile:
     """From the configuration alone, for GPUs of `total` bytes."""
-    use = estimate(config, model, total)
-    problem = missing(config, model, use)
-    return _profile(
-        config, model, name, [use] * config.tensor_parallel_size, lengths, is_estimate=True, problem=problem
-    )
+    problem = missing(config, model, estimate(config, model, total))
+    ranks = _estimated_ranks(config, model, total)
+    return _profile(config, model, name, ranks, lengths, is_estimate=True, problem=problem)
 
 
 def profile_by_loading(
@@ -80,21 +81,21 @@ def profile_by_loading(
         total = gpu_memory() if config.device == "cuda" else None
         if total is None:
             raise
-        use = estimate(config, model, total)
-        return _profile(
-            config,
-            model,
-            name,
-            [use] * config.tensor_parallel_size,
-            lengths,
-            is_estimate=True,
-            problem=str(error),
-        )
+        ranks = _estimated_ranks(config, model, total)
+        return _profile(config, model, name, ranks, lengths, is_estimate=True, problem=str(error))
     finally:
         client.close()
     for note in ready.notes:
         say(note)
     return _profile(config, model, name, ready.memory, lengths, is_estimate=False, problem=None)
+
+
+def _estimated_ranks(config: EngineConfig, model: ModelConfig, total: int) -> list[MemoryUse]:
+    return [estimate(config, model, total, _stage_of(config, rank)) for rank in range(config.num_ranks)]
+
+
+def _stage_of(config: EngineConfig, rank: int) -> Stage:
+    return Stage(config.stage_of(rank), config.pipeline_parallel_size)
 
 
 def _profile(
@@ -107,22 +108,26 @@ def _profile(
     is_estimate: bool,
     problem: str | None,
 ) -> MemoryProfile:
-    one_block = block_bytes(config, model)
-    num_blocks = max(0, min(use.planned["KV cache"] for use in ranks) // one_block - 1)
+    blocks = [
+        use.planned["KV cache"] // block_bytes(config, model, _stage_of(config, rank)) for rank, use in enumerate(ranks)
+    ]
+    tightest = blocks.index(min(blocks))
+    num_blocks = max(0, blocks[tightest] - 1)
     request_len = lengths.mean_blocks * config.block_size if lengths is not None else config.max_model_len
     advice = []
     if config.device == "cuda":
         longest = lengths.longest_total if lengths is not None else None
-        advice = advise(config, model, ranks[0], request_len=request_len, longest=longest)
+        advice = advise(config, model, ranks[tightest], request_len=request_len, longest=longest)
     return MemoryProfile(
         model=name,
         is_estimate=is_estimate,
         problem=problem,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
-        block_bytes=one_block,
+        block_bytes=block_bytes(config, model),
         ranks=list(ranks),
         num_blocks=num_blocks,
         full_length_requests=num_blocks / config.max_blocks_per_seq,

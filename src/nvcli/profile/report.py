@@ -24,7 +24,8 @@ def format_profile(profile: MemoryProfile) -> str:
     """The report, as plain text."""
     lines = []
     for number, use in enumerate(profile.ranks):
-        if number == 0 or not profile.is_estimate:  # estimated ranks are alike
+        # Estimated ranks of a stage are alike.
+        if not profile.is_estimate or number % profile.tensor_parallel_size == 0:
             lines += _rank_lines(profile, number, use)
     lines += _capacity_lines(profile)
     lines += _advice_lines(profile)
@@ -34,8 +35,9 @@ def format_profile(profile: MemoryProfile) -> str:
 def _rank_lines(profile: MemoryProfile, number: int, use: MemoryUse) -> list[str]:
     how = "estimated from the configuration; weights are exact" if profile.is_estimate else "measured"
     which = "each rank" if profile.is_estimate and profile.tensor_parallel_size > 1 else f"rank {number}"
+    stage = f" (stage {number // profile.tensor_parallel_size})" if profile.pipeline_parallel_size > 1 else ""
     lines = [
-        f"{profile.model}, {which} of {profile.tensor_parallel_size}, on {use.device} of "
+        f"{profile.model}, {which} of {len(profile.ranks)}{stage}, on {use.device} of "
         f"{format_bytes(use.total)}, of which the run may use {format_bytes(use.budget)} ({how})"
     ]
     header = f"  {'':<22}{'planned':>12}"
