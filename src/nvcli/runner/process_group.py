@@ -14,13 +14,10 @@ import torch.distributed as dist
 from nvcli.config import EngineConfig
 from nvcli.kernels.peer_memory import SUPPORTED_RANKS, PeerLayout, PeerMemory
 from nvcli.models.group import TensorParallelGroup
-from nvcli.runner.graph_sizes import most_captured_tokens
+from nvcli.models.sizes import rows_of_shared_sums
 from nvcli.runner.interface import RankContext
 
 _LOCALHOST = "127.0.0.1"
-_MOST_PART_BYTES = 32 << 20
-"""Of one rank's part of a sum: above it NCCL moves the bytes as fast, and the buffers would take memory from the KV
-cache. Two H200s still gain at 16 MiB: 64 µs against 95."""
 
 
 def join_process_group(
@@ -49,16 +46,15 @@ def join_process_group(
 
 
 def share_memory(config: EngineConfig, group: TensorParallelGroup, hidden_size: int, dtype: torch.dtype) -> list[str]:
-    """Give the group a `PeerMemory` for sums of the steps that are captured; collective over all ranks.
+    """Give the group a `PeerMemory` for the sums of its steps; collective over all ranks.
 
     Where that cannot be, sums go through the process group. → notes for the log: why it cannot.
     """
     if group.size == 1 or group.device.type != "cuda":
         return []
-    most_rows = most_captured_tokens(config.max_num_seqs, config.max_num_batched_tokens)
     layout = PeerLayout(
         num_ranks=group.size,
-        max_rows=max(1, min(most_rows, _MOST_PART_BYTES // (hidden_size * dtype.itemsize))),
+        max_rows=rows_of_shared_sums(config.max_num_batched_tokens, hidden_size * dtype.itemsize),
         hidden_size=hidden_size,
         dtype=dtype,
     )
