@@ -75,10 +75,12 @@ def share_memory(config: EngineConfig, group: TensorParallelGroup, hidden_size: 
 def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemory:
     """Collective. No rank may use it before all have it. Raises RuntimeError where the driver or torch refuses."""
     import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     process_group = group.process_group
     assert process_group is not None
-    block = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=group.device)
+    # What `symmetric_memory.empty` calls, which itself imports torch's compiler first: 2.5 s.
+    block = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, group.device)
     block.zero_()
     handle = symmetric_memory.rendezvous(block, process_group)
     blocks = [
