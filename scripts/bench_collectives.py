@@ -22,7 +22,7 @@ from nvcli.kernels.peer_memory import PeerLayout
 from nvcli.models.group import TensorParallelGroup
 from nvcli.runner.process_group import open_peer_memory
 
-ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 COLUMNS = ("NCCL", "NCCL + norm", "one shot", "two shots", "NCCL keys", "keys")
 CALLS = 20
 NEVER = 1 << 30

@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
 """Where the time of a decode step goes on this GPU: kernels by kind, and the idle time between steps.
 
-    python3 scripts/profile_decode.py SHAPE [--running N] [--steps N] [--trace FILE.json]
+    python3 scripts/profile_decode.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json]
 
-A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run. Once
-all requests decode, torch's profiler records steps; their kernels are sorted by kind. Tracing costs some time between
-kernels, none inside them.
+A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run; with
+--tp the others follow it in processes of their own. Once all requests decode, torch's profiler records this rank's
+steps; their kernels are sorted by kind. Tracing costs some time between kernels, none inside them but in those that
+wait for other ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import re
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -23,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nvcli.bench.shapes import SHAPES, write_shape
 from nvcli.bench.workload import Workload
-from nvcli.config import RunConfig
+from nvcli.config import EngineConfig, RunConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
@@ -34,6 +38,8 @@ from nvcli.runner.interface import PendingOutput, RankContext
 from nvcli.runner.model_runner import ModelRunner
 
 KINDS = {
+    "sums over the ranks": r"_one_shot|_two_shot|nccl",
+    "choice of tokens over the ranks": r"_max_kernel",
     "q/k norm, RoPE, KV store": r"qk_norm_rope",
     "SiLU": r"silu",
     "attention": r"attention|plan_decode",
@@ -47,13 +53,17 @@ KINDS = {
 
 
 class InProcess:
-    """What `Executor` is, without processes."""
+    """What `Executor` is, with rank 0 in this process."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, peers: Sequence[Connection]) -> None:
         self._runner = runner
+        self._peers = peers
         self._pending: deque[PendingOutput] = deque()
 
     def submit(self, step: StepInput) -> None:
+        message = msgspec.msgpack.encode(step)
+        for peer in self._peers:
+            peer.send_bytes(message)
         pending = self._runner.launch(step)
         assert pending is not None
         self._pending.append(pending)
@@ -62,19 +72,48 @@ class InProcess:
         return self._pending.popleft().result()
 
 
+def run_peer(config: EngineConfig, rank: int, control: Connection) -> None:
+    """One of the other ranks: takes every step that rank 0 takes."""
+    context = RankContext(
+        rank=rank,
+        report_phase=lambda phase: None,
+        publish_port=lambda port: None,
+        wait_for_port=lambda: int(control.recv()),
+    )
+    runner = ModelRunner(config, context)
+    while True:
+        try:
+            message = control.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        runner.launch(msgspec.msgpack.decode(message, type=StepInput))
+
+
 def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), f"other: {name[:50]}")
 
 
-def start_engine(shape: str, running: int) -> tuple[EngineCore, ModelRunner]:
+def start_engine(shape: str, running: int, tp: int) -> EngineCore:
+    spawn = multiprocessing.get_context("spawn")
+    peers: list[Connection] = []
+
+    def publish_port(port: int) -> None:
+        for peer in peers:
+            peer.send(port)
+
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(shape, Path(folder))
         model = load_model_config(path)
         run = RunConfig(model=shape, max_model_len=4096, max_num_seqs=running, device="cuda")
         config = resolve_engine_config(run, path, model)
-        config = msgspec.structs.replace(config, load_format="random")
+        config = msgspec.structs.replace(config, load_format="random", tensor_parallel_size=tp)
+        for rank in range(1, tp):
+            mine, theirs = spawn.Pipe()
+            spawn.Process(target=run_peer, args=(config, rank, theirs), daemon=True).start()
+            theirs.close()
+            peers.append(mine)
         context = RankContext(
-            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
+            rank=0, report_phase=lambda phase: None, publish_port=publish_port, wait_for_port=lambda: 0
         )
         runner = ModelRunner(config, context)
     limits = SchedulerLimits(
@@ -83,9 +122,9 @@ def start_engine(shape: str, running: int) -> tuple[EngineCore, ModelRunner]:
         max_model_len=config.max_model_len,
         block_size=config.block_size,
     )
-    core = EngineCore(Scheduler(limits, BlockManager(runner.ready.num_blocks)), InProcess(runner))
+    core = EngineCore(Scheduler(limits, BlockManager(runner.ready.num_blocks)), InProcess(runner, peers))
     core.add(Workload(num_requests=running, output_len=(900, 1024)).requests(model.vocab_size))
-    return core, runner
+    return core
 
 
 def report(events: Sequence[tuple[float, float, str]], num_steps: int) -> None:
@@ -116,11 +155,12 @@ def report(events: Sequence[tuple[float, float, str]], num_steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--running", type=int, default=256, help="requests that run at a time")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--trace", help="write a Chrome trace there")
     options = parser.parse_args()
-    core, _runner = start_engine(options.shape, options.running)
+    core = start_engine(options.shape, options.running, options.tp)
     while core.stats.num_waiting or core.stats.generated_tokens < 300 * options.running:
         core.step()
     for _ in range(2):  # the first recording sets the profiler up
@@ -135,7 +175,7 @@ def main() -> None:
         for event in recorded.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    print(f"{options.shape}, {options.running} running, {torch.cuda.get_device_name()}")
+    print(f"{options.shape}, {options.running} running, {options.tp} × {torch.cuda.get_device_name()}")
     report(events, options.steps)
 
 

@@ -48,6 +48,7 @@ def test_help_and_version(tmp_path: Path) -> None:
         "--config",
         "--model",
         "--tp",
+        "--pp",
         "--dp",
         "--set",
         "--overwrite",
@@ -112,6 +113,8 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
         (["generate", "in.jsonl", "-m", "./nowhere"], "nowhere"),
         (["generate", "in.jsonl", "-m", "model", "--set", "max_model_len=100"], "`max_model_len` is 100"),
         (["generate", "in.jsonl", "-m", "model", "--tp", "3"], "tensor_parallel_size 3"),
+        (["generate", "in.jsonl", "-m", "demo", "--pp", "0"], "--pp 0: `pipeline_parallel_size` is 0"),
+        (["generate", "in.jsonl", "-m", "demo", "--pp", "8"], "(--pp) is 8, and this model has 7 layers"),
     ],
 )
 def test_mistakes_end_with_code_2_and_a_line_that_names_them(

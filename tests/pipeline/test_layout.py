@@ -158,6 +158,28 @@ def test_one_given_and_one_chosen(shapes: Any) -> None:
         chosen(tensor_parallel_size=8)
 
 
+def test_stages_are_kept_and_the_rest_is_chosen_around_them(shapes: Any) -> None:
+    model, config = shapes("qwen3-8b", pipeline_parallel_size=2)
+    layout = choose_layout(machine(4), model, config, num_requests=None)
+    assert (layout.pipeline_parallel_size, *sizes(layout), layout.num_ranks) == (2, 2, 1, 4)
+    assert "--dp 2 --pp 2 --tp 1: 2 copies of the model, each on 2 of 4 GPUs" in layout.why
+    layout = choose_layout(machine(5, held_gib={1: 100}), model, config, num_requests=None, data_parallel_size=1)
+    assert 1 not in (layout.gpus or range(layout.num_ranks))
+    assert layout.apply(config).gpu_index(1) == 2
+    with pytest.raises(ConfigError, match=r"\(--tp\) is 2 and pipeline_parallel_size \(--pp\) is 2, and 3 GPUs can be"):
+        choose_layout(machine(3), model, config, num_requests=None, tensor_parallel_size=2)
+
+
+def test_stages_make_a_model_fit(shapes: Any) -> None:
+    """Four GPUs of 24 GiB hold 32 billion parameters as stages too."""
+    model, config = shapes("qwen3-32b", pipeline_parallel_size=4, max_model_len=8192)
+    assert sizes(choose_layout(machine(4, RTX_4090), model, config, num_requests=None)) == (1, 1)
+    model, config = shapes("qwen3-32b", pipeline_parallel_size=2, max_model_len=8192)
+    assert sizes(choose_layout(machine(4, RTX_4090), model, config, num_requests=None)) == (1, 2)
+    with pytest.raises(CapacityError, match="--pp 2"):
+        choose_layout(machine(2, RTX_4090), model, config, num_requests=None)
+
+
 def test_a_model_is_cut_only_where_its_heads_divide(shapes: Any) -> None:
     model, config = shapes("qwen3-14b")  # 40 heads, 8 KV heads: 1, 2, 4, 8, not 3, 5, 6 or 7
     for count in range(1, 8):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from nvcli.config import AttentionBackends, RunConfig
@@ -56,6 +57,18 @@ def test_lengths_and_sizes() -> None:
         resolve_engine_config(RunConfig(model="m", max_model_len=4097), Path("/m"), Model(), found_device="cpu")
     with pytest.raises(ConfigError, match="3 does not divide"):
         resolve_engine_config(RunConfig(model="m", tensor_parallel_size=3), Path("/m"), Model(), found_device="cpu")
+    with pytest.raises(ConfigError, match="not so many layers"):
+        resolve_engine_config(RunConfig(model="m", pipeline_parallel_size=9), Path("/m"), Model(), found_device="cpu")
+
+
+def test_ranks_are_numbered_stage_by_stage() -> None:
+    run = RunConfig(model="m", tensor_parallel_size=2, pipeline_parallel_size=3, max_num_seqs=8)
+    config = resolve_engine_config(run, Path("/m"), Model(), found_device="cpu")
+    assert (config.num_ranks, config.output_rank, config.max_num_decodes, config.max_steps_in_flight) == (6, 4, 3, 3)
+    assert [config.stage_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert config.rank_name(3) == "rank 3 of stage 1"
+    second = msgspec.structs.replace(config, replica=1)
+    assert [second.gpu_index(rank) for rank in range(6)] == [6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,25 @@ def test_tensor_parallel_cuts_weights_and_cache(tmp_path: Path) -> None:
     assert estimate(four, model, 80 * GIB).planned["weights"] < estimate(one, model, 80 * GIB).planned["weights"] / 3.9
 
 
+def test_stages_share_layers_and_cache(tmp_path: Path) -> None:
+    config, model = setting(tmp_path, pipeline_parallel_size=2)
+    profile = profile_from_config(config, model, "qwen3-8b", total=24 * GIB, lengths=None)
+    first, last = profile.ranks
+    assert sum(use.planned["weights"] for use in profile.ranks) == 16_381_470_720
+    assert "LM head" not in first.weights
+    assert "embeddings" not in last.weights
+    assert profile.block_bytes == 18 * 2 * 8 * 128 * 2 * 64
+    fewest = min(first.planned["KV cache"], last.planned["KV cache"])
+    assert profile.num_blocks == fewest // profile.block_bytes - 1 > 500
+    text = format_profile(profile)
+    assert "rank 0 of 2 (stage 0)" in text
+    assert "rank 1 of 2 (stage 1)" in text
+    most = estimate(config, model, 24 * GIB)
+    assert all(
+        most.planned[item] >= use.planned[item] for use in profile.ranks for item in use.planned if item != "KV cache"
+    )
+
+
 def test_advice_keeps_its_word(tmp_path: Path) -> None:
     """What a change is said to give is what the plan with that change gives."""
     config, model = setting(tmp_path)

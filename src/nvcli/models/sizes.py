@@ -8,6 +8,9 @@ from __future__ import annotations
 from nvcli.models.config import ModelConfig
 from nvcli.models.stage import Stage
 
+_MOST_SHARED_BYTES = 80 << 20
+"""Of one rank's part of a sum that goes through memory which the ranks share: there are four buffers of it, and what
+they take the KV cache loses."""
 _QK_NORM_FAMILIES = {"Qwen3ForCausalLM"}
 
 
@@ -45,3 +48,8 @@ def kv_bytes_per_token(
     """Keys and values of one token on one rank, all its layers."""
     num_layers = len(stage.layers(model.num_layers))
     return 2 * num_layers * kv_heads_per_rank(model, tensor_parallel_size) * model.head_dim * bytes_per_element
+
+
+def rows_of_shared_sums(max_num_batched_tokens: int, row_bytes: int) -> int:
+    """Most rows of a sum that goes through memory which the ranks share; `row_bytes`: hidden size × element size."""
+    return max(1, min(max_num_batched_tokens, _MOST_SHARED_BYTES // row_bytes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.models.sizes import kv_bytes_per_token, weight_elements
+from nvcli.models.sizes import kv_bytes_per_token, rows_of_shared_sums, weight_elements
 from nvcli.models.stage import Stage
 from nvcli.runner.graph_sizes import decode_sizes, mixed_sizes, most_captured_tokens
 
@@ -92,11 +92,11 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
     with stages one for what comes and one for what goes."""
     tokens = (config.max_num_seqs + 1) * config.max_model_len * 4
     tables = 3 * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
+    row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
     sums = 0
     if config.tensor_parallel_size > 1:
-        most_tokens = most_captured_tokens(config.max_num_decodes, config.max_num_batched_tokens)
-        sums = 4 * most_tokens * model.hidden_size * DTYPE_BYTES[config.dtype]
+        sums = 4 * rows_of_shared_sums(config.max_num_batched_tokens, row_bytes) * row_bytes
     ends = 2 - stage.is_first - stage.is_last if stage is not None else min(2, config.pipeline_parallel_size - 1)
     tensors = 1 if config.tensor_parallel_size == 1 else 2
-    links = ends * tensors * config.max_num_batched_tokens * model.hidden_size * DTYPE_BYTES[config.dtype]
+    links = ends * tensors * config.max_num_batched_tokens * row_bytes
     return tokens + tables + sums + links + config.max_model_len * model.head_dim * 4 + _WORKSPACE_BYTES

@@ -15,13 +15,10 @@ import torch.distributed as dist
 from nvcli.config import EngineConfig
 from nvcli.kernels.peer_memory import SUPPORTED_RANKS, PeerLayout, PeerMemory
 from nvcli.models.group import TensorParallelGroup
-from nvcli.runner.graph_sizes import most_captured_tokens
+from nvcli.models.sizes import rows_of_shared_sums
 from nvcli.runner.interface import RankContext
 
 _LOCALHOST = "127.0.0.1"
-_MOST_PART_BYTES = 32 << 20
-"""Of one rank's part of a sum: above it NCCL moves the bytes as fast, and the buffers would take memory from the KV
-cache. Two H200s still gain at 16 MiB: 64 µs against 95."""
 
 
 def join_process_group(
@@ -88,7 +85,7 @@ def divide_ranks(config: EngineConfig, world: TensorParallelGroup, rank: int) ->
 
 
 def share_memory(config: EngineConfig, groups: RankGroups, hidden_size: int, dtype: torch.dtype) -> list[str]:
-    """Give the tensor group a `PeerMemory` for sums of the steps that are captured; collective over all ranks.
+    """Give the tensor group a `PeerMemory` for the sums of its steps; collective over all ranks.
 
     Where that cannot be, sums go through the process group, in every stage: the stages hand over what they hold by the
     same rule. → notes for the log: why it cannot.
@@ -96,10 +93,9 @@ def share_memory(config: EngineConfig, groups: RankGroups, hidden_size: int, dty
     world, group = groups.world, groups.tensor
     if group.size == 1 or group.device.type != "cuda":
         return []
-    most_rows = most_captured_tokens(config.max_num_decodes, config.max_num_batched_tokens)
     layout = PeerLayout(
         num_ranks=group.size,
-        max_rows=max(1, min(most_rows, _MOST_PART_BYTES // (hidden_size * dtype.itemsize))),
+        max_rows=rows_of_shared_sums(config.max_num_batched_tokens, hidden_size * dtype.itemsize),
         hidden_size=hidden_size,
         dtype=dtype,
     )
@@ -120,10 +116,12 @@ def share_memory(config: EngineConfig, groups: RankGroups, hidden_size: int, dty
 def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemory:
     """Collective. No rank may use it before all have it. Raises RuntimeError where the driver or torch refuses."""
     import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     process_group = group.process_group
     assert process_group is not None
-    block = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=group.device)
+    # What `symmetric_memory.empty` calls, which itself imports torch's compiler first: 2.5 s.
+    block = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, group.device)
     block.zero_()
     handle = symmetric_memory.rendezvous(block, process_group)
     blocks = [
