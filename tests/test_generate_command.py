@@ -85,9 +85,10 @@ def gone(pids: list[int]) -> bool:
         ["--set", "block_size=4", "--set", "max_num_batched_tokens=24", "--set", "max_num_seqs=16"],
         ["--set", "block_size=8", "--set", "kv_cache_memory=12MiB", "--set", "max_model_len=1024"],
         ["--tp", "2", "--set", "device=cpu"],
+        ["--pp", "2", "--set", "max_num_seqs=16", "--set", "device=cpu"],
         ["--dp", "2", "--set", "max_num_seqs=8", "--set", "device=cpu"],
     ],
-    ids=["defaults", "small-chunks", "little-memory", "tp2", "dp2"],
+    ids=["defaults", "small-chunks", "little-memory", "tp2", "pp2", "dp2"],
 )
 def test_answers_are_right(tmp_path: Path, settings: list[str]) -> None:
     """Paging, chunking, prefix reuse, preemption and sharding leave the answers as they are."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nvcli.bench.roofline import Ceilings, ModelCosts, Roofline, Work
@@ -9,6 +11,7 @@ from nvcli.bench.shapes import write_shape
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
 from nvcli.models.config import load_model_config
+from nvcli.models.stage import Stage
 
 COSTS = ModelCosts(
     layer_weights=1000, lm_head_weights=300, kv_elements_per_token=8, attention_flops_per_pair=16, bytes_per_element=2
@@ -20,6 +23,15 @@ def record(**values: int | float) -> StepRecord:
         ("num_decodes", "num_extend_tokens", "num_sampled", "decode_keys", "extend_keys", "extend_pairs"), 0
     )
     return StepRecord(**{"mode": ForwardMode.MIXED, **counts, **values})
+
+
+def test_of_stages_the_last_one_counts(tmp_path: Path) -> None:
+    model = load_model_config(write_shape("qwen3-8b", tmp_path))
+    whole = ModelCosts.of(model, bytes_per_element=2)
+    last = ModelCosts.of(model, bytes_per_element=2, stage=Stage(2, 3))
+    assert 3 * last.layer_weights == whole.layer_weights
+    assert 3 * last.kv_elements_per_token == whole.kv_elements_per_token
+    assert last.lm_head_weights == whole.lm_head_weights
 
 
 def test_a_decode_step() -> None:

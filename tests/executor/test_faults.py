@@ -81,9 +81,9 @@ def collect(client: EngineClient, count: int) -> dict[int, RequestOutput]:
     return done
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-def test_requests_are_answered_through_real_processes(clients: list[EngineClient], tp: int) -> None:
-    client = start(clients, "CountingRunner", tensor_parallel_size=tp)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 2), (1, 8)])
+def test_requests_are_answered_through_real_processes(clients: list[EngineClient], tp: int, pp: int) -> None:
+    client = start(clients, "CountingRunner", tensor_parallel_size=tp, pipeline_parallel_size=pp)
     client.wait_ready()
     client.add([make_request(i, range(1, 2 + i), 20) for i in range(50)])
     done = collect(client, 50)
@@ -98,6 +98,13 @@ def test_rank_that_falls_behind_is_waited_for(clients: list[EngineClient]) -> No
     client.wait_ready()
     client.add([make_request(0, [1], 40)])
     assert unpack(collect(client, 1)[0].token_ids).tolist() == list(range(100, 140))
+
+
+def test_rank_of_the_last_stage_that_falls_behind_is_waited_for(clients: list[EngineClient]) -> None:
+    client = start(clients, "LaggingRunner", pipeline_parallel_size=2)
+    client.wait_ready()
+    client.add([make_request(i, [1], 20) for i in range(8)])
+    assert all(unpack(o.token_ids).tolist() == list(range(100, 120)) for o in collect(client, 8).values())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
