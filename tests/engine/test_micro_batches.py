@@ -170,6 +170,25 @@ def test_random_jobs_are_answered_as_without_stages(seed: int) -> None:
     assert answers(run(core, requests)) == expected
 
 
+@pytest.mark.parametrize("num_micro_batches", [2, 3])
+def test_steps_in_flight_that_did_not_run_are_taken_back(num_micro_batches: int) -> None:
+    def requests() -> list[Request]:
+        return [make_request(i, list(range(i + 1, 2 * i + 12)), 20) for i in range(12)]
+
+    expected = answers(run(make_core(num_micro_batches)[0], requests()))
+    core, executor = make_core(num_micro_batches)
+    done: dict[int, RequestOutput] = {}
+    core.add(requests())
+    while core.has_work:
+        done.update({output.request_id: output for output in core.step()})
+        if len(executor.steps) % 10 == 9 and core._in_flight:
+            core._scheduler.put_back(list(core._in_flight))
+            core._in_flight.clear()
+            executor.pending.clear()
+        core._scheduler.check_integrity()
+    assert answers(done) == expected
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_arrivals_and_aborts(seed: int) -> None:
     rng = random.Random(seed)

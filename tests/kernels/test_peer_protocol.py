@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
+from nvcli.models.stage import Stage
 
 ROWS = 6
 
@@ -28,8 +29,11 @@ class Call(NamedTuple):
     num_rows: int
 
 
-def calls_of(rng: random.Random, num_passes: int, *, one_buffer: bool = False) -> list[Call]:
-    """Passes of random sizes, as every rank makes them."""
+WHOLE = Stage()
+
+
+def calls_of(rng: random.Random, num_passes: int, *, stage: Stage = WHOLE, one_buffer: bool = False) -> list[Call]:
+    """Passes of random sizes, as every rank of a stage makes them."""
     layout = PeerLayout(num_ranks=2, max_rows=ROWS, hidden_size=64, dtype=torch.float32)
     memory = PeerMemory(layout, [torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(2)], 0)
     first = memory.part(1, opens=True).data_ptr()
@@ -40,16 +44,19 @@ def calls_of(rng: random.Random, num_passes: int, *, one_buffer: bool = False) -
         place = (memory.part(1, opens=opens).data_ptr() - first) // layout.part_bytes
         buffer = 0 if one_buffer else place
         calls.append(Call("write parts", number, buffer, num_rows))
-        calls.append(Call(kind, number, buffer, num_rows))
+        if kind != "no sum":
+            calls.append(Call(kind, number, buffer, num_rows))
+        if kind == "two shots":
+            calls.append(Call("read results", number, 0, num_rows))
 
     for _ in range(num_passes):
         num_rows, kind = rng.choice([1, 2, 5, ROWS]), rng.choice(["one shot", "two shots"])
-        add("one shot", num_rows, opens=True)
+        add("one shot" if stage.is_first else kind, num_rows, opens=True)
         for _ in range(rng.randrange(1, 5)):
             add(kind, num_rows)
-            if kind == "two shots":
-                calls.append(Call("read results", len(calls) - 2, 0, num_rows))
-        if num_keys := rng.choice([0, 1, ROWS]):
+        if not stage.is_last:
+            add("no sum", num_rows)
+        elif num_keys := rng.choice([0, 1, ROWS]):
             calls.append(Call("keys", len(calls), 0, num_keys))
     return calls
 
@@ -138,11 +145,12 @@ def run(num_ranks: int, calls: list[Call], rng: random.Random) -> None:
             running[rank].remove(turn)
 
 
+@pytest.mark.parametrize("stage", [WHOLE, Stage(0, 3), Stage(1, 3), Stage(2, 3)], ids=["whole", "first", "mid", "last"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_no_rank_reads_what_belongs_to_another_call(num_ranks: int) -> None:
-    for seed in range(40):
+def test_no_rank_reads_what_belongs_to_another_call(num_ranks: int, stage: Stage) -> None:
+    for seed in range(40 if stage == WHOLE else 20):
         rng = random.Random(seed)
-        run(num_ranks, calls_of(rng, 6), rng)
+        run(num_ranks, calls_of(rng, 6, stage=stage), rng)
 
 
 def test_the_model_finds_a_race() -> None:
