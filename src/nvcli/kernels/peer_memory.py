@@ -38,12 +38,12 @@ from torch import Tensor
 
 SUPPORTED_RANKS = (2, 4, 8)
 
-_TWO_SHOT_BYTES = {4: 320 << 10, 8: 96 << 10}
+_TWO_SHOT_BYTES = {4: 512 << 10, 8: 96 << 10}
 """By ranks: from parts of this size on (rows × hidden size × bytes) two shots win. One shot makes each of N ranks read
-(N - 1) parts; two shots read and write (N - 1) / N parts each, and cost one more trip over NVLink, about 1.5 µs or
-450 KB at 300 GB/s: they break even at 300 KB for 4 ranks and 86 KB for 8. For 2 ranks the bytes are the same either
-way, and one shot stays ahead at every size (two H200s, scripts/bench_collectives.py: 9.5 µs against 11.3 at 2 MiB, 205
-against 214 at 64 MiB)."""
+(N - 1) parts; two shots read and write (N - 1) / N parts each, and cost one more trip over NVLink. Measured on H200s by
+scripts/bench_collectives.py: 4 ranks are even between 256 and 512 KiB. Estimated for 8: a trip of 1.5 µs is worth
+450 KB at 300 GB/s, and they are even at 86 KB. For 2 ranks the bytes are the same either way, and one shot stays ahead
+at every size: 9.5 µs against 11.3 at 2 MiB, 205 against 214 at 64 MiB."""
 
 _ALIGN = 128
 _PARTS = 3

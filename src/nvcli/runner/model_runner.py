@@ -386,7 +386,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _launch(self, step: StepInput) -> SampledTokens | None:
-        self.link.receive(self._num_rows(step))
+        if not self.stage.is_first:
+            self.link.receive(self._num_rows(step))
         step_time = self._clock.start()
         self.slots.apply(step, self.upload)
         run = self._run_decode if step.mode == ForwardMode.DECODE else self._run_extend

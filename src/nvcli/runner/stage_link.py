@@ -50,13 +50,11 @@ class StageLink:
         self._sending: dist.Work | None = None
 
     def receive(self, num_rows: int) -> None:
-        """Take the next step's rows in. On a GPU what is launched from here on waits for them, and the host does not.
-        Nothing in the first stage."""
-        if self._previous is not None:
-            rows = self._rows(self._incoming, num_rows)
-            work = dist.irecv(rows, group=self._previous, group_src=0)
-            assert work is not None
-            work.wait()
+        """Take the next step's rows in. On a GPU what is launched from here on waits for them, and the host does not."""
+        assert self._previous is not None
+        work = dist.irecv(self._rows(self._incoming, num_rows), group=self._previous, group_src=0)
+        assert work is not None
+        work.wait()
 
     def received(self, num_rows: int) -> StageState | None:
         """Views of what was received; None in the first stage."""
