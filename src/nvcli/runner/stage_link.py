@@ -50,7 +50,7 @@ class StageLink:
         self._sending: dist.Work | None = None
 
     def receive(self, num_rows: int) -> None:
-        """Take the next step's rows in. On a GPU what is launched from here on waits for them, and the host does not."""
+        """Take in the next step's rows. On a GPU what is launched from here on waits for them; the host does not."""
         assert self._previous is not None
         work = dist.irecv(self._rows(self._incoming, num_rows), group=self._previous, group_src=0)
         assert work is not None
