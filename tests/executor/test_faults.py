@@ -212,6 +212,32 @@ def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:
     wait_gone(pids)
 
 
+@pytest.mark.parametrize("action", ["close", "kill", "stop"])
+def test_end_while_ranks_start_anew(clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    """After a step that ran out of memory it is as at the first start."""
+    monkeypatch.setenv("NVCLI_TEST_STEPS", "3,4")
+    client = start(clients, "StuckRestartRunner", tensor_parallel_size=2, step_timeout=1.0)
+    client.wait_ready()
+    first = ranks_of(client)
+    client.add([make_request(0, [1], 100)])
+    deadline = time.monotonic() + 10
+    while (len(ranks := ranks_of(client)) < 2) or set(ranks) & set(first):
+        assert client.poll(0.02) == []
+        assert time.monotonic() < deadline
+    time.sleep(0.3)
+    if action == "close":
+        client.close()
+    else:
+        os.kill(ranks[1], signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+        error, seconds = run_until_error(client)
+        assert f"rank 1 (pid {ranks[1]})" in str(error)
+        assert "at load weights (stopped by a signal)" in str(error) or "killed by SIGKILL; it was at: load" in str(
+            error
+        )
+        assert seconds < 1.0 + DETECTION_SECONDS
+    wait_gone([*first, *ranks])
+
+
 def test_abort_reaches_a_running_request(clients: list[EngineClient]) -> None:
     client = start(clients, "SlowRunner")
     client.wait_ready()

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -69,6 +70,14 @@ class ChildProcess:
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal (SIGSTOP, a debugger): alive, and it does nothing."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
+
     def describe_exit(self, timeout: float = 1.0) -> str:
         """How the process ended, for messages; waits a little for one that is just ending."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -79,6 +88,10 @@ class ChildProcess:
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
+
+    def kill(self) -> None:
+        """Returns before it is gone; `close` is still to be called."""
+        self._popen.kill()
 
     def close(self, grace: float = 0.0) -> None:
         """End the process: wait `grace` seconds for it to end by itself, then kill it. Idempotent."""

@@ -18,6 +18,8 @@ from nvcli.runner.graph_sizes import most_captured_tokens
 from nvcli.runner.interface import RankContext
 
 _LOCALHOST = "127.0.0.1"
+_LATER_SECONDS = 10.0
+"""How much later than the executor a collective gives up on a rank that does not come: the executor can tell which."""
 _MOST_PART_BYTES = 32 << 20
 """Of one rank's part of a sum: above it NCCL moves the bytes as fast, and the buffers would take memory from the KV
 cache. Two H200s still gain at 16 MiB: 64 µs against 95."""
@@ -26,10 +28,13 @@ cache. Two H200s still gain at 16 MiB: 64 µs against 95."""
 def join_process_group(
     context: RankContext, device: torch.device, *, size: int, timeout_seconds: float
 ) -> TensorParallelGroup:
-    """Collective over all `size` ranks. One rank needs no group and makes none."""
+    """Collective over all `size` ranks. One rank needs no group and makes none.
+
+    `timeout_seconds`: after which the executor ends a run whose ranks do not answer.
+    """
     if size == 1:
         return TensorParallelGroup(None, device)
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds + _LATER_SECONDS)
     # The host's name may not resolve, and no packet of ours leaves the machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_master = context.rank == 0
