@@ -130,9 +130,57 @@ def test_killed_engine_takes_its_ranks_along(clients: list[EngineClient]) -> Non
     ranks = ranks_of(client)
     os.kill(client.pid, signal.SIGKILL)
     error, seconds = run_until_error(client)
-    assert f"engine (pid {client.pid}) was killed by SIGKILL" in str(error)
+    assert str(error) == f"the engine (pid {client.pid}) was killed by SIGKILL; it was at: running"
     assert seconds < DETECTION_SECONDS
     wait_gone(ranks)
+
+
+def test_stopped_engine_is_named(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner", tensor_parallel_size=2, step_timeout=1.0)
+    client.wait_ready()
+    client.add([make_request(0, [1], 200)])
+    client.poll(0.1)
+    pids = [client.pid, *ranks_of(client)]
+    os.kill(client.pid, signal.SIGSTOP)
+    error, seconds = run_until_error(client)
+    assert str(error) == (
+        f"no answer within step_timeout (1 s); the engine (pid {pids[0]}) at running (stopped by a signal)"
+    )
+    assert 0.4 < seconds < 1.0 + DETECTION_SECONDS
+    client.close()
+    wait_gone(pids)
+
+
+def test_engine_that_was_stopped_for_a_moment_goes_on(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner", step_timeout=1.0)
+    client.wait_ready()
+    client.add([make_request(0, [1], 100)])
+    for _ in range(2):
+        os.kill(client.pid, signal.SIGSTOP)
+        client.poll(0.7)
+        os.kill(client.pid, signal.SIGCONT)
+        client.poll(0.6)
+    assert unpack(collect(client, 1)[0].token_ids).tolist() == list(range(100, 200))
+
+
+def test_engine_that_is_stopped_while_it_starts_is_named(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowStartRunner", step_timeout=0.5)
+    assert client.wait_ready(0.5) is None
+    pids = [client.pid, *ranks_of(client)]
+    os.kill(client.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=r"the engine \(pid \d+\) at start-up \(stopped by a signal\)"):
+        client.wait_ready(10)
+    client.close()
+    wait_gone(pids)
+
+
+def test_sending_to_a_stopped_engine_does_not_take_for_ever(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner", step_timeout=0.5)
+    client.wait_ready()
+    os.kill(client.pid, signal.SIGSTOP)
+    requests = [make_request(number, range(200), 10) for number in range(1000)]
+    with pytest.raises(WorkerError, match="stopped by a signal"):
+        client.add(requests)
 
 
 def test_killed_parent_leaves_nothing_behind() -> None:

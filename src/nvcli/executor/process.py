@@ -14,6 +14,7 @@ import importlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -37,14 +38,19 @@ class ChildProcess:
         pass_fds: tuple[int, ...] = (),
         env: Mapping[str, str] | None = None,
         output_fd: int = 2,
+        send_timeout: float | None = None,
     ) -> None:
         """Start `target` ("module:function") as function(argument, control) in a new process.
 
         `argument` is pickled. File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults:
         variables that the user has set stay as they are. `output_fd` takes what the child prints.
+        `send_timeout`: seconds after which sending to a child that does not read raises BlockingIOError; None: never.
         """
         self.name = name
         ours, theirs = socket.socketpair()
+        if send_timeout is not None:
+            seconds, rest = divmod(send_timeout, 1.0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(rest * 1e6)))
         with theirs:
             fd = theirs.fileno()
             search_path = os.pathsep.join(p for p in sys.path if p)

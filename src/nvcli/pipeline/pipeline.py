@@ -183,19 +183,16 @@ class Pipeline:
     def _collect(self) -> None:
         """Wait for engines to say something, and take it."""
         counts = self._counts
-        lanes = {lane.engine.fileno(): lane for lane in self._lanes}
         wants_rows = not self._feeder.ended and any(lane.ready and lane.room > 0 for lane in self._lanes)
         is_starved = not self._feeder.ended and any(lane.ready and not lane.rows for lane in self._lanes)
         is_starting = not any(lane.ready for lane in self._lanes)
         wait = "start-up" if is_starting else "engines waiting for rows" if is_starved else "waiting for the engines"
         with self._timed(wait):
-            spoke = connection.wait(list(lanes), SHORT_WAIT if wants_rows else LONG_WAIT)
+            connection.wait([lane.engine.fileno() for lane in self._lanes], SHORT_WAIT if wants_rows else LONG_WAIT)
         rows: list[OpenRow] = []
         deaths: list[tuple[_Lane, NvcliError]] = []
         with self._timed("taking answers"):
-            for fd in spoke:
-                assert isinstance(fd, int)
-                lane = lanes[fd]
+            for lane in self._lanes:  # those that say nothing too: it may be for ever
                 try:
                     self._listen(lane, rows)
                 except _DEATHS as error:
