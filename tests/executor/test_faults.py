@@ -235,7 +235,8 @@ def test_exception_in_a_step_names_rank_step_and_cause(
     client.wait_ready()
     client.add([make_request(0, [1], 200)])
     error, _ = run_until_error(client)
-    assert "rank 1 failed at step 5: ZeroDivisionError: as planned" in str(error)
+    assert str(error) == "rank 1 failed at step 5: ZeroDivisionError: as planned"
+    assert error.traceback.endswith("ZeroDivisionError: as planned\n")
 
 
 def test_rank_that_dies_while_loading_is_noticed(clients: list[EngineClient]) -> None:

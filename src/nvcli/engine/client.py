@@ -159,7 +159,7 @@ class EngineClient:
                 f"it was at: {self._phase}"
             ) from None
         if isinstance(message, EngineFailed):
-            raise errors.named(message.kind, message.message)
+            raise errors.named(message.kind, message.message, message.traceback)
         return message
 
     def _has_message(self, timeout: float | None) -> bool:

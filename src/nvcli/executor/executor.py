@@ -281,7 +281,7 @@ class Executor:
             return WorkerError(self._describe_stuck())
         for rank, failure in failed.items():
             where = self._status.describe(rank)
-            return WorkerError(f"rank {rank} failed at {where}: {failure.message}\n{failure.traceback}".rstrip())
+            return WorkerError(f"rank {rank} failed at {where}: {failure.message}", failure.traceback)
         return None
 
     def _describe_stuck(self) -> str:

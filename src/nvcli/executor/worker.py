@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from nvcli.config import EngineConfig
-from nvcli.errors import NvcliError
+from nvcli.errors import NvcliError, first_line
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
 from nvcli.executor.status import StatusBoard
 from nvcli.messages import StepInput, StepOutput
@@ -186,7 +186,6 @@ def _report_failure(error: BaseException, control: Connection) -> None:
     if isinstance(error, NvcliError):
         failure = RankFailed(type(error).__name__, str(error), "")
     else:
-        lines = str(error).strip().splitlines() or [""]
-        failure = RankFailed("WorkerError", f"{type(error).__name__}: {lines[0]}", traceback.format_exc())
+        failure = RankFailed("WorkerError", first_line(error), traceback.format_exc())
     with contextlib.suppress(OSError):  # the engine is gone: nobody to tell
         control.send(failure)

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from nvcli.engine.request import EngineStats, Request, RequestOutput
-from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError
+from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.writer import ResultWriter
 from nvcli.messages import EngineReady
@@ -98,7 +98,7 @@ class Pipeline:
         max_num_seqs: int,
         keep_going: bool = False,
         on_ready: Callable[[EngineReady], None] = lambda ready: None,
-        on_lost: Callable[[int, Exception, int], None] = lambda number, error, num_rows: None,
+        on_lost: Callable[[int, NvcliError, int], None] = lambda number, error, num_rows: None,
         on_note: Callable[[str], None] = lambda note: None,
     ) -> None:
         """`duplicates`: None: every row is computed. `counts` is kept up to date for whoever shows progress;
@@ -246,7 +246,7 @@ class Pipeline:
     def _lose(self, lane: _Lane, error: NvcliError) -> None:
         """An engine is dead. Its unfinished rows go back to the plan; raises `error` where the run ends with it."""
         if self._num_engines > 1:
-            error = type(error)(f"replica {lane.number}: {error}")
+            error = reworded(error, f"replica {lane.number}: {error}")
         if not self._keep_going or len(self._lanes) == 1:
             raise error
         self._lanes.remove(lane)
