@@ -208,14 +208,15 @@ def test_existing_output_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "in.out.jsonl").read_text() == "precious\n"
 
 
-def start_long_job(tmp_path: Path, *args: str) -> subprocess.Popen[bytes]:
-    """A job that would take minutes; returns once some rows are answered."""
+def start_long_job(tmp_path: Path, *args: str, runner: str | None = None) -> subprocess.Popen[bytes]:
+    """A job that would take minutes; returns once some rows are answered. `runner`: one of `fake_runners`."""
     rows = [
         {"prompt": "a b c", "sampling": {"max_tokens": 1500 if i > 3 else 5, "ignore_eos": True}} for i in range(99)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
+    command = COMMAND if runner is None else nvcli_with_runner(runner, "generate", cwd=tmp_path)
     process = subprocess.Popen(
-        [*COMMAND, str(path), "-m", "demo", *args], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, str(path), "-m", "demo", *args], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     output = tmp_path / "in.out.jsonl"
     deadline = time.monotonic() + 60
@@ -260,7 +261,8 @@ def test_stopped_rank_ends_the_run_within_the_step_timeout(tmp_path: Path) -> No
 
 
 def test_stopped_engine_ends_the_run_within_the_step_timeout(tmp_path: Path) -> None:
-    process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=2")
+    settings = ["--tp", "2", "--set", "device=cpu", "--set", "step_timeout=2"]
+    process = start_long_job(tmp_path, *settings, runner="SlowRunner")
     engine, *ranks = descendants(process.pid)
     os.kill(engine, signal.SIGSTOP)
     start = time.monotonic()
