@@ -274,7 +274,7 @@ def test_a_rank_goes_on_with_smaller_steps(monkeypatch: pytest.MonkeyPatch, tp: 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_it_ends_where_it_cannot_go_on(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
     monkeypatch.setenv("NVCLI_TEST_STEPS", "3,1000")
-    config = engine_config(tensor_parallel_size=tp)
+    config = engine_config(tensor_parallel_size=tp, max_num_seqs=2, max_num_batched_tokens=4)
     client = EngineClient.start(config, runner="fake_runners:OutOfMemoryRunner")
     try:
         with pytest.raises(CapacityError, match=rf"one token in a step \(rank {tp - 1}: none left for step"):

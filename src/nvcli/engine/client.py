@@ -46,7 +46,7 @@ class EngineClient:
         self._timeout = step_timeout
         self._last_check = 0.0
         self._stopped_since: float | None = None
-        """When it was first seen to be stopped by a signal, if it still was when last looked at."""
+        """When it was first seen to be stopped by a signal, if it has not been heard or seen to move since."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._stats = EngineStats()
@@ -168,6 +168,7 @@ class EngineClient:
         while True:
             wait = min(_STOPPED_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))
             if self._process.control.poll(wait):
+                self._stopped_since = None
                 return True
             self._check_moving()
             if time.monotonic() >= deadline:
