@@ -129,27 +129,46 @@ class HashingRunner(CountingRunner):
 
 
 class OutOfMemoryRunner(HashingRunner):
-    """Runs out of memory in the steps of NVCLI_TEST_STEPS, before it has stored anything; on the last rank only."""
+    """Runs out of memory in the steps of NVCLI_TEST_STEPS, before it has stored anything; on the last rank only.
+
+    The others wait for its part of the step.
+    """
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
-        is_last = context.rank == config.num_ranks - 1
-        self.bad_steps = range(*map(int, os.environ["NVCLI_TEST_STEPS"].split(","))) if is_last else range(0)
+        self.is_last = context.rank == config.num_ranks - 1
+        self.bad_steps = range(*map(int, os.environ["NVCLI_TEST_STEPS"].split(",")))
 
     def launch(self, step: StepInput) -> Output | None:
         if step.step_id in self.bad_steps:
+            if not self.is_last:
+                time.sleep(600)
             self.apply(step)
             raise MemoryError(f"none left for step {step.step_id}")
         return super().launch(step)
 
 
+class StuckRestartRunner(OutOfMemoryRunner):
+    """Never ready where it follows one that ran out of memory."""
+
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        super().__init__(config, context)
+        if config.kv_blocks_before is not None:
+            assert (config.kv_blocks_before, config.max_num_batched_tokens) == (64, 16)
+            context.report_phase("load weights")
+            Path(os.environ["NVCLI_TEST_FOLDER"], f"rank-{context.rank}-loads-again").touch()
+            time.sleep(600)
+
+
 def create_model_runner_out_of_memory(config: EngineConfig, context: RankContext) -> Runner:
-    """The real one, whose second layer runs out of memory in the forward passes of NVCLI_TEST_STEPS."""
+    """The real one; on the last rank the second layer runs out of memory in the forward passes of NVCLI_TEST_STEPS."""
     import torch
 
     from nvcli.runner.model_runner import ModelRunner
 
     runner = ModelRunner(config, context)
+    if context.rank < config.num_ranks - 1:
+        return runner
     bad_passes = range(*map(int, os.environ["NVCLI_TEST_STEPS"].split(",")))
     layer = runner.model.model.layers["1"]  # type: ignore[union-attr,index]
     count = 0

@@ -209,14 +209,15 @@ def test_existing_output_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "in.out.jsonl").read_text() == "precious\n"
 
 
-def start_long_job(tmp_path: Path, *args: str) -> subprocess.Popen[bytes]:
-    """A job that would take minutes; returns once some rows are answered."""
+def start_long_job(tmp_path: Path, *args: str, runner: str | None = None) -> subprocess.Popen[bytes]:
+    """A job that would take minutes; returns once some rows are answered. `runner`: one of `fake_runners`."""
     rows = [
         {"prompt": "a b c", "sampling": {"max_tokens": 1500 if i > 3 else 5, "ignore_eos": True}} for i in range(99)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
+    command = COMMAND if runner is None else nvcli_with_runner(runner, "generate", cwd=tmp_path)
     process = subprocess.Popen(
-        [*COMMAND, str(path), "-m", "demo", *args], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, str(path), "-m", "demo", *args], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     output = tmp_path / "in.out.jsonl"
     deadline = time.monotonic() + 60
@@ -255,6 +256,22 @@ def test_stopped_rank_ends_the_run_within_the_step_timeout(tmp_path: Path) -> No
     assert time.monotonic() - start < 3 + 5
     assert process.returncode == 3
     assert re.search(rb"rank 1 \(pid \d+\) at step \d+ \(stopped by a signal\)", stderr), stderr
+    assert b"Traceback" not in stderr
+    assert gone([engine, *ranks])
+    assert len(read_rows(tmp_path / "in.out.jsonl")) >= 4
+
+
+def test_stopped_engine_ends_the_run_within_the_step_timeout(tmp_path: Path) -> None:
+    settings = ["--tp", "2", "--set", "device=cpu", "--set", "step_timeout=2"]
+    process = start_long_job(tmp_path, *settings, runner="SlowRunner")
+    engine, *ranks = descendants(process.pid)
+    os.kill(engine, signal.SIGSTOP)
+    start = time.monotonic()
+    _, stderr = process.communicate(timeout=15)
+    assert time.monotonic() - start < 2 + 3
+    assert process.returncode == 3
+    message = f"no answer within step_timeout (2 s); the engine (pid {engine}) at running (stopped by a signal)\n"
+    assert message.encode() in stderr
     assert b"Traceback" not in stderr
     assert gone([engine, *ranks])
     assert len(read_rows(tmp_path / "in.out.jsonl")) >= 4
@@ -302,7 +319,27 @@ def test_exception_in_a_step_names_rank_and_step(tmp_path: Path) -> None:
     )
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60, check=False)
     assert done.returncode == 3
-    assert b"rank 0 failed at step 5: ZeroDivisionError: as planned" in done.stderr
+    path = tmp_path / "in.out.jsonl.traceback.txt"
+    line = f"nvcli: error: rank 0 failed at step 5: ZeroDivisionError: as planned (traceback: {path})\n"
+    assert line.encode() in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert re.search(r'line \d+, in launch\n +raise ZeroDivisionError\("as planned"\)', path.read_text())
+
+
+def test_a_lost_copys_traceback_is_kept(tmp_path: Path) -> None:
+    """Both copies fail in their step 5: the first is done without, the second ends the run."""
+    rows = [{"prompt": "a", "sampling": {"max_tokens": 50, "ignore_eos": True}}] * 2
+    command = nvcli_with_runner(
+        *("FailingRunner", "generate", str(write_rows(tmp_path / "in.jsonl", rows)), "-m", "demo", "--dp", "2"),
+        *("--set", "device=cpu", "--set", "job.plan=false", "--keep-going"),
+        cwd=tmp_path,
+    )
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 3
+    path = tmp_path / "in.out.jsonl.traceback.txt"
+    assert len(re.findall(rb"replica \d: rank 0 failed at step 5: .* \(traceback: .*\)\n", done.stderr)) == 2
+    assert b"Traceback" not in done.stderr
+    assert path.read_text().count("Traceback") == 2
 
 
 def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ import time
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nvcli import completion
+
+if TYPE_CHECKING:
+    from nvcli.errors import NvcliError
 
 EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or model;
 3 the engine or the disk failed; 130 interrupted. After 1 by --max-errors, 3 and 130 the same command goes on."""
@@ -128,7 +131,7 @@ def _run() -> int:
     except _OutputGone:
         code = 141  # as a command that SIGPIPE ends
     except (WorkerError, OutputError) as error:
-        _say(f"error: {error}")
+        _say_failure(error)
         code = 3
     except TooManyErrors as error:
         _say(f"ended: {error}")
@@ -230,7 +233,7 @@ def generate(
     }
     run = load_run_config(config_file, overrides or (), flags)
 
-    from nvcli.errors import OutputError, TooManyErrors, WorkerError
+    from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
     from nvcli.jobs.resume_hint import resume_hint
     from nvcli.jobs.sink import OutputClosed
     from nvcli.pipeline.generate import generate as run_job
@@ -258,7 +261,8 @@ def generate(
     except (KeyboardInterrupt, _Interrupted):  # before typer makes exit code 1 of it
         raise _Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, started=started)) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
-        raise type(error)(f"{error}\n{resume_hint(sys.argv, inputs=inputs, output=output, started=started)}") from error
+        hint = resume_hint(sys.argv, inputs=inputs, output=output, started=started)
+        raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:
         raise _OutputGone from None
     _say(format_summary(summary))
@@ -364,7 +368,7 @@ def bench(
         _say("interrupted")
         raise typer.Exit(130) from None
     except WorkerError as error:
-        _say(f"error: {error}")
+        _say_failure(error)
         raise typer.Exit(3) from None
     typer.echo(format_json(result) if as_json else format_result(result))
 
@@ -502,6 +506,13 @@ def _size(text: str | None) -> int | str | None:
 
 def _say(text: str) -> None:
     typer.echo(f"nvcli: {text}", err=True)
+
+
+def _say_failure(error: NvcliError) -> None:
+    """One line; a traceback that nobody has kept goes into a file which the line names."""
+    from nvcli.pipeline.traceback_file import keep_traceback
+
+    _say(f"error: {keep_traceback(error)}")
 
 
 def _leave(code: int) -> None:

@@ -161,6 +161,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Report the times of every step to the parent, and at the end the memory that each rank held at most."""
     measure_memory: bool = False
     """Once all is allocated, run the largest batches again and report what each item then took."""
+    kv_blocks_before: int | None = None
+    """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
+    than what is free now leaves them."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
 

@@ -12,6 +12,11 @@
 Messages are for users: one or two lines, no traceback. `cli.py` alone turns them into exit codes.
 """
 
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
 
 class NvcliError(Exception):
     """Base of all errors that nvcli reports to its user."""
@@ -30,7 +35,15 @@ class CapacityError(NvcliError):
 
 
 class WorkerError(NvcliError):
-    """An engine or rank process failed, died or stopped answering."""
+    """An engine or rank process failed, died or stopped answering.
+
+    `traceback`: of an exception that nobody expected there, which is a bug in nvcli or in what it stands on; else
+    empty. For a file (`pipeline.traceback_file`), not for messages.
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
 
 
 class OutputError(NvcliError):
@@ -53,7 +66,28 @@ class RowError(NvcliError):
         self.message = message
 
 
-def named(kind: str, message: str) -> NvcliError:
-    """The error of that class name, as another process reported it. RowErrors are never reported so."""
+def named(kind: str, message: str, traceback: str = "") -> NvcliError:
+    """The error of that class name, as another process reported it. RowErrors are never reported so.
+
+    Only WorkerErrors have a traceback.
+    """
+    if kind == WorkerError.__name__:
+        return WorkerError(message, traceback)
     error: type[NvcliError] = globals()[kind]
     return error(message)
+
+
+Error = TypeVar("Error", bound=NvcliError)
+
+
+def reworded(error: Error, message: str) -> Error:
+    """The same error with another message."""
+    other = copy.copy(error)
+    other.args = (message,)
+    return other
+
+
+def first_line(error: BaseException) -> str:
+    """Class and first line of what any exception says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

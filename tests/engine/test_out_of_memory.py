@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +27,11 @@ from requests_factory import make_request
 class FailingExecutor:
     """A rank in this process whose steps run out of memory as `fails` says, some of them half done."""
 
-    def __init__(self, fails: Callable[[StepInput], bool]) -> None:
-        context = RankContext(
-            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
-        )
-        self.runner = HashingRunner(engine_config(), context)
+    def __init__(self, fails: Callable[[StepInput], bool], *, blocks_anew: Callable[[], int] | None = None) -> None:
+        """`blocks_anew`: the rank is replaced by a new one, with so many KV blocks."""
+        self.runner = make_rank()
         self.fails = fails
+        self.blocks_anew = blocks_anew
         self.failed: list[StepInput] = []
         self.passes_over = False
         self.sizes: list[tuple[int, int]] = []
@@ -57,6 +57,21 @@ class FailingExecutor:
     def collect(self) -> StepOutput:
         return self.outputs.popleft()
 
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        assert not self.outputs
+        if self.blocks_anew is None:
+            return None
+        self.runner = make_rank()
+        self.passes_over = False
+        return self.blocks_anew()
+
+
+def make_rank() -> HashingRunner:
+    context = RankContext(
+        rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
+    )
+    return HashingRunner(engine_config(), context)
+
 
 def size_of(step: StepInput) -> tuple[int, int]:
     num_decodes, lens = len(unpack(step.decode_slots)), unpack(step.extend_lens)
@@ -64,11 +79,16 @@ def size_of(step: StepInput) -> tuple[int, int]:
 
 
 def make_core(
-    fails: Callable[[StepInput], bool], *, num_blocks: int = 64, overlap: bool = True, **limits: int
+    fails: Callable[[StepInput], bool],
+    *,
+    num_blocks: int = 64,
+    blocks_anew: Callable[[], int] | None = None,
+    overlap: bool = True,
+    **limits: int,
 ) -> tuple[EngineCore, Scheduler, FailingExecutor]:
     values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256, "block_size": BLOCK_SIZE}
     scheduler = Scheduler(SchedulerLimits(**{**values, **limits}), BlockManager(num_blocks))
-    executor = FailingExecutor(fails)
+    executor = FailingExecutor(fails, blocks_anew=blocks_anew)
     return EngineCore(scheduler, executor, overlap=overlap), scheduler, executor
 
 
@@ -124,6 +144,18 @@ def test_what_was_computed_is_found_again() -> None:
     assert sum(tokens for _, tokens in executor.sizes) < 50 + 30 + 2 * BLOCK_SIZE
 
 
+def test_nothing_is_found_again_in_ranks_that_were_started_anew() -> None:
+    """Their blocks are empty, and there may be fewer of them."""
+    core, scheduler, executor = make_core(
+        lambda step: step.step_id == 10, num_blocks=64, blocks_anew=lambda: 20, max_num_batched_tokens=64
+    )
+    core.add(requests := [make_request(i, [*range(20), i], 20) for i in range(6)])
+    assert answers(run(core, scheduler)) == undisturbed(requests)
+    assert len(executor.failed) == 1
+    assert core.stats.num_blocks == 20
+    assert re.search(r"max_num_seqs 8\. Starting all ranks anew took 0\.0 s", core.take_notes()[0])
+
+
 def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
     """It is registered when its last token is known, one step before that token's keys are stored."""
     core, scheduler, executor = make_core(lambda step: step.step_id == 2)
@@ -157,6 +189,7 @@ def test_random_failures_leave_the_answers_as_they_are(seed: int) -> None:
     core, scheduler, executor = make_core(
         fails,
         num_blocks=rng.randint(24, 60),
+        blocks_anew=(lambda: rng.randint(24, 60)) if rng.random() < 0.5 else None,
         overlap=rng.random() < 0.8,
         max_num_seqs=rng.randint(4, 12),
         max_num_batched_tokens=rng.randint(12, 64),
@@ -210,11 +243,15 @@ def collect(client: EngineClient, requests: list[Request]) -> dict[int, tuple[li
     return answers(done)
 
 
-def test_a_rank_goes_on_with_smaller_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_goes_on_with_smaller_steps(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """A lone one as it is; two, of which only the last runs out, by being started anew."""
     monkeypatch.setenv("NVCLI_TEST_STEPS", "5,24,6")
     requests = [make_request(i, range(i, i + 30), 20) for i in range(30)]
     streaming = [msgspec.structs.replace(request, stream=True) for request in requests]
-    client = EngineClient.start(engine_config(record_steps=True), runner="fake_runners:OutOfMemoryRunner")
+    client = EngineClient.start(
+        engine_config(record_steps=True, tensor_parallel_size=tp), runner="fake_runners:OutOfMemoryRunner"
+    )
     try:
         client.wait_ready()
         client.add(streaming)
@@ -230,35 +267,32 @@ def test_a_rank_goes_on_with_smaller_steps(monkeypatch: pytest.MonkeyPatch) -> N
         client.close()
     assert tokens == {request_id: answer[0] for request_id, answer in undisturbed(requests).items()}
     assert len(notes) == 4
-    assert "none left for step 5" in notes[0]
+    assert f"(rank {tp - 1}: none left for step 5)" in notes[0]
+    assert all(("Starting all ranks anew took" in note) == (tp > 1) for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("tp", "message"),
-    [
-        (1, "one token in a step .none left for step"),
-        (2, r"rank 1 ran out of memory in step 3 .*max_num_batched_tokens"),
-    ],
-)
-def test_it_ends_where_it_cannot_go_on(monkeypatch: pytest.MonkeyPatch, tp: int, message: str) -> None:
-    """With several ranks the others are in the middle of their part of the step."""
+@pytest.mark.parametrize("tp", [1, 2])
+def test_it_ends_where_it_cannot_go_on(monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
     monkeypatch.setenv("NVCLI_TEST_STEPS", "3,1000")
-    config = engine_config(tensor_parallel_size=tp)
+    config = engine_config(tensor_parallel_size=tp, max_num_seqs=2, max_num_batched_tokens=4)
     client = EngineClient.start(config, runner="fake_runners:OutOfMemoryRunner")
     try:
-        with pytest.raises(CapacityError, match=message):
+        with pytest.raises(CapacityError, match=rf"one token in a step \(rank {tp - 1}: none left for step"):
             collect(client, [make_request(0, [1], 100)])
     finally:
         client.close()
 
 
-def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass that breaks off in the middle has changed lengths and keys of its slots; no answer shows it."""
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
+    """A forward pass that breaks off in the middle has changed lengths and keys of its slots; no answer shows it.
+
+    Of two ranks the other waits in the layer's sum for ever."""
     monkeypatch.setenv("NVCLI_TEST_STEPS", "100,130,7")
     rng = random.Random(3)
     prompts = [[rng.randrange(2, 97) for _ in range(rng.randint(1, 60))] for _ in range(12)]
     client = EngineClient.start(
-        engine_config(model_path=write_tiny_qwen3(tmp_path / "model")),
+        engine_config(model_path=write_tiny_qwen3(tmp_path / "model"), tensor_parallel_size=tp),
         runner="fake_runners:create_model_runner_out_of_memory",
     )
     try:
@@ -271,4 +305,4 @@ def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         client.close()
     assert disturbed == {100 + request_id: answer for request_id, answer in whole.items()}
     assert notes
-    assert "CUDA out of memory. Tried to allocate 2.00 GiB.)" in notes[0]
+    assert f"(rank {tp - 1}: CUDA out of memory. Tried to allocate 2.00 GiB.)" in notes[0]

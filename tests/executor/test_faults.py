@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,12 @@ def collect(client: EngineClient, count: int) -> dict[int, RequestOutput]:
     return done
 
 
+def poll_for(client: EngineClient, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        assert client.poll(left) == []
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 2), (1, 8)])
 def test_requests_are_answered_through_real_processes(clients: list[EngineClient], tp: int, pp: int) -> None:
     client = start(clients, "CountingRunner", tensor_parallel_size=tp, pipeline_parallel_size=pp)
@@ -138,9 +145,57 @@ def test_killed_engine_takes_its_ranks_along(clients: list[EngineClient]) -> Non
     ranks = ranks_of(client)
     os.kill(client.pid, signal.SIGKILL)
     error, seconds = run_until_error(client)
-    assert f"engine (pid {client.pid}) was killed by SIGKILL" in str(error)
+    assert str(error) == f"the engine (pid {client.pid}) was killed by SIGKILL; it was at: running"
     assert seconds < DETECTION_SECONDS
     wait_gone(ranks)
+
+
+def test_stopped_engine_is_named(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner", tensor_parallel_size=2, step_timeout=1.0)
+    client.wait_ready()
+    client.add([make_request(0, [1], 200)])
+    client.poll(0.1)
+    pids = [client.pid, *ranks_of(client)]
+    os.kill(client.pid, signal.SIGSTOP)
+    error, seconds = run_until_error(client)
+    assert str(error) == (
+        f"no answer within step_timeout (1 s); the engine (pid {pids[0]}) at running (stopped by a signal)"
+    )
+    assert 0.4 < seconds < 1.0 + DETECTION_SECONDS
+    client.close()
+    wait_gone(pids)
+
+
+def test_engine_that_was_stopped_for_a_moment_goes_on(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner", step_timeout=0.8)
+    client.wait_ready()
+    client.add([make_request(0, [1], 60)])
+    for _ in range(2):
+        os.kill(client.pid, signal.SIGSTOP)
+        poll_for(client, 0.6)
+        os.kill(client.pid, signal.SIGCONT)
+        poll_for(client, 0.3)
+    assert unpack(collect(client, 1)[0].token_ids).tolist() == list(range(100, 160))
+
+
+def test_engine_that_is_stopped_while_it_starts_is_named(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowStartRunner", step_timeout=0.5)
+    assert client.wait_ready(0.5) is None
+    pids = [client.pid, *ranks_of(client)]
+    os.kill(client.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=r"the engine \(pid \d+\) at start-up \(stopped by a signal\)"):
+        client.wait_ready(10)
+    client.close()
+    wait_gone(pids)
+
+
+def test_sending_to_a_stopped_engine_does_not_take_for_ever(clients: list[EngineClient]) -> None:
+    client = start(clients, "SlowRunner", step_timeout=0.5)
+    client.wait_ready()
+    os.kill(client.pid, signal.SIGSTOP)
+    requests = [make_request(number, range(200), 10) for number in range(1000)]
+    with pytest.raises(WorkerError, match="stopped by a signal"):
+        client.add(requests)
 
 
 def test_killed_parent_leaves_nothing_behind() -> None:
@@ -195,7 +250,8 @@ def test_exception_in_a_step_names_rank_step_and_cause(
     client.wait_ready()
     client.add([make_request(0, [1], 200)])
     error, _ = run_until_error(client)
-    assert "rank 1 failed at step 5: ZeroDivisionError: as planned" in str(error)
+    assert str(error) == "rank 1 failed at step 5: ZeroDivisionError: as planned"
+    assert error.traceback.endswith("ZeroDivisionError: as planned\n")
 
 
 def test_rank_that_dies_while_loading_is_noticed(clients: list[EngineClient]) -> None:
@@ -218,6 +274,37 @@ def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:
     client.close()
     client.close()
     wait_gone(pids)
+
+
+@pytest.mark.parametrize("action", ["close", "kill", "stop"])
+def test_end_while_ranks_start_anew(
+    clients: list[EngineClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """After a step that ran out of memory it is as at the first start."""
+    monkeypatch.setenv("NVCLI_TEST_STEPS", "3,4")
+    monkeypatch.setenv("NVCLI_TEST_FOLDER", str(tmp_path))
+    client = start(clients, "StuckRestartRunner", tensor_parallel_size=2, step_timeout=1.0)
+    client.wait_ready()
+    first = ranks_of(client)
+    client.add([make_request(0, [1], 100)])
+    deadline = time.monotonic() + 10
+    while len(list(tmp_path.iterdir())) < 2:
+        assert client.poll(0.02) == []
+        assert time.monotonic() < deadline
+    ranks = ranks_of(client)
+    if action == "close":
+        client.close()
+    else:
+        os.kill(ranks[1], signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+        error, seconds = run_until_error(client)
+        assert re.search(
+            rf"rank 1 \(pid {ranks[1]}\) was killed by SIGKILL; it was at: load weights$"
+            if action == "kill"
+            else rf"rank 1 \(pid {ranks[1]}\) at load weights \(stopped by a signal\)$",
+            str(error),
+        )
+        assert seconds < 1.0 + DETECTION_SECONDS
+    wait_gone([*first, *ranks])
 
 
 def test_abort_reaches_a_running_request(clients: list[EngineClient]) -> None:

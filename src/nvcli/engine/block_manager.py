@@ -33,7 +33,7 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
-        self._caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
         self._ref_counts = [0] * (num_blocks + 1)
         self._hashes: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._by_hash: dict[BlockHash, int] = {}
@@ -59,7 +59,7 @@ class BlockManager:
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The longest run of registered blocks for these chained hashes, each with one more reference."""
         blocks: list[int] = []
-        if self._caching:
+        if self.enable_prefix_caching:
             for block_hash in hashes:
                 block = self._by_hash.get(block_hash)
                 if block is None:
@@ -72,7 +72,7 @@ class BlockManager:
 
     def register(self, block: int, block_hash: BlockHash) -> None:
         """Make a held, full block findable. Equal contents elsewhere keep the earlier entry."""
-        if self._caching and self._hashes[block] is None and block_hash not in self._by_hash:
+        if self.enable_prefix_caching and self._hashes[block] is None and block_hash not in self._by_hash:
             self._hashes[block] = block_hash
             self._by_hash[block_hash] = block
 

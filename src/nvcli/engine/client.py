@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 
 import msgspec
@@ -28,12 +29,24 @@ from nvcli.executor.executor import MODEL_RUNNER
 from nvcli.executor.process import ChildProcess
 from nvcli.messages import EngineReady
 
+_STOPPED_CHECK_SECONDS = 0.5
+"""How often to look whether an engine that says nothing was stopped."""
+
 
 class EngineClient:
-    """Sends requests to an engine's process and takes its outputs. Not thread-safe."""
+    """Sends requests to an engine's process and takes its outputs. Not thread-safe.
 
-    def __init__(self, process: ChildProcess) -> None:
+    An engine says by itself what becomes of its ranks. That it is dead itself shows at once, that it was stopped by a
+    signal within `step_timeout`, to whoever waits for it.
+    """
+
+    def __init__(self, process: ChildProcess, *, step_timeout: float) -> None:
+        """`step_timeout`: in seconds."""
         self._process = process
+        self._timeout = step_timeout
+        self._last_check = 0.0
+        self._stopped_since: float | None = None
+        """When it was first seen to be stopped by a signal, if it has not been heard or seen to move since."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._stats = EngineStats()
@@ -44,14 +57,20 @@ class EngineClient:
     @classmethod
     def start(cls, config: EngineConfig, *, name: str = "engine", runner: str = MODEL_RUNNER) -> EngineClient:
         """Spawn the engine, which spawns its ranks; returns at once."""
-        return cls(ChildProcess("nvcli.engine.process:main", EngineStart(config=config, runner=runner), name=name))
+        process = ChildProcess(
+            "nvcli.engine.process:main",
+            EngineStart(config=config, runner=runner),
+            name=name,
+            send_timeout=config.step_timeout,
+        )
+        return cls(process, step_timeout=config.step_timeout)
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None:
         """The engine's report; None when it is not ready within `timeout` seconds (None: wait for ever).
 
         Raises LoadError, CapacityError or ConfigError as a rank met it, or WorkerError.
         """
-        if self._ready is None and self._process.control.poll(timeout):
+        if self._ready is None and self._has_message(timeout):
             message = self._receive()
             assert isinstance(message, ReadyReport)
             self._ready = message.ready
@@ -69,16 +88,16 @@ class EngineClient:
         self._send(ForgetPrefixes())
 
     def poll(self, timeout: float) -> list[RequestOutput]:
-        """Outputs that arrived; waits up to `timeout` seconds for the first."""
+        """Outputs that arrived; waits up to `timeout` seconds for the first. Raises what the engine failed with."""
         outputs: list[RequestOutput] = []
-        while self._process.control.poll(0 if outputs else timeout):
+        while self._has_message(timeout):
+            timeout = 0
             message = self._receive()
             assert isinstance(message, OutputBatch)
             outputs += message.outputs
             self._stats = message.stats
             self._steps += message.steps
             self._notes += message.notes
-            timeout = 0
         return outputs
 
     @property
@@ -110,20 +129,23 @@ class EngineClient:
         For engines with `record_steps`; `close` is still to be called. Raises WorkerError.
         """
         self._send(CloseEngine())
-        while not isinstance(message := self._receive(), EngineClosed):
-            pass
-        return message.peak_bytes
+        while True:
+            if self._has_message(None) and isinstance(message := self._receive(), EngineClosed):
+                return message.peak_bytes
 
     def close(self) -> None:
         """End the engine and its ranks. Idempotent."""
-        if not self._process.control.closed:
+        can_hear = not self._process.control.closed and not self._process.is_stopped
+        if can_hear:
             with contextlib.suppress(OSError):
                 self._process.control.send_bytes(self._encoder.encode(CloseEngine()))
-        self._process.close(grace=1.5 if self._ready else 0.0)
+        self._process.close(grace=1.5 if self._ready and can_hear else 0.0)
 
     def _send(self, message: ToEngine) -> None:
         try:
             self._process.control.send_bytes(self._encoder.encode(message))
+        except BlockingIOError:
+            raise WorkerError(self._describe_stuck()) from None
         except OSError:
             while True:  # its last words may still be in the socket
                 self._receive()
@@ -133,8 +155,46 @@ class EngineClient:
             message = self._decoder.decode(self._process.control.recv_bytes())
         except (EOFError, OSError):
             raise WorkerError(
-                f"the {self._process.name} (pid {self._process.pid}) {self._process.describe_exit()}"
+                f"the {self._process.name} (pid {self._process.pid}) {self._process.describe_exit()}; "
+                f"it was at: {self._phase}"
             ) from None
         if isinstance(message, EngineFailed):
-            raise errors.named(message.kind, message.message)
+            raise errors.named(message.kind, message.message, message.traceback)
         return message
+
+    def _has_message(self, timeout: float | None) -> bool:
+        """Wait for one, up to `timeout` seconds (None: for ever)."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            wait = min(_STOPPED_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))
+            if self._process.control.poll(wait):
+                self._stopped_since = None
+                return True
+            self._check_moving()
+            if time.monotonic() >= deadline:
+                return False
+
+    def _check_moving(self) -> None:
+        """Raises WorkerError for an engine that has been stopped for `step_timeout`."""
+        now = time.monotonic()
+        if now - self._last_check < _STOPPED_CHECK_SECONDS:
+            return
+        self._last_check = now
+        if not self._process.is_stopped:
+            self._stopped_since = None
+            return
+        if self._stopped_since is None:
+            self._stopped_since = now
+        if now - self._stopped_since > self._timeout:
+            raise WorkerError(self._describe_stuck())
+
+    def _describe_stuck(self) -> str:
+        state = " (stopped by a signal)" if self._process.is_stopped else ""
+        return (
+            f"no answer within step_timeout ({self._timeout:g} s); "
+            f"the {self._process.name} (pid {self._process.pid}) at {self._phase}{state}"
+        )
+
+    @property
+    def _phase(self) -> str:
+        return "start-up" if self._ready is None else "running"

@@ -1,11 +1,12 @@
 """EngineCore: the loop of one replica. Schedules a step while those before it run.
 
 A step that runs out of memory does not end it: the steps in flight are taken back, the limits are lowered for the rest
-of the run, and the requests are computed again.
+of the run, and the requests are computed again, by ranks that were started anew where these cannot go on.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +32,13 @@ class StepExecutor(Protocol):
     def submit(self, step: StepInput) -> None: ...
 
     def collect(self) -> StepOutput: ...
+
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        """Keep to these limits from here on, after a step that ran out of memory and with none in flight.
+
+        The number of KV blocks where all that was in them is lost; None: everything is as it was.
+        """
+        ...
 
 
 class EngineCore:
@@ -119,8 +127,17 @@ class EngineCore:
                 "kv_cache_memory), so that the KV cache leaves more room, or end what else uses this memory"
             )
         limits = self._scheduler.limits
+        started_at = time.monotonic()
+        num_blocks = self._executor.recover(
+            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
+        )
+        restart = ""
+        if num_blocks is not None:
+            self._scheduler.start_anew(num_blocks)
+            restart = f". Starting all ranks anew took {time.monotonic() - started_at:.1f} s"
         self.notes.append(
             f"warning: out of memory in step {failed.input.step_id} with {failed.num_requests:,} requests and "
             f"{failed.num_tokens:,} tokens ({reason}). They are computed again, from here on with "
             f"max_num_batched_tokens {limits.max_num_batched_tokens:,} and max_num_seqs {limits.max_num_seqs:,}"
+            f"{restart}"
         )

@@ -30,7 +30,7 @@ from nvcli.engine.protocol import (
     ToEngine,
 )
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.errors import NvcliError
+from nvcli.errors import NvcliError, WorkerError, first_line
 from nvcli.executor.executor import Executor
 
 if TYPE_CHECKING:
@@ -76,13 +76,14 @@ def main(start: EngineStart, control: Connection) -> None:
         if config.record_steps:
             send(EngineClosed(peak_bytes))
     except NvcliError as error:
+        details = error.traceback if isinstance(error, WorkerError) else ""
         with contextlib.suppress(OSError):
-            send(EngineFailed(type(error).__name__, str(error)))
+            send(EngineFailed(type(error).__name__, str(error), details))
     except OSError:
         pass  # the parent is gone
     except Exception as error:
         with contextlib.suppress(OSError):
-            send(EngineFailed("WorkerError", f"the engine failed: {error!r}\n{traceback.format_exc()}"))
+            send(EngineFailed("WorkerError", f"the engine failed: {first_line(error)}", traceback.format_exc()))
     executor.close()
     os._exit(0)
 

@@ -48,10 +48,11 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Class name from `nvcli.errors`, and the message."""
+    """Class name from `nvcli.errors`, the message, and a WorkerError's traceback."""
 
     kind: str
     message: str
+    traceback: str = ""
 
 
 class EngineClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -15,8 +15,8 @@ ones, so that the micro-batches stay balanced. Slices of one prompt need no toke
 from step to step.
 
 A step that ran out of memory is taken back (`put_back`), and those submitted behind it: every running request waits
-again, what the steps that ran have left in the prefix cache is found there, and the limits are lowered. This module
-knows no ranks, text or devices.
+again, what the steps that ran have left in the prefix cache is found there (unless nothing is left of it:
+`start_anew`), and the limits are lowered. This module knows no ranks, text or devices.
 """
 
 from __future__ import annotations
@@ -268,6 +268,13 @@ class Scheduler:
         self.limits = replace(self.limits, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
         self._free_slots = list(range(num_seqs - 1, -1, -1))
         return True
+
+    def start_anew(self, num_blocks: int) -> None:
+        """The ranks are new ones: their slots are empty, their KV blocks hold nothing. No request may be running."""
+        assert not self._running
+        self.block_manager = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
+        self._freed_slots = []
+        self._restarts = False
 
     # ------------------------------------------------------------------ parts of schedule
 

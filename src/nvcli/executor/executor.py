@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from nvcli import errors
 from nvcli.config import EngineConfig
-from nvcli.errors import WorkerError
+from nvcli.errors import NvcliError, WorkerError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
 from nvcli.executor.process import ChildProcess
 from nvcli.executor.status import StatusBoard
-from nvcli.executor.worker import RankClosed, RankFailed, RankStart, StorePort
+from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory, RankStart, StorePort
 from nvcli.messages import EngineReady, StepInput, StepOutput, max_step_input_bytes, max_step_output_bytes
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
@@ -43,6 +42,9 @@ engine, the parent and each other: a small model's step beside one busy process 
 NVLink multicast stays off: it takes a shared resource of the NVLink switches, which in a container or with a fabric
 manager in a bad state fails or hangs at start, and nothing here needs it."""
 
+_LEAVING_SECONDS = 0.005
+"""How often to look whether ranks that were told to leave have left."""
+
 _CULPRIT_SECONDS = 0.3
 """After a first failure, how long to listen for others: a rank that dies takes its peers' collectives with it."""
 
@@ -52,6 +54,10 @@ class Executor:
 
     def __init__(self, config: EngineConfig, runner: str = MODEL_RUNNER) -> None:
         self._config = config
+        self._runner = runner
+        self._spawn(config, runner)
+
+    def _spawn(self, config: EngineConfig, runner: str) -> None:
         self._timeout = config.step_timeout
         size = config.num_ranks
         num_slots = config.max_steps_in_flight + _SPARE_SLOTS
@@ -95,8 +101,10 @@ class Executor:
         close_fds((steps.memory_fd, outputs.memory_fd, status_fd))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
-        self._submitted: list[float] = []
-        """Times of the steps whose outputs have not come back."""
+        self._submitted: list[tuple[int, float]] = []
+        """Ids and times of the steps whose outputs have not come back."""
+        self._out_of_memory: RankOutOfMemory | None = None
+        """The first step that one of several ranks did not run."""
         self._poll = select.poll()
         self._poll.register(self._outputs.fileno(), select.POLLIN)
         for child in self._ranks:
@@ -114,7 +122,7 @@ class Executor:
         last_moving = time.monotonic()
         while len(ready) < len(self._ranks):
             self._poll.poll(_STOPPED_CHECK_SECONDS * 1000)
-            if not any(_is_stopped(child.pid) for child in self._ranks):
+            if not any(child.is_stopped for child in self._ranks):
                 last_moving = time.monotonic()
             elif time.monotonic() - last_moving > self._timeout:
                 raise WorkerError(self._describe_stuck())
@@ -127,6 +135,7 @@ class Executor:
                         for other in self._ranks[1:]:
                             other.control.send(message)
         memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
+        self._num_blocks = ready[0].num_blocks
         return msgspec.structs.replace(ready[0], memory=memory)
 
     # ------------------------------------------------------------------ steps
@@ -134,26 +143,33 @@ class Executor:
     def submit(self, step: StepInput) -> None:
         """Send a step to all ranks; returns at once unless a rank is several steps behind."""
         deadline = time.monotonic() + self._timeout
-        while not self._steps.has_room:
+        while not self._steps.has_room and self._out_of_memory is None:
             self.check()
             if time.monotonic() > deadline:
                 raise WorkerError(self._describe_stuck())
             time.sleep(_BEHIND_SECONDS)
-        try:
-            self._steps.send(self._encoder.encode(step))
-        except ChannelClosed:
-            self._raise_failure()
-        self._submitted.append(time.monotonic())
+        if self._out_of_memory is None:
+            try:
+                self._steps.send(self._encoder.encode(step))
+            except ChannelClosed:
+                self._raise_failure()
+        self._submitted.append((step.step_id, time.monotonic()))
 
     def collect(self) -> StepOutput:
         """Output of the oldest submitted step; waits for it."""
-        deadline = self._submitted[0] + self._timeout
-        while not self._outputs.poll(0):
+        step_id, submitted_at = self._submitted[0]
+        deadline = submitted_at + self._timeout
+        while True:
+            if self._out_of_memory is not None and self._out_of_memory.step_id <= step_id:
+                self._submitted.pop(0)
+                return NotRun(step_id, self._out_of_memory.reason).result()
+            if self._outputs.poll(0):
+                break
             events = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not events:
                 raise WorkerError(self._describe_stuck())
             if any(fd != self._outputs.fileno() for fd, _ in events):
-                self._raise_failure()
+                self._hear()
         try:
             message = self._outputs.receive()
         except ChannelClosed:
@@ -164,7 +180,26 @@ class Executor:
     def check(self) -> None:
         """Raise if a rank failed or died; for times when no step is in flight."""
         if any(fd != self._outputs.fileno() for fd, _ in self._poll.poll(0)):
-            self._raise_failure()
+            self._hear()
+
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        """Go on with these limits after a step that ran out of memory; no step may be in flight.
+
+        None where the rank goes on as it is. Several ranks are ended and started anew, which takes as long as the start
+        and raises what `wait_ready` raises: then the number of their KV blocks, which hold nothing.
+        """
+        assert not self._submitted
+        if len(self._ranks) == 1:
+            return None
+        self._end(deadline=0.0)
+        self._config = msgspec.structs.replace(
+            self._config,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_blocks_before=self._num_blocks,
+        )
+        self._spawn(self._config, self._runner)
+        return self.wait_ready().num_blocks
 
     # ------------------------------------------------------------------ ends
 
@@ -176,10 +211,19 @@ class Executor:
         self._steps.close()
         deadline = time.monotonic() + 1.0
         peak_bytes = [self._last_word(child, deadline) for child in self._ranks]
-        for child in self._ranks:
-            child.close(max(0.0, deadline - time.monotonic()))
-        self._outputs.close()
+        self._end(deadline)
         return peak_bytes
+
+    def _end(self, deadline: float) -> None:
+        """Ranks that have not left by `deadline` are killed, all at once: a GPU's process takes its time to go."""
+        self._steps.close()
+        while time.monotonic() < deadline and any(child.is_alive for child in self._ranks):
+            time.sleep(_LEAVING_SECONDS)
+        for child in self._ranks:
+            child.kill()
+        for child in self._ranks:
+            child.close()
+        self._outputs.close()
 
     def _last_word(self, child: ChildProcess, deadline: float) -> int:
         with contextlib.suppress(EOFError, OSError):
@@ -200,38 +244,53 @@ class Executor:
             self._raise_failure(failed={rank: message})
         return message
 
+    def _hear(self) -> None:
+        """A rank has said something while steps run: that it ran out of memory, or it is raised."""
+        error = self._find_cause({}, set())
+        if error is not None:
+            raise error
+
     def _raise_failure(self, failed: dict[int, RankFailed] | None = None, dead: set[int] | None = None) -> NoReturn:
-        """Find out which rank is the cause, and raise.
+        error = self._find_cause(failed or {}, dead or set())
+        raise error or WorkerError("a rank closed its channel for an unknown reason")
+
+    def _find_cause(self, failed: dict[int, RankFailed], dead: set[int]) -> NvcliError | None:
+        """Listen to all ranks for a moment, and find out which one is the cause. None: only memory ran out, which is
+        kept in `_out_of_memory`.
 
         An error of the user's (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other
         failures: the ranks that merely lost their peer fail last.
         """
-        failed, dead = failed or {}, dead or set()
+        short: set[int] = set()
         deadline = time.monotonic() + _CULPRIT_SECONDS
-        while (left := deadline - time.monotonic()) > 0 and len(failed) + len(dead) < len(self._ranks):
+        while (left := deadline - time.monotonic()) > 0 and len({*failed, *dead, *short}) < len(self._ranks):
             for rank, child in enumerate(self._ranks):
                 try:
                     if rank not in failed and rank not in dead and child.control.poll():
                         message = child.control.recv()
                         if isinstance(message, RankFailed):
                             failed[rank] = message
+                        elif isinstance(message, RankOutOfMemory):
+                            short.add(rank)
+                            if self._out_of_memory is None or message.step_id < self._out_of_memory.step_id:
+                                self._out_of_memory = message
                 except (EOFError, OSError):
                     dead.add(rank)
             time.sleep(min(left, 0.01))
         for failure in failed.values():
             if failure.kind != "WorkerError":
-                raise errors.named(failure.kind, failure.message)
+                return errors.named(failure.kind, failure.message)
         for rank in sorted(dead):
-            raise WorkerError(
+            return WorkerError(
                 f"{self._describe(rank)} {self._ranks[rank].describe_exit()}; it was at: {self._status.describe(rank)}"
             )
-        if any(_is_stopped(child.pid) for child in self._ranks):
-            raise WorkerError(self._describe_stuck())
+        if any(child.is_stopped for child in self._ranks):
+            return WorkerError(self._describe_stuck())
         for rank, failure in failed.items():
             where = self._status.describe(rank)
             name = self._config.rank_name(rank)
-            raise WorkerError(f"{name} failed at {where}: {failure.message}\n{failure.traceback}".rstrip())
-        raise WorkerError("a rank closed its channel for an unknown reason")
+            return WorkerError(f"{name} failed at {where}: {failure.message}", failure.traceback)
+        return None
 
     def _describe(self, rank: int) -> str:
         return f"{self._config.rank_name(rank)} (pid {self._ranks[rank].pid})"
@@ -239,13 +298,6 @@ class Executor:
     def _describe_stuck(self) -> str:
         doing = []
         for rank, child in enumerate(self._ranks):
-            state = " (stopped by a signal)" if _is_stopped(child.pid) else ""
+            state = " (stopped by a signal)" if child.is_stopped else ""
             doing.append(f"{self._describe(rank)} at {self._status.describe(rank)}{state}")
         return f"no answer within step_timeout ({self._timeout:g} s); " + ", ".join(doing)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False

@@ -14,11 +14,13 @@ import importlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -36,14 +38,19 @@ class ChildProcess:
         pass_fds: tuple[int, ...] = (),
         env: Mapping[str, str] | None = None,
         output_fd: int = 2,
+        send_timeout: float | None = None,
     ) -> None:
         """Start `target` ("module:function") as function(argument, control) in a new process.
 
         `argument` is pickled. File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults:
         variables that the user has set stay as they are. `output_fd` takes what the child prints.
+        `send_timeout`: seconds after which sending to a child that does not read raises BlockingIOError; None: never.
         """
         self.name = name
         ours, theirs = socket.socketpair()
+        if send_timeout is not None:
+            seconds, rest = divmod(send_timeout, 1.0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(rest * 1e6)))
         with theirs:
             fd = theirs.fileno()
             search_path = os.pathsep.join(p for p in sys.path if p)
@@ -69,6 +76,14 @@ class ChildProcess:
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal (SIGSTOP, a debugger): alive, and it does nothing."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
+
     def describe_exit(self, timeout: float = 1.0) -> str:
         """How the process ended, for messages; waits a little for one that is just ending."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -79,6 +94,10 @@ class ChildProcess:
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
+
+    def kill(self) -> None:
+        """Returns before it is gone; `close` is still to be called."""
+        self._popen.kill()
 
     def close(self, grace: float = 0.0) -> None:
         """End the process: wait `grace` seconds for it to end by itself, then kill it. Idempotent."""

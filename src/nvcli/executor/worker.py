@@ -4,9 +4,9 @@ All ranks run this code. One of them (`EngineConfig.output_rank`) differs in one
 back, by a thread of their own, so that the next step is launched while the last one's tokens are still on their way
 from the device.
 
-A step that runs out of memory does not end a lone rank: it says so, passes over the steps behind that one, which build
-on it, and goes on with the step that restarts. Several ranks are in the middle of each other's collectives by then:
-there it ends the run.
+A step that runs out of memory does not end a rank: it says so, and passes over the steps behind that one, which build
+on it. A lone rank goes on with the step that restarts. Of several the others wait in collectives that this one never
+enters, so the executor ends them all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from nvcli.config import EngineConfig
-from nvcli.errors import CapacityError, NvcliError
+from nvcli.errors import NvcliError, first_line
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
 from nvcli.executor.status import StatusBoard
 from nvcli.messages import StepInput, StepOutput
@@ -65,6 +65,14 @@ class RankClosed:
     """Last word of a rank that was told to end, where `record_steps` is on."""
 
     peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutOfMemory:
+    """One of several ranks did not run a step, nor runs any behind it."""
+
+    step_id: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +153,10 @@ def _run(start: RankStart, control: Connection) -> None:
                 try:
                     pending, not_run = runner.launch(step), ""
                 except MemoryError as error:
-                    not_run = str(error) or "out of memory"
-                    pending = _give_up(step, not_run, start)
+                    not_run = f"{start.config.rank_name(rank)}: {str(error) or 'out of memory'}"
+                    pending = NotRun(step.step_id, not_run)
+                    if start.config.num_ranks > 1:
+                        control.send(RankOutOfMemory(step.step_id, not_run))
             if post is not None:
                 assert pending is not None
                 post.put(pending)
@@ -154,18 +164,6 @@ def _run(start: RankStart, control: Connection) -> None:
         if start.config.record_steps:
             with contextlib.suppress(OSError):  # the engine is gone: nobody asks
                 control.send(RankClosed(runner.peak_bytes()))
-
-
-def _give_up(step: StepInput, reason: str, start: RankStart) -> NotRun:
-    """For a step that ran out of memory. Raises CapacityError where other ranks wait for this one's part of it."""
-    config = start.config
-    if config.num_ranks > 1:
-        raise CapacityError(
-            f"{config.rank_name(start.rank)} ran out of memory in step {step.step_id} ({reason[:_MAX_REASON]}): lower "
-            f"max_num_batched_tokens (it is {config.max_num_batched_tokens}), max_num_seqs ({config.max_num_seqs}) or "
-            "gpu_memory_utilization"
-        )
-    return NotRun(step.step_id, reason)
 
 
 def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQueue[PendingOutput]:
@@ -190,7 +188,6 @@ def _report_failure(error: BaseException, control: Connection) -> None:
     if isinstance(error, NvcliError):
         failure = RankFailed(type(error).__name__, str(error), "")
     else:
-        lines = str(error).strip().splitlines() or [""]
-        failure = RankFailed("WorkerError", f"{type(error).__name__}: {lines[0]}", traceback.format_exc())
+        failure = RankFailed("WorkerError", first_line(error), traceback.format_exc())
     with contextlib.suppress(OSError):  # the engine is gone: nobody to tell
         control.send(failure)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.config import EngineConfig, JobConfig, RunConfig, parse_size
-from nvcli.errors import ConfigError, TooManyErrors
+from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.fingerprint import describe_inputs, is_repeatable
 from nvcli.jobs.job_output import JobOutput, open_output
@@ -43,6 +43,7 @@ from nvcli.pipeline.resolve import chooses_layout, resolve_engine_config, resolv
 from nvcli.pipeline.status import RunView
 from nvcli.pipeline.summary import Summary
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
+from nvcli.pipeline.traceback_file import keep_traceback
 
 MIN_WINDOW_ROWS = 8192
 MAX_WINDOW_BYTES = 64 * 1024 * 1024
@@ -116,7 +117,8 @@ def generate(
                 progress.note(note)
         reports.append(ready)
 
-    def on_lost(number: int, error: Exception, num_rows: int) -> None:
+    def on_lost(number: int, error: NvcliError, num_rows: int) -> None:
+        error = keep_traceback(error, output)
         rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
         progress.note(f"warning: a copy of the model died, and its {rows} to the others: {error}")
 
@@ -134,6 +136,7 @@ def generate(
             reorder_bytes=parse_size(run.job.reorder_memory) or 0,
         )
         stack.callback(opened.close)
+        stack.enter_context(_tracebacks_kept(output))
         interrupts = stack.enter_context(Interrupts())  # from here on a signal waits for a good moment
         for note in opened.notes:
             progress.note(note)
@@ -247,6 +250,14 @@ def _load_tokenizer(model_path: Path) -> Tokenizer:
     gc.collect()
     gc.freeze()  # what was imported stays: looking through it again and again takes a fifth of a run of short rows
     return tokenizer
+
+
+@contextlib.contextmanager
+def _tracebacks_kept(output: str) -> Iterator[None]:
+    try:
+        yield
+    except WorkerError as error:
+        raise keep_traceback(error, output) from None
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from nvcli.engine.request import EngineStats, Request, RequestOutput
-from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError
+from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.writer import ResultWriter
 from nvcli.messages import EngineReady
@@ -98,7 +98,7 @@ class Pipeline:
         max_num_seqs: int,
         keep_going: bool = False,
         on_ready: Callable[[EngineReady], None] = lambda ready: None,
-        on_lost: Callable[[int, Exception, int], None] = lambda number, error, num_rows: None,
+        on_lost: Callable[[int, NvcliError, int], None] = lambda number, error, num_rows: None,
         on_note: Callable[[str], None] = lambda note: None,
     ) -> None:
         """`duplicates`: None: every row is computed. `counts` is kept up to date for whoever shows progress;
@@ -183,19 +183,16 @@ class Pipeline:
     def _collect(self) -> None:
         """Wait for engines to say something, and take it."""
         counts = self._counts
-        lanes = {lane.engine.fileno(): lane for lane in self._lanes}
         wants_rows = not self._feeder.ended and any(lane.ready and lane.room > 0 for lane in self._lanes)
         is_starved = not self._feeder.ended and any(lane.ready and not lane.rows for lane in self._lanes)
         is_starting = not any(lane.ready for lane in self._lanes)
         wait = "start-up" if is_starting else "engines waiting for rows" if is_starved else "waiting for the engines"
         with self._timed(wait):
-            spoke = connection.wait(list(lanes), SHORT_WAIT if wants_rows else LONG_WAIT)
+            connection.wait([lane.engine.fileno() for lane in self._lanes], SHORT_WAIT if wants_rows else LONG_WAIT)
         rows: list[OpenRow] = []
         deaths: list[tuple[_Lane, NvcliError]] = []
         with self._timed("taking answers"):
-            for fd in spoke:
-                assert isinstance(fd, int)
-                lane = lanes[fd]
+            for lane in self._lanes:  # those that say nothing too: it may be for ever
                 try:
                     self._listen(lane, rows)
                 except _DEATHS as error:
@@ -249,7 +246,7 @@ class Pipeline:
     def _lose(self, lane: _Lane, error: NvcliError) -> None:
         """An engine is dead. Its unfinished rows go back to the plan; raises `error` where the run ends with it."""
         if self._num_engines > 1:
-            error = type(error)(f"replica {lane.number}: {error}")
+            error = reworded(error, f"replica {lane.number}: {error}")
         if not self._keep_going or len(self._lanes) == 1:
             raise error
         self._lanes.remove(lane)

@@ -70,6 +70,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """`shared`: bytes of `buffers` that torch's allocator does not know, being memory that other GPUs reach.
 
+    Ranks that follow others (`kv_blocks_before`) are not held to the budget, in which other programs count: a cache as
+    large as before did fit, and what these have taken since is not free.
+
     Raises CapacityError when not even one block beside the null block fits.
     """
     if device.type == "cpu":
@@ -85,6 +88,11 @@ def plan_memory(
     if config.kv_cache_memory is not None:
         fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"
         kv_cache = config.kv_cache_memory
+    max_blocks = 1 + config.max_num_seqs * config.max_blocks_per_seq
+    if config.kv_blocks_before is not None:
+        max_blocks = min(max_blocks, 1 + config.kv_blocks_before)
+        if device.type == "cuda":
+            kv_cache = torch.cuda.mem_get_info(device)[0] - activations - graphs
     plan = MemoryPlan(
         budget=budget,
         weights=weights,
@@ -94,7 +102,7 @@ def plan_memory(
         other=other,
         kv_cache=kv_cache,
         block_bytes=spec.block_bytes,
-        max_blocks=1 + config.max_num_seqs * config.max_blocks_per_seq,
+        max_blocks=max_blocks,
     )
     if plan.num_blocks < 2:
         raise CapacityError(

@@ -479,9 +479,9 @@ class ModelRunner:
 
 
 def _out_of_memory(error: RuntimeError) -> str | None:
-    """The allocator's complaint, if it is one; torch has a class of its own for that of GPUs only."""
-    message = str(error).strip().partition("\n")[0]
-    return message if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in message else None
+    """The line that says so, if one does: torch's allocators do, and so do the CUDA driver, Triton and NCCL."""
+    lines = str(error).strip().splitlines()
+    return next((line for line in lines if "out of memory" in line or "DefaultCPUAllocator" in line), None)
 
 
 def _open_gpu(index: int) -> torch.device:

@@ -19,15 +19,20 @@ from nvcli.models.sizes import rows_of_shared_sums
 from nvcli.runner.interface import RankContext
 
 _LOCALHOST = "127.0.0.1"
+_LATER_SECONDS = 10.0
+"""How much later than the executor a collective gives up on a rank that does not come: the executor can tell which."""
 
 
 def join_process_group(
     context: RankContext, device: torch.device, *, size: int, timeout_seconds: float
 ) -> TensorParallelGroup:
-    """Collective over all `size` ranks. One rank needs no group and makes none."""
+    """Collective over all `size` ranks. One rank needs no group and makes none.
+
+    `timeout_seconds`: after which the executor ends a run whose ranks do not answer.
+    """
     if size == 1:
         return TensorParallelGroup(None, device)
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds + _LATER_SECONDS)
     # The host's name may not resolve, and no packet of ours leaves the machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_master = context.rank == 0

@@ -1,0 +1,137 @@
+"""A run of the real command with `fault_runner`'s brake, and what it leaves behind: `scripts/fault_loop.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nvcli.nvidia_smi import ask_for_gpus
+
+RUNNING = "run"
+"""The phase in which rows are being answered."""
+END_SECONDS = 5.0
+"""In which a run must have ended once a fault is noticed, and all that it held must be gone."""
+WAIT_SECONDS = 120.0
+MARK = "NVCLI_FAULT_LOOP"
+"""Environment variable by which a run's processes are found, whoever their parent is."""
+GPU_SLACK = 64 << 20
+"""Bytes; what the driver itself takes and gives back between two looks."""
+
+
+class FaultNotReached(Exception):
+    """The run ended, or went on for ever, before it came to where a fault was to strike."""
+
+
+class Job:
+    """A command in a folder of its own, and the processes of its run."""
+
+    def __init__(self, folder: Path, rows: Sequence[str] | None, settings: Sequence[str]) -> None:
+        """`rows`: None: they come through a pipe, with `send`."""
+        folder.mkdir()
+        self.folder = folder
+        self.output = folder / "out.jsonl"
+        self._log = folder / "stderr.txt"
+        self._source = "-"
+        if rows is not None:
+            (folder / "in.jsonl").write_text("".join(rows))
+            self._source = str(folder / "in.jsonl")
+        self._arguments = ["generate", self._source, "-o", str(self.output), *settings]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, phase: str) -> subprocess.Popen[bytes]:
+        """With the brake on, to come to a halt in `phase`."""
+        script = str(Path(__file__).with_name("fault_runner.py"))
+        environment = {
+            **os.environ,
+            MARK: str(self.folder),
+            "FAULT_FOLDER": str(self.folder),
+            "FAULT_PHASE": phase,
+            "FAULT_STEP_SECONDS": "0.02",
+        }
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, script, *self._arguments], env=environment, stdin=subprocess.PIPE, stderr=log
+            )
+        return self._process
+
+    def send(self, rows: Sequence[str]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write("".join(rows).encode())
+        self._process.stdin.flush()
+
+    def finish(self) -> int:
+        """Run the same command, without the brake; its exit code."""
+        command = [sys.executable, "-P", "-m", "nvcli", *self._arguments]
+        with (self.folder / "finish.txt").open("wb") as log:
+            return subprocess.run(command, stderr=log, timeout=2 * WAIT_SECONDS, check=False).returncode
+
+    def wait_for(self, phase: str, num_rows: int = 4) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (len(self.answers()) >= num_rows if phase == RUNNING else (self.folder / "reached").exists()):
+            assert self._process is not None
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise FaultNotReached(f"it did not come to {phase!r}:\n{self.said()}")
+            time.sleep(0.005)
+
+    def answers(self) -> dict[int, str]:
+        """Choices by row; a torn last line is left out."""
+        if not self.output.exists():
+            return {}
+        lines = self.output.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {row["index"]: json.dumps(row["choices"]) for row in rows}
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def processes(self) -> list[int]:
+        mark = f"{MARK}={self.folder}".encode()
+        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if mark in _environment(pid)]
+
+    def end(self) -> None:
+        """Whatever is left of the run."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+
+def _environment(pid: int) -> list[bytes]:
+    """Empty for one that is gone, a zombie, or another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+class Resources:
+    """What is in use, to be compared with after a run."""
+
+    def __init__(self) -> None:
+        self._shm = set(os.listdir("/dev/shm"))
+        self._gpus = {uuid: gpu.used_bytes for uuid, gpu in ask_for_gpus().gpus.items()}
+
+    def left_by(self, job: Job) -> list[str]:
+        """What a run has left, after it had END_SECONDS to go."""
+        deadline = time.monotonic() + END_SECONDS
+        while (left := self._left_by(job)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _left_by(self, job: Job) -> list[str]:
+        left = [f"process {pid}" for pid in job.processes()]
+        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self._shm)]
+        for uuid, gpu in ask_for_gpus().gpus.items() if self._gpus else ():
+            more = gpu.used_bytes - self._gpus.get(uuid, 0)
+            if more > GPU_SLACK:
+                left.append(f"{more >> 20} MiB of GPU {gpu.index}")
+        return left
