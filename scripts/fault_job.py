@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvcli.nvidia_smi import ask_for_gpus
+from nvcli.nvidia_smi import ask_for_gpus, visible_gpus
 
 RUNNING = "run"
 """The phase in which rows are being answered."""
@@ -118,7 +118,7 @@ class Resources:
 
     def __init__(self) -> None:
         self._shm = set(os.listdir("/dev/shm"))
-        self._gpus = {uuid: gpu.used_bytes for uuid, gpu in ask_for_gpus().gpus.items()}
+        self._gpus = _used_gpu_bytes()
 
     def left_by(self, job: Job) -> list[str]:
         """What a run has left, after it had END_SECONDS to go."""
@@ -130,8 +130,15 @@ class Resources:
     def _left_by(self, job: Job) -> list[str]:
         left = [f"process {pid}" for pid in job.processes()]
         left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self._shm)]
-        for uuid, gpu in ask_for_gpus().gpus.items() if self._gpus else ():
-            more = gpu.used_bytes - self._gpus.get(uuid, 0)
-            if more > GPU_SLACK:
-                left.append(f"{more >> 20} MiB of GPU {gpu.index}")
+        if self._gpus:
+            for index, used in _used_gpu_bytes().items():
+                more = used - self._gpus.get(index, 0)
+                if more > GPU_SLACK:
+                    left.append(f"{more >> 20} MiB of GPU {index}")
         return left
+
+
+def _used_gpu_bytes() -> dict[int, int]:
+    """Of the GPUs that a run sees, by the driver's numbers; empty where there are none."""
+    gpus = visible_gpus(ask_for_gpus(), os.environ)
+    return {} if isinstance(gpus, str) else {gpu.index: gpu.used_bytes for gpu in gpus}
