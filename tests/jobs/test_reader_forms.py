@@ -222,6 +222,12 @@ def test_seen_ids(ids: list[int | str]) -> None:
         known.add(row_id)
 
 
+def test_numbers_that_python_hashes_alike_are_different_ids() -> None:
+    seen = SeenIds()
+    assert all(seen.add(number, given=True) for number in (-1, -2, 0, 2**61 - 1, 1, 2**61))
+    assert not any(seen.add(number, given=True) for number in (-1, -2, 0, 2**61 - 1, 1, 2**61))
+
+
 def test_many_seen_ids() -> None:
     seen = SeenIds()
     assert all(seen.add(f"id-{number}", given=True) for number in range(50_000))

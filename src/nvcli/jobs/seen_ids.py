@@ -31,8 +31,8 @@ class SeenIds:
             return self._hashes.add(hash(row_id) & _MASK)
         if self._is_line(row_id):
             return False
-        # Python's hash of a number is the number; that of a tuple is mixed well.
-        hashed = hash((row_id, "id")) & _MASK
+        # Not of the number: that is alike for -1 and -2, and for numbers 2⁶¹ - 1 apart. In a tuple, as strings are ids.
+        hashed = hash((str(row_id), "id")) & _MASK
         if given:
             self._has_integers = True
             return self._hashes.add(hashed)
