@@ -33,14 +33,21 @@ _BEHIND_SECONDS = 0.0005
 _STOPPED_CHECK_SECONDS = 0.5
 """How often to look, while ranks start, whether one was stopped."""
 
-_RANK_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+_RANK_ENVIRONMENT = {
+    "GOMP_SPINCOUNT": "1000",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
 """Defaults; what the user has set stays.
 
 Idle OpenMP threads spin for some microseconds and then sleep. Left to spin on a CPU they take the cores from the
 engine, the parent and each other: a small model's step beside one busy process took 7 to 160 ms, and 2 so.
 
 NVLink multicast stays off: it takes a shared resource of the NVLink switches, which in a container or with a fabric
-manager in a bad state fails or hangs at start, and nothing here needs it."""
+manager in a bad state fails or hangs at start, and nothing here needs it.
+
+torch warns of what would be serialised with other messages of a group; each link between stages has its own."""
 
 _LEAVING_SECONDS = 0.005
 """How often to look whether ranks that were told to leave have left."""
