@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from fake_runners import engine_config
-from nvcli.demo import demo_path
-from nvcli.engine.client import EngineClient
-from nvcli.messages import EngineReady, unpack
-from nvcli.sampling_params import SamplingParams
-from requests_factory import make_request
+from gpu_generation import generate, run_wide_model, share_of_right_answers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("tp", [2, 4])]
 
@@ -23,40 +17,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("tp", [2, 4])]
 def enough_gpus(tp: int) -> None:
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
-
-
-def generate(
-    prompts: list[list[int]], tp: int, *, max_tokens: int = 200, stop_ids: tuple[int, ...] = (), **options: Any
-) -> tuple[list[list[int]], EngineReady]:
-    """`options`: of the engine, and `sampling`."""
-    sampling = SamplingParams(**options.pop("sampling", {"temperature": 0.0}))
-    values: dict[str, Any] = {
-        "model_path": demo_path(),
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "tensor_parallel_size": tp,
-        "max_model_len": 1024,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 2048,
-        "block_size": 64,
-        "gpu_memory_utilization": 0.2,
-    }
-    client = EngineClient.start(engine_config(**{**values, **options}))
-    try:
-        ready = client.wait_ready()
-        assert ready is not None
-        client.add(
-            [
-                make_request(i, prompt, max_tokens, sampling=sampling, stop_ids=list(stop_ids), row=i, sample=0, seed=3)
-                for i, prompt in enumerate(prompts)
-            ]
-        )
-        answers: dict[int, list[int]] = {}
-        while len(answers) < len(prompts):
-            answers.update({o.request_id: unpack(o.token_ids).tolist() for o in client.poll(1.0)})
-        return [answers[i] for i in range(len(prompts))], ready
-    finally:
-        client.close()
 
 
 @pytest.mark.parametrize(
@@ -70,22 +30,11 @@ def generate(
     ],
 )
 def test_built_in_model_answers_right(tp: int, enforce_eager: bool, sampling: dict[str, Any]) -> None:
-    """Requests that come and go, so that steps of all kinds take part."""
-    from transformers import AutoTokenizer
-
-    from demo_tasks import raw_prompt, sample
-
-    tokenizer = AutoTokenizer.from_pretrained(demo_path())
-    rng = random.Random(5)
-    tasks = ("add", "lookup", "reverse", "repeat")
-    examples = [sample(rng, task, split="heldout") for task in tasks for _ in range(30)]
-    rng.shuffle(examples)
-    asked = [tokenizer.encode(raw_prompt(example)) for example in examples]
-    answers, ready = generate(asked, tp, stop_ids=(0,), enforce_eager=enforce_eager, sampling=sampling)
+    share, ready = share_of_right_answers(
+        120, tensor_parallel_size=tp, max_num_seqs=16, enforce_eager=enforce_eager, sampling=sampling
+    )
     assert not any("NCCL alone" in note for note in ready.notes), ready.notes
-    texts = [tokenizer.decode(ids[: ids.index(0)] if 0 in ids else ids).strip() for ids in answers]
-    right = sum(text == example.answer for text, example in zip(texts, examples, strict=True))
-    assert right >= 0.97 * len(examples)
+    assert share >= 0.97
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
@@ -93,32 +42,13 @@ def test_graphs_sample_what_eager_steps_do(tp: int, sampling: dict[str, Any]) ->
     """As many requests as a graph has rows, all begun in one step and as long as each other: the same products."""
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 640) for _ in range(20)] for _ in range(16)]
-    options = {"max_tokens": 60, "sampling": sampling}
-    eager, _ = generate(prompts, tp, enforce_eager=True, **options)
-    graphs, _ = generate(prompts, tp, **options)
+    options = {"max_tokens": 60, "sampling": sampling, "tensor_parallel_size": tp, "max_num_seqs": 16}
+    eager, _, _ = generate(prompts, enforce_eager=True, **options)
+    graphs, _, _ = generate(prompts, **options)
     assert graphs == eager
 
 
 def test_a_wide_model_runs_in_its_memory(tp: int, tmp_path: Path) -> None:
-    """Random weights of 0.6B, full batches: sums of every kind, buffers in the plan, and the plan holds."""
-    from nvcli.bench.shapes import write_shape
-
-    rng = random.Random(1)
-    prompts = [[rng.randrange(5, 150_000) for _ in range(rng.randrange(1, 300))] for _ in range(400)]
-    answers, ready = generate(
-        prompts,
-        tp,
-        max_tokens=20,
-        model_path=write_shape("qwen3-0.6b", tmp_path),
-        load_format="random",
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        measure_memory=True,
-        sampling={"temperature": 0.6},
-    )
-    assert all(len(answer) == 20 for answer in answers)
-    assert len(ready.memory) == tp
-    for use in ready.memory:
-        difference = abs(sum(use.measured.values()) - sum(use.planned.values()))
-        assert difference < 0.02 * use.total, (use.planned, use.measured)
-        assert use.planned["buffers"] > 4 * 8192 * 1024 * 2, "the memory that is shared counts"
+    """Sums of every kind, and the memory that is shared is in the plan."""
+    for use in run_wide_model(tmp_path, tp, tensor_parallel_size=tp).memory:
+        assert use.planned["buffers"] > 4 * 8192 * 1024 * 2

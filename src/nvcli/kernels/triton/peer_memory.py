@@ -24,6 +24,18 @@ _KEY_ROWS = 32
 """Of one program of `max_of_keys`: a row for each lane of its one warp."""
 
 
+_SET = """{
+    .reg .pred first;
+    .reg .u32 thread;
+    mov.u32 thread, %tid.x;
+    setp.lt.u32 first, thread, 32;
+    @first st.ORDER.sys.global.u32 [$1], $2;
+    mov.u32 $0, 0;
+}"""
+_SET_RELEASED = tl.constexpr(_SET.replace("ORDER", "release"))
+_SET_RELAXED = tl.constexpr(_SET.replace("ORDER", "relaxed"))
+
+
 @triton.jit
 def _signal(addresses, epoch, RELEASE: tl.constexpr, ON_GPU: tl.constexpr):
     """Set the flags at `addresses` [R] int64. With RELEASE all that this program wrote before is visible to whoever
@@ -33,37 +45,14 @@ def _signal(addresses, epoch, RELEASE: tl.constexpr, ON_GPU: tl.constexpr):
         words = epoch + tl.zeros_like(addresses).to(tl.int32)
         if RELEASE:
             tl.debug_barrier()
-            tl.inline_asm_elementwise(
-                """{
-                    .reg .pred first;
-                    .reg .u32 thread;
-                    mov.u32 thread, %tid.x;
-                    setp.lt.u32 first, thread, 32;
-                    @first st.release.sys.global.u32 [$1], $2;
-                    mov.u32 $0, 0;
-                }""",
-                "=r,l,r",
-                [addresses, words],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        else:
-            tl.inline_asm_elementwise(
-                """{
-                    .reg .pred first;
-                    .reg .u32 thread;
-                    mov.u32 thread, %tid.x;
-                    setp.lt.u32 first, thread, 32;
-                    @first st.relaxed.sys.global.u32 [$1], $2;
-                    mov.u32 $0, 0;
-                }""",
-                "=r,l,r",
-                [addresses, words],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+        tl.inline_asm_elementwise(
+            _SET_RELEASED if RELEASE else _SET_RELAXED,
+            "=r,l,r",
+            [addresses, words],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         tl.store(addresses.to(tl.pointer_type(tl.int32)), epoch)
 
