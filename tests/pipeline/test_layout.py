@@ -91,6 +91,25 @@ def test_a_small_job_does_not_want_many_copies(shapes: Any) -> None:
     assert dp[16] <= dp[1024] <= dp[100_000] == 8
 
 
+@pytest.mark.parametrize(
+    ("shape", "count", "num_requests", "seconds"),
+    [
+        # Measured on H200s with `nvcli bench --shape … --num-requests N`: by (dp, tp), of the generation alone.
+        ("qwen3-0.6b", 2, 512, {(2, 1): 5.1, (1, 2): 6.8}),
+        ("qwen3-8b", 4, 256, {(1, 4): 5.8, (2, 2): 5.9}),
+        ("qwen3-8b", 4, 1024, {(4, 1): 13.6, (2, 2): 15.4}),
+        ("qwen3-32b", 2, 512, {(2, 1): 46.0, (1, 2): 50.0}),
+        ("qwen3-32b", 4, 256, {(1, 4): 15.6}),
+    ],
+)
+def test_what_was_measured_to_be_fastest_is_chosen(
+    shapes: Any, shape: str, count: int, num_requests: int, seconds: dict[tuple[int, int], float]
+) -> None:
+    model, config = shapes(shape, max_model_len=4096)
+    chosen = sizes(choose_layout(machine(count), model, config, num_requests=num_requests))
+    assert chosen == min(seconds, key=seconds.__getitem__)
+
+
 @pytest.mark.parametrize(("count", "num_requests"), [(2, 512), (4, 1024)])
 def test_a_share_that_fills_each_gpu_wants_copies(shapes: Any, count: int, num_requests: int) -> None:
     model, config = shapes("qwen3-8b", max_model_len=4096)

@@ -7,7 +7,8 @@ those, the one with the least seconds by this model, for one copy and added up o
     decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
                     and values; a fixed time for each layer; tp > 1: two all-reduces for each layer. With stages: all of
                     them work at a time, each on a share of the requests
-    requests a step no more than `max_num_seqs`, the copy's share of the job, and what the KV cache holds
+    requests a step no more than `max_num_seqs`, the copy's share of the job, and what the KV cache holds. The longest
+                    answers are about twice the usual ones: when the others have ended, steps of few requests remain
     prompts         matrix time and all-reduces
     start           each process, each copy's weights, and NCCL: what makes many copies too much for a small job
 
@@ -37,10 +38,12 @@ _LARGE_JOB = 64
 """A job of unknown size has this many times the requests that the machine could run at a time."""
 _LAYER_SECONDS = 30e-6
 """Of a decode step, beside bytes and operations: the small kernels and the gaps between them."""
-_PROCESS_SECONDS = 0.5
-_LOAD_BYTES_PER_SECOND = 20e9
+_PIECE_LOSS = 0.08
+"""By how much longer an operation takes with each halving of the matrices."""
+_PROCESS_SECONDS = 0.2
+_LOAD_BYTES_PER_SECOND = 40e9
 """Of all copies together, from the page cache."""
-_NCCL_SECONDS = 1.0
+_NCCL_SECONDS = 1.5
 _ESTIMATE_ERROR = 0.02
 """Of a GPU's memory: where less is missing, the ranks are left to find out."""
 
@@ -230,14 +233,19 @@ def _copy_seconds(
     matrices = layers + elements.get("LM head", elements.get("embeddings", 0))
     row_bytes = model.hidden_size * dtype_bytes
     kv_bytes = kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=dtype_bytes, stage=stage)
-    rows = max(1.0, running / pp)
-    step = max(matrices * dtype_bytes / speed.bytes_per_second, 2 * matrices * rows / speed.flops_per_second)
-    step += rows * 1.5 * usual * kv_bytes / speed.bytes_per_second
-    step += num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
+
+    flops = speed.flops_per_second / (1 + _PIECE_LOSS * math.log2(tp))
+
+    def step(rows: float) -> float:
+        seconds = max(matrices * dtype_bytes / speed.bytes_per_second, 2 * matrices * rows / flops)
+        seconds += rows * 1.5 * usual * kv_bytes / speed.bytes_per_second
+        return seconds + num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
+
+    steps = usual * num_requests / running * step(max(1.0, running / pp)) + usual * step(1.0)
     prompt_tokens = num_requests * usual
-    prompts = 2 * layers * prompt_tokens / speed.flops_per_second
+    prompts = 2 * layers * prompt_tokens / flops
     prompts += 2 * num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
-    return usual * num_requests / running * pp * step + prompts
+    return pp * steps + prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +268,7 @@ class _Speed:
         return steps * self.link_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / self.link_bytes_per_second
 
 
-_NVLINK = {"link_bytes_per_second": 280e9, "link_seconds": 8e-6}
+_NVLINK = {"link_bytes_per_second": 300e9, "link_seconds": 3e-6}
 _PCIE = {"link_bytes_per_second": 15e9, "link_seconds": 30e-6}
 _SPEEDS = {
     "B200": _Speed(6.5e12, 1400e12, **_NVLINK),
