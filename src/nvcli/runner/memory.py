@@ -16,8 +16,7 @@ _WEIGHT_GROUPS = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp":
 """Parts of parameters' names, as checkpoints have them."""
 _CPU_SHARE = 0.25
 """Part of the free RAM that the ranks' caches take together, unless kv_cache_memory says otherwise."""
-
-
+_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 ITEMS = ("weights", "buffers", "activations", "CUDA graphs", "other", "KV cache")
 """What a rank's memory goes to: tensors that live as long as the rank beside the weights (slot table, rotary table,
 workspaces, memory that ranks share); the peak of the largest batches over that; graphs; all that torch did not allocate
@@ -171,3 +170,10 @@ def _available_ram() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return total_ram()
+
+
+def out_of_memory_line(error: RuntimeError) -> str | None:
+    """What it says of too little memory, if it does: torch's allocators, the CUDA driver, Triton, NCCL and cuBLAS have
+    words of their own."""
+    lines = str(error).strip().splitlines()
+    return next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)

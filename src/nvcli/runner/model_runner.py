@@ -38,6 +38,7 @@ from nvcli.runner.memory import (
     check_weights_fit,
     free_bytes,
     other_bytes,
+    out_of_memory_line,
     peak_bytes,
     plan_memory,
     total_ram,
@@ -372,7 +373,7 @@ class ModelRunner:
         try:
             return self._launch(step)
         except RuntimeError as error:
-            reason = _out_of_memory(error)
+            reason = out_of_memory_line(error)
             if reason is None:
                 raise
         self._let_go()
@@ -476,12 +477,6 @@ class ModelRunner:
             return ids
         self._pinned_ids = self._pinned_ids[1:] + self._pinned_ids[:1]
         return self._pinned_ids[0][: len(ids)].copy_(ids, non_blocking=True)
-
-
-def _out_of_memory(error: RuntimeError) -> str | None:
-    """The line that says so, if one does: torch's allocators do, and so do the CUDA driver, Triton and NCCL."""
-    lines = str(error).strip().splitlines()
-    return next((line for line in lines if "out of memory" in line or "DefaultCPUAllocator" in line), None)
 
 
 def _open_gpu(index: int) -> torch.device:

@@ -1,0 +1,40 @@
+"""What counts as too little memory, and what a rank plans that follows one which ran out of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fake_runners import engine_config
+from nvcli.attention.kv_cache import KVCacheSpec
+from nvcli.runner.memory import out_of_memory_line, plan_memory
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation.", "CUDA out of memory. Tried to"),
+        ("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", "CUDA error: out of memory"),
+        ("Triton Error [CUDA]: out of memory", "Triton Error"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "CUDA error: CUBLAS_STATUS"),
+        ("NCCL error: unhandled cuda error\nLast error:\nCuda failure 'out of memory'", "Cuda failure"),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", "[enforce fail]"),
+    ],
+)
+def test_what_is_too_little_memory(message: str, line: str) -> None:
+    found = out_of_memory_line(RuntimeError(message))
+    assert found is not None
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize("message", ["", "CUDA error: device-side assert triggered", "mat1 and mat2 shapes"])
+def test_what_is_not(message: str) -> None:
+    assert out_of_memory_line(RuntimeError(message)) is None
+
+
+def test_ranks_that_start_anew_take_no_more_blocks_than_before() -> None:
+    spec = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
+    for before, expected in ((None, 101), (30, 31), (1000, 101)):
+        config = engine_config(kv_cache_memory=101 * spec.block_bytes, max_num_seqs=64, kv_blocks_before=before)
+        plan = plan_memory(config, spec, torch.device("cpu"), weights=0, buffers=0, activations=0, graphs=0)
+        assert plan.num_blocks == expected
