@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
-from nvcli.models.stage import Stage
+from nvcli.models.stage import WHOLE, Stage
 
 ROWS = 6
 
@@ -27,9 +27,6 @@ class Call(NamedTuple):
     number: int
     buffer: int
     num_rows: int
-
-
-WHOLE = Stage()
 
 
 def calls_of(rng: random.Random, num_passes: int, *, stage: Stage = WHOLE, one_buffer: bool = False) -> list[Call]:

@@ -15,7 +15,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.group import TensorParallelGroup
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
-from nvcli.models.stage import Stage
+from nvcli.models.stage import WHOLE, Stage
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ class ModelDriver:
         group: TensorParallelGroup | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
-        stage: Stage | None = None,
+        stage: Stage = WHOLE,
     ) -> None:
         config = load_model_config(path)
         self.group = group or TensorParallelGroup.single()

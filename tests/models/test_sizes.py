@@ -14,7 +14,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.group import TensorParallelGroup
 from nvcli.models.registry import build_model
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
-from nvcli.models.stage import Stage
+from nvcli.models.stage import WHOLE, Stage
 from nvcli.runner.memory import weight_groups
 
 
@@ -24,7 +24,7 @@ def group_of(rank: int, size: int) -> TensorParallelGroup:
     return group
 
 
-def built(path: Path, tp: int, rank: int, stage: Stage | None = None) -> tuple[dict[str, int], int]:
+def built(path: Path, tp: int, rank: int, stage: Stage = WHOLE) -> tuple[dict[str, int], int]:
     model = build_model(load_model_config(path), group_of(rank, tp), torch.bfloat16, stage=stage)
     specs = model.attention_specs
     kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * 2 for spec in specs)

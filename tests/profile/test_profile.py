@@ -17,10 +17,10 @@ from nvcli.config import EngineConfig, RunConfig, parse_size
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.pipeline.resolve import resolve_engine_config
 from nvcli.profile.advice import advise
-from nvcli.profile.estimate import block_bytes, estimate
 from nvcli.profile.lengths import Bucket, lengths_of
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
+from nvcli.runner.estimate import block_bytes, estimate
 
 GIB = 1 << 30
 

@@ -97,8 +97,8 @@ class Engines:
                     assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were asked for"
                     cached_tokens += output.num_cached_tokens
         seconds = time.perf_counter() - start
-        for note in [note for client in self._clients for note in client.take_notes()]:
-            raise CapacityError(f"the pass was not what was asked for: {note}")
+        if notes := [note for client in self._clients for note in client.take_notes()]:
+            raise CapacityError(f"the pass was not what was asked for: {notes[0]}")
         records = [client.take_steps() for client in self._clients]
         for steps in records:
             if steps:

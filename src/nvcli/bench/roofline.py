@@ -25,9 +25,7 @@ from typing import Literal
 from nvcli.engine.request import StepRecord
 from nvcli.models.config import ModelConfig
 from nvcli.models.sizes import kv_bytes_per_token, kv_heads_per_rank
-from nvcli.models.stage import Stage
-
-_WHOLE = Stage()
+from nvcli.models.stage import WHOLE, Stage
 
 Phase = Literal["prefill", "decode"]
 
@@ -73,7 +71,7 @@ class ModelCosts:
 
     @staticmethod
     def of(
-        model: ModelConfig, *, bytes_per_element: int, tensor_parallel_size: int = 1, stage: Stage = _WHOLE
+        model: ModelConfig, *, bytes_per_element: int, tensor_parallel_size: int = 1, stage: Stage = WHOLE
     ) -> ModelCosts:
         """`stage`: the last one."""
         tp, num_layers = tensor_parallel_size, len(stage.layers(model.num_layers))

@@ -26,7 +26,13 @@ from nvcli.errors import CapacityError, ConfigError
 from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.pipeline.layout import Layout
-from nvcli.pipeline.resolve import attention_choice, detect_device, resolve_engine_config, resolve_layout
+from nvcli.pipeline.resolve import (
+    attention_choice,
+    detect_device,
+    layout_as_given,
+    resolve_engine_config,
+    resolve_layout,
+)
 
 _EXAMPLE_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 """What the attention backends are asked about where no model is given: Qwen3-8B's."""
@@ -105,12 +111,7 @@ def _layout(
     run: RunConfig, files: ModelFiles | None, device: Literal["cpu", "cuda"], smi: SmiReport
 ) -> tuple[EngineConfig | None, Layout, list[Finding]]:
     """What the run and the model come to together; no EngineConfig where that cannot be told."""
-    tp, dp = run.tensor_parallel_size, run.data_parallel_size
-    given = Layout(
-        tensor_parallel_size=1 if tp == "auto" else tp,
-        pipeline_parallel_size=run.pipeline_parallel_size,
-        data_parallel_size=1 if dp == "auto" else dp,
-    )
+    given = layout_as_given(run)
     if files is None or files.path is None or files.config is None:
         return None, given, []
     try:

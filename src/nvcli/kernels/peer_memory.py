@@ -1,10 +1,10 @@
 """PeerMemory: one block of memory on each GPU of a group, which all of its ranks read and write, and sums through it.
 
-While there are few rows, a collective of a library costs more than the bytes that it moves. Here a linear layer writes
-its part of a sum where the other ranks can read it, and the kernel that needs the sum reads it there: all-reduce,
-residual sum and RMSNorm are one launch (`triton/peer_memory.py`). What it has to equal is the process group's
-all-reduce, then `norm.add_rms_norm`. Everything is on the device, so the calls work in CUDA graphs, eagerly, and in any
-mixture, with any number of rows each time; all ranks make the same calls in the same order.
+A library's collective costs more than the bytes that it moves, the more so the fewer they are. Here a linear layer
+writes its part of a sum where the other ranks can read it, and the kernel that needs the sum reads it there:
+all-reduce, residual sum and RMSNorm are one launch (`triton/peer_memory.py`). What it has to equal is the process
+group's all-reduce, then `norm.add_rms_norm`. Everything is on the device, so the calls work in CUDA graphs, eagerly,
+and in any mixture, with any number of rows each time; all ranks make the same calls in the same order.
 
 **Why nothing is overwritten too early** (`tests/kernels/test_peer_protocol.py` is a model of it). Call a sum, or an
 exchange of keys, an *exchange*. All of a rank's work is in the order of one stream, and no exchange ends on a rank

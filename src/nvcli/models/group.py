@@ -1,6 +1,7 @@
 """TensorParallelGroup: the ranks that share one replica's layers, and what they do together.
 
-By the process group everywhere; where the runner has given the group a `PeerMemory`, sums of few rows go through that.
+By the process group everywhere; where the runner has given the group a `PeerMemory`, sums of as many rows as it takes
+go through that.
 """
 
 from __future__ import annotations
@@ -52,15 +53,13 @@ class TensorParallelGroup:
         """Where this rank should write its part of the next sum, of that shape; None: anywhere. A part that lies
         elsewhere costs a copy. `opens`: of the first sum of a forward pass: `sum`, or what `take_over` prepares.
         Not collective."""
-        memory = self.peer_memory
-        return memory.part(shape[0], opens=opens) if memory is not None and memory.takes(shape, dtype) else None
+        memory = self._memory_for(shape, dtype)
+        return None if memory is None else memory.part(shape[0], opens=opens)
 
     def sum(self, part: Tensor) -> Tensor:
         """Over the ranks: [T, H] → [T, H], maybe in place. Opens a forward pass."""
-        memory = self.peer_memory
-        return (
-            memory.sum(part) if memory is not None and memory.takes(part.shape, part.dtype) else self._all_reduce(part)
-        )
+        memory = self._memory_for(part.shape, part.dtype)
+        return self._all_reduce(part) if memory is None else memory.sum(part)
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Sum the ranks' parts, add the sum to `residual` in place, and norm the result. [T, H] each → [T, H].
@@ -68,10 +67,10 @@ class TensorParallelGroup:
         With one rank the part may be float32 parts [P, T, H] of its own. What is returned holds until the next call.
         `residual` is for the next call alone: a rank may keep up only those of its rows that it will read again.
         """
-        memory = self.peer_memory
-        if memory is not None and memory.takes(part.shape, part.dtype):
-            return memory.add_rms_norm(part, residual, weight, eps)
-        return add_rms_norm(self._all_reduce(part), residual, weight, eps)
+        memory = self._memory_for(part.shape, part.dtype)
+        if memory is None:
+            return add_rms_norm(self._all_reduce(part), residual, weight, eps)
+        return memory.add_rms_norm(part, residual, weight, eps)
 
     def hand_over(self, delta: Tensor, residual: Tensor) -> StageState:
         """The end of a stage that is not the last; delta and residual as for `add_rms_norm`. Not collective.
@@ -90,6 +89,11 @@ class TensorParallelGroup:
             place = self.place_for_part(delta.shape, delta.dtype, opens=True)
             delta = delta if place is None else place.copy_(delta)
         return delta, state.residual
+
+    def _memory_for(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> PeerMemory | None:
+        """What a sum of this shape goes through; None: the process group."""
+        memory = self.peer_memory
+        return memory if memory is not None and memory.takes(shape, dtype) else None
 
     # ------------------------------------------------------------------ choosing tokens
 

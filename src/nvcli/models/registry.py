@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from nvcli.models.stage import WHOLE, Stage
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from nvcli.models.config import ModelConfig
     from nvcli.models.group import TensorParallelGroup
     from nvcli.models.parallel import BuildContext, LinearMethod
-    from nvcli.models.stage import Stage
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "nvcli.models.qwen3:Qwen3ForCausalLM"}
 
@@ -26,19 +27,17 @@ def build_model(
     *,
     max_positions: int | None = None,
     linear_method: LinearMethod | None = None,
-    stage: Stage | None = None,
+    stage: Stage = WHOLE,
 ) -> CausalLM:
     """This rank's part of the model, on the meta device; `loader.load_weights` gives it memory and weights.
 
-    `max_positions`: longest sequence that will run; None: what the config says. `stage`: of a pipeline; None: the
-    whole model. Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
+    `max_positions`: longest sequence that will run; None: what the config says. `stage`: of a pipeline. Raises
+    ConfigError where the shapes do not divide by the group's size, or the layers are too few.
     """
     import torch
 
     from nvcli.models.parallel import BuildContext, PlainLinearMethod
-    from nvcli.models.stage import Stage
 
-    stage = stage or Stage()
     config.check_tensor_parallel(group.size)
     config.check_pipeline_parallel(stage.count)
     module_name, _, class_name = ARCHITECTURES[config.architecture].partition(":")

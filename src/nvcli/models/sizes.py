@@ -6,7 +6,7 @@ Held to the models themselves by tests/models/test_sizes.py.
 from __future__ import annotations
 
 from nvcli.models.config import ModelConfig
-from nvcli.models.stage import Stage
+from nvcli.models.stage import WHOLE, Stage
 
 _MOST_SHARED_BYTES = 80 << 20
 """Of one rank's part of a sum that goes through memory which the ranks share: there are four buffers of it, and what
@@ -14,10 +14,7 @@ they take the KV cache loses."""
 _QK_NORM_FAMILIES = {"Qwen3ForCausalLM"}
 
 
-_WHOLE = Stage()
-
-
-def weight_elements(model: ModelConfig, *, tensor_parallel_size: int = 1, stage: Stage = _WHOLE) -> dict[str, int]:
+def weight_elements(model: ModelConfig, *, tensor_parallel_size: int = 1, stage: Stage = WHOLE) -> dict[str, int]:
     """Elements of one rank's parameters, by the groups of `runner.memory.weight_groups`; empty ones are left out."""
     tp, num_layers = tensor_parallel_size, len(stage.layers(model.num_layers))
     hidden, head_dim = model.hidden_size, model.head_dim
@@ -43,7 +40,7 @@ def kv_heads_per_rank(model: ModelConfig, tensor_parallel_size: int) -> int:
 
 
 def kv_bytes_per_token(
-    model: ModelConfig, *, tensor_parallel_size: int, bytes_per_element: int, stage: Stage = _WHOLE
+    model: ModelConfig, *, tensor_parallel_size: int, bytes_per_element: int, stage: Stage = WHOLE
 ) -> int:
     """Keys and values of one token on one rank, all its layers."""
     num_layers = len(stage.layers(model.num_layers))

@@ -28,3 +28,7 @@ class Stage:
         size, extra = divmod(num_layers, self.count)
         first = self.index * size + min(self.index, extra)
         return range(first, first + size + (self.index < extra))
+
+
+WHOLE = Stage()
+"""The only one."""

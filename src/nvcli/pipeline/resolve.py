@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -41,7 +42,7 @@ def resolve_engine_config(
     An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device`: what `device: auto` stands
     for; None: look.
     """
-    tensor_parallel_size = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
+    tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
     max_model_len = run.max_model_len or model.max_position_embeddings
@@ -93,21 +94,29 @@ def resolve_layout(
     `config`: what `run` comes to otherwise. `num_requests`: of the job; None: many. `report`: what nvidia-smi says;
     None: ask it. Raises ConfigError and CapacityError.
     """
-    tp, dp, pp = run.tensor_parallel_size, run.data_parallel_size, run.pipeline_parallel_size
-    why = ""
-    if chooses_layout(run, config):
-        gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
-        if not isinstance(gpus, str):
-            return choose_layout(
-                gpus, model, config, num_requests=num_requests, tensor_parallel_size=tp, data_parallel_size=dp
-            )
-        stages = f" --pp {pp}" if pp > 1 else ""
-        why = f"--dp {1 if dp == 'auto' else dp}{stages} --tp {1 if tp == 'auto' else tp}: not chosen, as {gpus}"
+    given = layout_as_given(run)
+    if not chooses_layout(run, config):
+        return given
+    gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
+    if isinstance(gpus, str):
+        return replace(given, why=f"{given.flags}: not chosen, as {gpus}")
+    return choose_layout(
+        gpus,
+        model,
+        config,
+        num_requests=num_requests,
+        tensor_parallel_size=run.tensor_parallel_size,
+        data_parallel_size=run.data_parallel_size,
+    )
+
+
+def layout_as_given(run: RunConfig) -> Layout:
+    """Nothing chosen: `auto` is 1."""
+    tp, dp = run.tensor_parallel_size, run.data_parallel_size
     return Layout(
         tensor_parallel_size=1 if tp == "auto" else tp,
-        pipeline_parallel_size=pp,
+        pipeline_parallel_size=run.pipeline_parallel_size,
         data_parallel_size=1 if dp == "auto" else dp,
-        why=why,
     )
 
 

@@ -11,7 +11,7 @@ from nvcli.config import EngineConfig, format_bytes
 from nvcli.errors import ConfigError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.profile.estimate import block_bytes, estimate
+from nvcli.runner.estimate import block_bytes, estimate
 
 _MOST_ADVICE = 5
 _WORTH = 1.02

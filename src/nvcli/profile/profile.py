@@ -15,8 +15,8 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.stage import Stage
 from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, missing
-from nvcli.profile.estimate import block_bytes, estimate
 from nvcli.profile.lengths import FileLengths
+from nvcli.runner.estimate import block_bytes, estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
