@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import RequestState
-from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, StepOutput, pack, unpack
+from nvcli.engine.step_draft import StepDraft
+from nvcli.messages import StepInput, StepOutput, pack, unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +61,6 @@ class ScheduledStep:
     @property
     def num_tokens(self) -> int:
         return (len(self.input.decode_slots) + len(self.input.token_ids)) // 4
-
-
-class _Deltas:
-    """Collects what a step tells the ranks beside the decode rows."""
-
-    def __init__(self) -> None:
-        self.new_slots: list[NewSlot] = []
-        self.num_prefix_ids = 0
-        self.block_slots: list[int] = []
-        self.block_columns: list[int] = []
-        self.block_ids: list[int] = []
-        self.extend_slots: list[int] = []
-        self.extend_lens: list[int] = []
-        self.extend_samples: list[int] = []
-        self.token_ids = bytearray()
-
-    def add_blocks(self, slot: int, first_column: int, blocks: list[int]) -> None:
-        self.block_slots += [slot] * len(blocks)
-        self.block_columns += range(first_column, first_column + len(blocks))
-        self.block_ids += blocks
 
 
 class Scheduler:
@@ -152,9 +133,9 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now."""
-        deltas = _Deltas()
+        draft = StepDraft()
         held_back = self._hold_back() if self._is_pipelined else []
-        preempted = self._grow_decoding(deltas)
+        preempted = self._grow_decoding(draft)
         sampling = self._decoding.copy()
         decode_slots = self._packed_decode_slots()
         decode_ids = pack(state.token_ids[-1] for state in sampling) if self._is_pipelined else b""
@@ -163,30 +144,19 @@ class Scheduler:
             self._set_decoding([state for state in held_back if state.slot is not None])
 
         budget = self.limits.max_num_batched_tokens - len(sampling)
-        budget = self._continue_prompts(deltas, sampling, budget)
+        budget = self._continue_prompts(draft, sampling, budget)
         if not preempted:
-            self._admit(deltas, sampling, budget)
+            self._admit(draft, sampling, budget)
 
-        has_extend = bool(deltas.extend_slots)
-        if not decode_slots and not has_extend:
-            return None
-        mode = ForwardMode.DECODE if not has_extend else ForwardMode.MIXED if decode_slots else ForwardMode.EXTEND
-        step = StepInput(
-            step_id=self._next_step_id,
-            mode=mode,
-            freed_slots=pack(self._freed_slots),
-            new_slots=deltas.new_slots,
-            block_slots=pack(deltas.block_slots),
-            block_columns=pack(deltas.block_columns),
-            block_ids=pack(deltas.block_ids),
+        step = draft.finish(
+            self._next_step_id,
             decode_slots=decode_slots,
             decode_ids=decode_ids,
-            extend_slots=pack(deltas.extend_slots),
-            extend_lens=pack(deltas.extend_lens),
-            extend_samples=pack(deltas.extend_samples),
-            token_ids=bytes(deltas.token_ids),
+            freed_slots=self._freed_slots,
             restarts=self._restarts,
         )
+        if step is None:
+            return None
         self._next_step_id += 1
         self._freed_slots.clear()
         self._restarts = False
@@ -289,7 +259,7 @@ class Scheduler:
         self._set_decoding(self._decoding[:share])
         return held_back
 
-    def _grow_decoding(self, deltas: _Deltas) -> bool:
+    def _grow_decoding(self, draft: StepDraft) -> bool:
         """Give every decoding request room for one more token. True when a request had to be preempted."""
         block_size = self.limits.block_size
         needy = [state for state in self._decoding if state.num_computed == len(state.blocks) * block_size]
@@ -298,7 +268,7 @@ class Scheduler:
             while state.slot is not None:
                 blocks = self.block_manager.allocate(1)
                 if blocks is not None:
-                    deltas.add_blocks(state.slot, len(state.blocks), blocks)
+                    draft.add_blocks(state.slot, len(state.blocks), blocks)
                     state.blocks += blocks
                     break
                 if len(self._running) == 1:
@@ -306,21 +276,9 @@ class Scheduler:
                 else:
                     self._preempt(self._running[-1])
                     preempted = True
-        if preempted and deltas.block_slots:
-            self._drop_released_blocks(deltas)
+        if preempted:  # some, it may be, after they were given a block in this step
+            draft.keep_blocks_of({state.slot for state in self._running})
         return preempted
-
-    def _drop_released_blocks(self, deltas: _Deltas) -> None:
-        """A request that was given a block in this step may have been preempted after it: forget that block."""
-        held = {state.slot for state in self._running}
-        rows = [
-            row
-            for row in zip(deltas.block_slots, deltas.block_columns, deltas.block_ids, strict=True)
-            if row[0] in held
-        ]
-        deltas.block_slots = [row[0] for row in rows]
-        deltas.block_columns = [row[1] for row in rows]
-        deltas.block_ids = [row[2] for row in rows]
 
     def _packed_decode_slots(self) -> bytes:
         if self._decode_slots is None:
@@ -342,16 +300,16 @@ class Scheduler:
         self._decoding = decoding
         self._decode_slots = None
 
-    def _continue_prompts(self, deltas: _Deltas, sampling: list[RequestState], budget: int) -> int:
+    def _continue_prompts(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> int:
         """Next slices of prompts that are under way; returns what is left of the budget."""
         if not self._prefilling:
             return budget
         prefilling, self._prefilling = self._prefilling, []
         for state in prefilling:
-            budget -= self._extend(state, deltas, sampling, budget)
+            budget -= self._extend(state, draft, sampling, budget)
         return budget
 
-    def _admit(self, deltas: _Deltas, sampling: list[RequestState], budget: int) -> None:
+    def _admit(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> None:
         """First slices of waiting requests, in order, as far as slots, blocks and budget go."""
         waiting, block_size = self._waiting, self.limits.block_size
         prefix_id_limit = self.limits.max_model_len + self.limits.max_num_batched_tokens
@@ -373,7 +331,7 @@ class Scheduler:
             blocks = self.block_manager.match(hashes)
             num_cached = len(blocks) * block_size
             num_prefix_ids = num_cached if state.request.sampling.has_penalties else 0
-            too_many_ids = deltas.new_slots and deltas.num_prefix_ids + num_prefix_ids > prefix_id_limit
+            too_many_ids = draft.has_new_slots and draft.num_prefix_ids + num_prefix_ids > prefix_id_limit
             # Every running request keeps room for one more block, so that admitting does not end in preempting.
             reserve = len(self._running)
             fresh = self.block_manager.allocate(num_blocks - len(blocks), reserve=reserve)
@@ -384,25 +342,16 @@ class Scheduler:
             state.blocks = blocks + fresh
             state.num_computed = num_cached
             state.num_hashed_blocks = len(blocks)
-            state.slot = slot = self._free_slots.pop()
+            state.slot = self._free_slots.pop()
             self._running.append(state)
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = num_cached
                 self._prompt_tokens += num_cached
                 self._cached_tokens += num_cached
-            deltas.new_slots.append(
-                NewSlot(
-                    slot=slot,
-                    num_cached_tokens=num_cached,
-                    prefix_ids=state.token_ids[:num_prefix_ids].tobytes(),
-                    sampling=_slot_sampling(state),
-                )
-            )
-            deltas.num_prefix_ids += num_prefix_ids
-            deltas.add_blocks(slot, 0, state.blocks)
-            budget -= self._extend(state, deltas, sampling, budget)
+            draft.enter(state, num_prefix_ids)
+            budget -= self._extend(state, draft, sampling, budget)
 
-    def _extend(self, state: RequestState, deltas: _Deltas, sampling: list[RequestState], budget: int) -> int:
+    def _extend(self, state: RequestState, draft: StepDraft, sampling: list[RequestState], budget: int) -> int:
         """Schedule the next slice of a prompt; returns its length."""
         length = min(state.num_uncomputed, budget)
         if length == 0:
@@ -413,10 +362,7 @@ class Scheduler:
         state.num_computed += length
         self._prompt_tokens += max(0, min(state.num_computed, state.num_prompt) - start)
         ends = state.num_uncomputed == 0
-        deltas.extend_slots.append(state.slot)
-        deltas.extend_lens.append(length)
-        deltas.extend_samples.append(int(ends))
-        deltas.token_ids += state.token_ids[start : state.num_computed].tobytes()
+        draft.extend(state.slot, state.token_ids[start : state.num_computed].tobytes(), samples=ends)
         # Steps run in order and store before they attend, so these blocks can be shared from now on.
         self._register_blocks(state)
         if not ends:
@@ -530,26 +476,3 @@ class Scheduler:
             assert state.num_computed <= len(state.blocks) * self.limits.block_size
             assert state.num_computed <= len(state.token_ids) + state.num_pending
             assert not state.finished
-
-
-def _slot_sampling(state: RequestState) -> SlotSampling:
-    request = state.request
-    params = request.sampling
-    return SlotSampling(
-        seed=request.seed,
-        row=request.row,
-        sample=request.sample,
-        prompt_len=state.num_prompt,
-        temperature=0.0 if params.is_greedy else params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        min_tokens=params.min_tokens,
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        stop_ids=request.stop_ids if params.min_tokens else [],
-        bias_ids=list(params.logit_bias),
-        bias_values=list(params.logit_bias.values()),
-    )
