@@ -122,7 +122,8 @@ def start_engine(shape: str, running: int, tp: int) -> EngineCore:
         max_model_len=config.max_model_len,
         block_size=config.block_size,
     )
-    core = EngineCore(Scheduler(limits, BlockManager(runner.ready.num_blocks)), InProcess(runner, peers))
+    scheduler = Scheduler(limits, BlockManager(runner.ready.num_blocks))
+    core = EngineCore(scheduler, InProcess(runner, peers), max_in_flight=config.max_steps_in_flight)
     core.add(Workload(num_requests=running, output_len=(900, 1024)).requests(model.vocab_size))
     return core
 

@@ -40,7 +40,7 @@ class SchedulerEngine:
         )
         blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(limits, blocks)
-        self._core = EngineCore(self.scheduler, InstantExecutor())
+        self._core = EngineCore(self.scheduler, InstantExecutor(), max_in_flight=config.max_steps_in_flight)
         self._ready = EngineReady(
             num_blocks=num_blocks,
             block_size=config.block_size,

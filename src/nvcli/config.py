@@ -197,8 +197,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_steps_in_flight(self) -> int:
-        """One that runs and one that waits behind it; with stages, one for each."""
-        return max(2, self.pipeline_parallel_size)
+        """One that runs and one that waits behind it, so that the device goes from step to step without waiting for us;
+        with stages, one for each."""
+        return max(2, self.pipeline_parallel_size) if self.overlap_steps else 1
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -85,7 +85,8 @@ def make_core(num_micro_batches: int, num_blocks: int = 64, **limits: int) -> tu
     values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256, "block_size": BLOCK_SIZE}
     scheduler_limits = SchedulerLimits(**{**values, **limits}, num_micro_batches=num_micro_batches)
     executor = StagedExecutor(scheduler_limits)
-    return EngineCore(Scheduler(scheduler_limits, BlockManager(num_blocks)), executor), executor
+    scheduler = Scheduler(scheduler_limits, BlockManager(num_blocks))
+    return EngineCore(scheduler, executor, max_in_flight=num_micro_batches), executor
 
 
 def run(core: EngineCore, requests: list[Request]) -> dict[int, RequestOutput]:
@@ -162,6 +163,7 @@ def test_random_jobs_are_answered_as_without_stages(seed: int) -> None:
     reference = EngineCore(
         Scheduler(SchedulerLimits(max_model_len=256, block_size=BLOCK_SIZE, **limits), BlockManager(400)),
         AtOnce(),
+        max_in_flight=2,
     )
     expected: dict[int, bytes] = {}
     reference.add(requests)

@@ -83,13 +83,13 @@ def make_core(
     *,
     num_blocks: int = 64,
     blocks_anew: Callable[[], int] | None = None,
-    overlap: bool = True,
+    max_in_flight: int = 2,
     **limits: int,
 ) -> tuple[EngineCore, Scheduler, FailingExecutor]:
     values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256, "block_size": BLOCK_SIZE}
     scheduler = Scheduler(SchedulerLimits(**{**values, **limits}), BlockManager(num_blocks))
     executor = FailingExecutor(fails, blocks_anew=blocks_anew)
-    return EngineCore(scheduler, executor, overlap=overlap), scheduler, executor
+    return EngineCore(scheduler, executor, max_in_flight=max_in_flight), scheduler, executor
 
 
 def run(core: EngineCore, scheduler: Scheduler) -> dict[int, RequestOutput]:
@@ -190,7 +190,7 @@ def test_random_failures_leave_the_answers_as_they_are(seed: int) -> None:
         fails,
         num_blocks=rng.randint(24, 60),
         blocks_anew=(lambda: rng.randint(24, 60)) if rng.random() < 0.5 else None,
-        overlap=rng.random() < 0.8,
+        max_in_flight=2 if rng.random() < 0.8 else 1,
         max_num_seqs=rng.randint(4, 12),
         max_num_batched_tokens=rng.randint(12, 64),
     )

@@ -91,7 +91,7 @@ def make_core(num_blocks: int = 64, **limits: int) -> tuple[EngineCore, Schedule
     scheduler_limits = SchedulerLimits(**{**values, **limits})
     scheduler = Scheduler(scheduler_limits, BlockManager(num_blocks))
     executor = CheckingExecutor(scheduler_limits)
-    return EngineCore(scheduler, executor), scheduler, executor
+    return EngineCore(scheduler, executor, max_in_flight=2), scheduler, executor
 
 
 def run(core: EngineCore, scheduler: Scheduler, max_steps: int = 5000) -> dict[int, RequestOutput]:

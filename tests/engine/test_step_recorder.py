@@ -26,7 +26,9 @@ class InstantExecutor:
 
 def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=10, max_model_len=64, block_size=4)
-    core = EngineCore(Scheduler(limits, BlockManager(100)), InstantExecutor(), recorder=StepRecorder(4))
+    core = EngineCore(
+        Scheduler(limits, BlockManager(100)), InstantExecutor(), max_in_flight=2, recorder=StepRecorder(4)
+    )
     prompt = list(range(14))
     core.add([make_request(0, prompt, 3)])
     while core.has_work:

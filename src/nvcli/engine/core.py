@@ -19,12 +19,6 @@ from nvcli.messages import StepInput, StepOutput
 if TYPE_CHECKING:
     from nvcli.engine.step_recorder import StepRecorder
 
-MAX_STEPS_IN_FLIGHT = 2
-"""One that runs and one that waits behind it, so that the device goes from step to step without waiting for us.
-
-Executors and runners are made for so many, and with pipeline stages for one in each stage
-(`EngineConfig.max_steps_in_flight`)."""
-
 
 class StepExecutor(Protocol):
     """What the loop needs of an executor."""
@@ -49,17 +43,15 @@ class EngineCore:
         scheduler: Scheduler,
         executor: StepExecutor,
         *,
+        max_in_flight: int,
         recorder: StepRecorder | None = None,
-        overlap: bool = True,
     ) -> None:
-        """`overlap` False: a step is scheduled when the one before it is done, to show what overlap is worth.
-
-        With several micro-batches as many steps are in flight.
-        """
+        """`max_in_flight`: steps submitted before the oldest one's output is waited for
+        (`EngineConfig.max_steps_in_flight`)."""
         self._scheduler = scheduler
         self._executor = executor
         self._recorder = recorder
-        self._max_in_flight = max(MAX_STEPS_IN_FLIGHT, scheduler.limits.num_micro_batches) if overlap else 1
+        self._max_in_flight = max_in_flight
         self._in_flight: deque[ScheduledStep] = deque()
         self.notes: list[str] = []
         """Warnings for the user that nobody has taken yet."""

@@ -62,7 +62,9 @@ def main(start: EngineStart, control: Connection) -> None:
         )
         blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         recorder = _make_recorder(config.max_num_seqs) if config.record_steps else None
-        core = EngineCore(Scheduler(limits, blocks), executor, recorder=recorder, overlap=config.overlap_steps)
+        core = EngineCore(
+            Scheduler(limits, blocks), executor, max_in_flight=config.max_steps_in_flight, recorder=recorder
+        )
         gc.collect()
         gc.freeze()
         last_stats = 0.0
