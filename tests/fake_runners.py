@@ -191,6 +191,14 @@ class SlowRunner(CountingRunner):
         return super().launch(step)
 
 
+class CrawlingRunner(CountingRunner):
+    """A step takes a second."""
+
+    def launch(self, step: StepInput) -> Output | None:
+        time.sleep(1.0)
+        return super().launch(step)
+
+
 class LaggingRunner(CountingRunner):
     """Rank 1 takes its time; nothing makes rank 0 wait for it."""
 

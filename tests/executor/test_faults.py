@@ -242,6 +242,14 @@ def test_stuck_step_is_named(clients: list[EngineClient]) -> None:
     assert "at step 3" in str(error)
 
 
+def test_time_behind_other_steps_does_not_count(clients: list[EngineClient]) -> None:
+    """Two steps in flight of a second each: the later one's tokens come two seconds after it was submitted."""
+    client = start(clients, "CrawlingRunner", step_timeout=1.6)
+    client.wait_ready()
+    client.add([make_request(0, [1], 3)])
+    assert unpack(collect(client, 1)[0].token_ids).tolist() == [100, 101, 102]
+
+
 def test_exception_in_a_step_names_rank_step_and_cause(
     clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
