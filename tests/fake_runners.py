@@ -232,6 +232,17 @@ class UnloadableRunner(CountingRunner):
         raise LoadError("model.safetensors: tensor lm_head.weight is missing")
 
 
+class UnloadableBesideStoreRunner(CountingRunner):
+    """Rank 1 cannot be loaded; rank 0 says where the store listens all the same."""
+
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        if context.rank == 1:
+            raise LoadError("model.safetensors: tensor lm_head.weight is missing")
+        context.publish_port(1)
+        Path(os.environ["NVCLI_TEST_FOLDER"], "published").touch()
+        time.sleep(600)
+
+
 class DiesLoadingRunner(CountingRunner):
     """Rank 1 dies while it loads; rank 0 would load for ever."""
 

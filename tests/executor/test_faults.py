@@ -17,6 +17,7 @@ from fake_runners import engine_config
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import RequestOutput
 from nvcli.errors import LoadError, WorkerError
+from nvcli.executor.executor import Executor
 from nvcli.messages import unpack
 from requests_factory import make_request
 
@@ -273,6 +274,23 @@ def test_errors_of_the_users_keep_their_kind(clients: list[EngineClient]) -> Non
     client = start(clients, "UnloadableRunner", tensor_parallel_size=2)
     with pytest.raises(LoadError, match=r"lm_head\.weight is missing"):
         client.wait_ready(30)
+
+
+def test_rank_that_ended_before_it_heard_of_the_store_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCLI_TEST_FOLDER", str(tmp_path))
+    others = children_of(os.getpid())
+    executor = Executor(engine_config(tensor_parallel_size=2), "fake_runners:UnloadableBesideStoreRunner")
+    try:
+        _, rank_1 = sorted(set(children_of(os.getpid())) - set(others))
+        wait_gone([rank_1], seconds=30)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "published").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(LoadError, match=r"lm_head\.weight is missing"):
+            executor.wait_ready()
+    finally:
+        executor.close()
 
 
 def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:

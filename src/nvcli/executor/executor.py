@@ -142,7 +142,8 @@ class Executor:
                         ready[rank] = message
                     elif isinstance(message, StorePort):
                         for other in self._ranks[1:]:
-                            other.control.send(message)
+                            with contextlib.suppress(OSError):  # it has ended, and its last words come up below
+                                other.control.send(message)
         memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
         self._num_blocks = ready[0].num_blocks
         return msgspec.structs.replace(ready[0], memory=memory)
