@@ -195,6 +195,18 @@ def test_abort_in_every_state() -> None:
     assert {o.finish_reason for o in outputs} == {"abort"}
 
 
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_abort_of_the_last_request_is_answered(num_steps: int) -> None:
+    """Though nothing of it is in flight then: it has not begun, or takes turns with the other micro-batches."""
+    core, _, _ = make_core(num_micro_batches=2)
+    core.add([make_request(0, [1, 2, 3], 6)])
+    outputs = [output for _ in range(num_steps) for output in core.step()]
+    core.abort([0])
+    while core.has_work:
+        outputs += core.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [(0, "abort")]
+
+
 def test_streaming_request_reports_as_it_goes() -> None:
     core, _, _ = make_core()
     core.add([make_request(0, [1, 2, 3], 6, stream=True)])

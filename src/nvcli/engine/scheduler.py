@@ -132,7 +132,8 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._by_id)
+        """Requests, or outputs that were not taken: an abort may end the last request between two steps."""
+        return bool(self._by_id or self._unsent)
 
     @property
     def stats(self) -> EngineStats:
