@@ -70,7 +70,8 @@ def plan_memory(
     """`shared`: bytes of `buffers` that torch's allocator does not know, being memory that other GPUs reach.
 
     Ranks that follow others (`kv_blocks_before`) are not held to the budget, in which other programs count: a cache as
-    large as before did fit, and what these have taken since is not free.
+    large as before did fit, and what these have taken since is not free. Of what is free they leave the same share as
+    others leave of the whole, for what no plan counts: kernels that load later, links that open later, holes.
 
     Raises CapacityError when not even one block beside the null block fits.
     """
@@ -91,7 +92,8 @@ def plan_memory(
     if config.kv_blocks_before is not None:
         max_blocks = min(max_blocks, 1 + config.kv_blocks_before)
         if device.type == "cuda":
-            kv_cache = torch.cuda.mem_get_info(device)[0] - activations - graphs
+            free = torch.cuda.mem_get_info(device)[0]
+            kv_cache = int(free * config.gpu_memory_utilization) - activations - graphs
     plan = MemoryPlan(
         budget=budget,
         weights=weights,
