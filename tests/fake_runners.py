@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from nvcli.config import EngineConfig
+from nvcli.engine.protocol import EngineStart
 from nvcli.errors import LoadError
+from nvcli.executor.executor import Executor
 from nvcli.messages import EngineReady, StepInput, StepOutput, pack, unpack
 from nvcli.runner.interface import RankContext, Runner
 
@@ -251,6 +255,17 @@ class DiesLoadingRunner(CountingRunner):
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
+
+
+def engine_without_processes(start: EngineStart, control: Connection) -> None:
+    """An engine's process that cannot start another once it runs."""
+    from nvcli.engine.process import main
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    Executor.recover = fail  # type: ignore[method-assign,assignment]
+    main(start, control)
 
 
 class SlowWarmUpRunner(CountingRunner):

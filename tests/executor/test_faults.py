@@ -15,9 +15,11 @@ import pytest
 
 from fake_runners import engine_config
 from nvcli.engine.client import EngineClient
+from nvcli.engine.protocol import EngineStart
 from nvcli.engine.request import RequestOutput
 from nvcli.errors import LoadError, WorkerError
 from nvcli.executor.executor import Executor
+from nvcli.executor.process import ChildProcess
 from nvcli.messages import unpack
 from requests_factory import make_request
 
@@ -331,6 +333,21 @@ def test_end_while_ranks_start_anew(
         )
         assert seconds < 1.0 + DETECTION_SECONDS
     wait_gone([*first, *ranks])
+
+
+def test_ranks_that_cannot_be_started_anew_are_an_error(
+    clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the system's: not to be taken for the end of the parent, whom nobody would tell."""
+    monkeypatch.setenv("NVCLI_TEST_STEPS", "3,4")
+    argument = EngineStart(config=engine_config(), runner="fake_runners:OutOfMemoryRunner")
+    process = ChildProcess("fake_runners:engine_without_processes", argument, name="engine")
+    clients.append(client := EngineClient(process, step_timeout=60))
+    client.wait_ready()
+    client.add([make_request(0, [1], 100)])
+    error, _ = run_until_error(client)
+    assert str(error) == f"the engine failed: BlockingIOError: [Errno 11] {os.strerror(11)}"
+    assert "in _recover" in error.traceback
 
 
 def test_abort_reaches_a_running_request(clients: list[EngineClient]) -> None:
