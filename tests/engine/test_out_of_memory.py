@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +167,19 @@ def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
     assert answers(run(core, scheduler)) == undisturbed([second])
     assert len(executor.failed) == 1
     assert undisturbed([first])[0][0] == ids
+
+
+def test_steps_behind_are_taken_back_where_python_leaves_assertions_out() -> None:
+    script = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from test_out_of_memory import make_core, make_request\n"
+        "core, _, executor = make_core(lambda step: step.step_id == 5)\n"
+        "core.add([make_request(0, [1, 2, 3], 20)])\n"
+        "while core.has_work: core.step()\n"
+        "print(__debug__, len(executor.failed), len(core.notes))\n"
+    )
+    command = [sys.executable, "-O", "-c", script, *sys.path]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "False 1 1\n"
 
 
 def test_no_end_of_memory_ends_the_run_with_advice() -> None:
