@@ -187,6 +187,22 @@ def create_model_runner_out_of_memory(config: EngineConfig, context: RankContext
     return runner
 
 
+def create_model_runner_without_room(config: EngineConfig, context: RankContext) -> Runner:
+    """The real one; another program takes the memory between its plan and its KV cache."""
+    import torch
+
+    from nvcli.runner import model_runner
+
+    class LargeCache(model_runner.KVCache):
+        def __init__(self, spec: object, num_blocks: int, *args: object) -> None:
+            if num_blocks > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it")
+            super().__init__(spec, num_blocks, *args)  # type: ignore[arg-type]
+
+    model_runner.KVCache = LargeCache  # type: ignore[misc]
+    return model_runner.ModelRunner(config, context)
+
+
 class SlowRunner(CountingRunner):
     """A step takes a while, so that there is time to kill things."""
 

@@ -321,3 +321,16 @@ def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert disturbed == {100 + request_id: answer for request_id, answer in whole.items()}
     assert notes
     assert f"(rank {tp - 1}: CUDA out of memory. Tried to allocate 2.00 GiB.)" in notes[0]
+
+
+def test_too_little_memory_at_the_start_is_a_matter_of_capacity(tmp_path: Path) -> None:
+    """Not of an error that nobody expected: the plan held, until another program took what was free."""
+    client = EngineClient.start(
+        engine_config(model_path=write_tiny_qwen3(tmp_path / "model")),
+        runner="fake_runners:create_model_runner_without_room",
+    )
+    try:
+        with pytest.raises(CapacityError, match=r"out of memory at kv cache \(CUDA out of memory\. Tried to allocate"):
+            client.wait_ready()
+    finally:
+        client.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -179,3 +181,18 @@ def out_of_memory_line(error: RuntimeError) -> str | None:
     words of their own."""
     lines = str(error).strip().splitlines()
     return next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+
+
+@contextmanager
+def memory_for(part: str) -> Iterator[None]:
+    """Too little memory within, for a part of the start, is a CapacityError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = out_of_memory_line(error)
+        if reason is None:
+            raise
+        raise CapacityError(
+            f"out of memory at {part} ({reason}): end what else uses this memory, lower gpu_memory_utilization (or "
+            "kv_cache_memory), or raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp)"
+        ) from None
