@@ -302,9 +302,9 @@ class Scheduler:
                     deltas.add_blocks(state.slot, len(state.blocks), blocks)
                     state.blocks += blocks
                     break
-                if len(self._running) == 1:
+                if len(self._running) == 1 and not state.num_pending:
                     self._finish_too_large(state, state.num_computed + 1)
-                else:
+                else:  # alone, it waits for the token that is on its way, which may be its last
                     self._preempt(self._running[-1])
                     preempted = True
         if preempted and deltas.block_slots:
