@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from nvcli.config import EngineConfig
+from nvcli.engine.protocol import EngineStart
 from nvcli.errors import LoadError
+from nvcli.executor.executor import Executor
 from nvcli.messages import EngineReady, StepInput, StepOutput, pack, unpack
 from nvcli.runner.interface import RankContext, Runner
 
@@ -183,11 +187,35 @@ def create_model_runner_out_of_memory(config: EngineConfig, context: RankContext
     return runner
 
 
+def create_model_runner_without_room(config: EngineConfig, context: RankContext) -> Runner:
+    """The real one; another program takes the memory between its plan and its KV cache."""
+    import torch
+
+    from nvcli.runner import model_runner
+
+    class LargeCache(model_runner.KVCache):
+        def __init__(self, spec: object, num_blocks: int, *args: object) -> None:
+            if num_blocks > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it")
+            super().__init__(spec, num_blocks, *args)  # type: ignore[arg-type]
+
+    model_runner.KVCache = LargeCache  # type: ignore[misc]
+    return model_runner.ModelRunner(config, context)
+
+
 class SlowRunner(CountingRunner):
     """A step takes a while, so that there is time to kill things."""
 
     def launch(self, step: StepInput) -> Output | None:
         time.sleep(0.02)
+        return super().launch(step)
+
+
+class CrawlingRunner(CountingRunner):
+    """A step takes a second."""
+
+    def launch(self, step: StepInput) -> Output | None:
+        time.sleep(1.0)
         return super().launch(step)
 
 
@@ -224,6 +252,17 @@ class UnloadableRunner(CountingRunner):
         raise LoadError("model.safetensors: tensor lm_head.weight is missing")
 
 
+class UnloadableBesideStoreRunner(CountingRunner):
+    """Rank 1 cannot be loaded; rank 0 says where the store listens all the same."""
+
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        if context.rank == 1:
+            raise LoadError("model.safetensors: tensor lm_head.weight is missing")
+        context.publish_port(1)
+        Path(os.environ["NVCLI_TEST_FOLDER"], "published").touch()
+        time.sleep(600)
+
+
 class DiesLoadingRunner(CountingRunner):
     """Rank 1 dies while it loads; rank 0 would load for ever."""
 
@@ -232,6 +271,17 @@ class DiesLoadingRunner(CountingRunner):
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
+
+
+def engine_without_processes(start: EngineStart, control: Connection) -> None:
+    """An engine's process that cannot start another once it runs."""
+    from nvcli.engine.process import main
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    Executor.recover = fail  # type: ignore[method-assign,assignment]
+    main(start, control)
 
 
 class SlowWarmUpRunner(CountingRunner):

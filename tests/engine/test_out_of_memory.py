@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +169,19 @@ def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
     assert undisturbed([first])[0][0] == ids
 
 
+def test_steps_behind_are_taken_back_where_python_leaves_assertions_out() -> None:
+    script = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "from test_out_of_memory import make_core, make_request\n"
+        "core, _, executor = make_core(lambda step: step.step_id == 5)\n"
+        "core.add([make_request(0, [1, 2, 3], 20)])\n"
+        "while core.has_work: core.step()\n"
+        "print(__debug__, len(executor.failed), len(core.notes))\n"
+    )
+    command = [sys.executable, "-O", "-c", script, *sys.path]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "False 1 1\n"
+
+
 def test_no_end_of_memory_ends_the_run_with_advice() -> None:
     core, scheduler, executor = make_core(lambda step: True)
     core.add([make_request(0, range(50), 30)])
@@ -306,3 +321,16 @@ def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert disturbed == {100 + request_id: answer for request_id, answer in whole.items()}
     assert notes
     assert f"(rank {tp - 1}: CUDA out of memory. Tried to allocate 2.00 GiB.)" in notes[0]
+
+
+def test_too_little_memory_at_the_start_is_a_matter_of_capacity(tmp_path: Path) -> None:
+    """Not of an error that nobody expected: the plan held, until another program took what was free."""
+    client = EngineClient.start(
+        engine_config(model_path=write_tiny_qwen3(tmp_path / "model")),
+        runner="fake_runners:create_model_runner_without_room",
+    )
+    try:
+        with pytest.raises(CapacityError, match=r"out of memory at kv cache \(CUDA out of memory\. Tried to allocate"):
+            client.wait_ready()
+    finally:
+        client.close()

@@ -181,6 +181,19 @@ def test_lone_request_that_cannot_fit_becomes_an_error(prompt_len: int, max_toke
     assert unpack(done[1].token_ids).tolist() == counted(5)
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(("num_tokens", "reason"), [(3, "stop"), (4, "error")])
+def test_answer_that_fills_the_cache_to_the_last_token_fits(
+    num_micro_batches: int, num_tokens: int, reason: str
+) -> None:
+    """Its last token is never computed; that it is the last is known one step late."""
+    core, scheduler, _ = make_core(num_blocks=2, num_micro_batches=num_micro_batches)
+    core.add([make_request(0, range(2 * BLOCK_SIZE - 2), 20, stop_ids=[99 + num_tokens])])
+    (output,) = run(core, scheduler).values()
+    assert output.finish_reason == reason
+    assert unpack(output.token_ids).tolist() == [100, 101, 102]
+
+
 def test_abort_in_every_state() -> None:
     core, scheduler, _ = make_core(max_num_seqs=2, max_num_batched_tokens=4)
     core.add([make_request(0, [1], 50), make_request(1, range(20), 5), make_request(2, [1], 5)])
@@ -193,6 +206,18 @@ def test_abort_in_every_state() -> None:
     outputs += core.step()
     assert sorted(o.request_id for o in outputs) == [0, 1, 2]
     assert {o.finish_reason for o in outputs} == {"abort"}
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_abort_of_the_last_request_is_answered(num_steps: int) -> None:
+    """Though nothing of it is in flight then: it has not begun, or takes turns with the other micro-batches."""
+    core, _, _ = make_core(num_micro_batches=2)
+    core.add([make_request(0, [1, 2, 3], 6)])
+    outputs = [output for _ in range(num_steps) for output in core.step()]
+    core.abort([0])
+    while core.has_work:
+        outputs += core.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [(0, "abort")]
 
 
 def test_streaming_request_reports_as_it_goes() -> None:

@@ -15,8 +15,11 @@ import pytest
 
 from fake_runners import engine_config
 from nvcli.engine.client import EngineClient
+from nvcli.engine.protocol import EngineStart
 from nvcli.engine.request import RequestOutput
 from nvcli.errors import LoadError, WorkerError
+from nvcli.executor.executor import Executor
+from nvcli.executor.process import ChildProcess
 from nvcli.messages import unpack
 from requests_factory import make_request
 
@@ -242,6 +245,14 @@ def test_stuck_step_is_named(clients: list[EngineClient]) -> None:
     assert "at step 3" in str(error)
 
 
+def test_time_behind_other_steps_does_not_count(clients: list[EngineClient]) -> None:
+    """Two steps in flight of a second each: the later one's tokens come two seconds after it was submitted."""
+    client = start(clients, "CrawlingRunner", step_timeout=1.6)
+    client.wait_ready()
+    client.add([make_request(0, [1], 3)])
+    assert unpack(collect(client, 1)[0].token_ids).tolist() == [100, 101, 102]
+
+
 def test_exception_in_a_step_names_rank_step_and_cause(
     clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +276,23 @@ def test_errors_of_the_users_keep_their_kind(clients: list[EngineClient]) -> Non
     client = start(clients, "UnloadableRunner", tensor_parallel_size=2)
     with pytest.raises(LoadError, match=r"lm_head\.weight is missing"):
         client.wait_ready(30)
+
+
+def test_rank_that_ended_before_it_heard_of_the_store_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCLI_TEST_FOLDER", str(tmp_path))
+    others = children_of(os.getpid())
+    executor = Executor(engine_config(tensor_parallel_size=2), "fake_runners:UnloadableBesideStoreRunner")
+    try:
+        _, rank_1 = sorted(set(children_of(os.getpid())) - set(others))
+        wait_gone([rank_1], seconds=30)
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "published").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(LoadError, match=r"lm_head\.weight is missing"):
+            executor.wait_ready()
+    finally:
+        executor.close()
 
 
 def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:
@@ -305,6 +333,21 @@ def test_end_while_ranks_start_anew(
         )
         assert seconds < 1.0 + DETECTION_SECONDS
     wait_gone([*first, *ranks])
+
+
+def test_ranks_that_cannot_be_started_anew_are_an_error(
+    clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the system's: not to be taken for the end of the parent, whom nobody would tell."""
+    monkeypatch.setenv("NVCLI_TEST_STEPS", "3,4")
+    argument = EngineStart(config=engine_config(), runner="fake_runners:OutOfMemoryRunner")
+    process = ChildProcess("fake_runners:engine_without_processes", argument, name="engine")
+    clients.append(client := EngineClient(process, step_timeout=60))
+    client.wait_ready()
+    client.add([make_request(0, [1], 100)])
+    error, _ = run_until_error(client)
+    assert str(error) == f"the engine failed: BlockingIOError: [Errno 11] {os.strerror(11)}"
+    assert "in _recover" in error.traceback
 
 
 def test_abort_reaches_a_running_request(clients: list[EngineClient]) -> None:

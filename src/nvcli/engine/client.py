@@ -24,7 +24,7 @@ from nvcli.engine.protocol import (
     ToEngine,
 )
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
-from nvcli.errors import WorkerError
+from nvcli.errors import NvcliError, WorkerError
 from nvcli.executor.executor import MODEL_RUNNER
 from nvcli.executor.process import ChildProcess
 from nvcli.messages import EngineReady
@@ -52,6 +52,8 @@ class EngineClient:
         self._stats = EngineStats()
         self._steps: list[StepRecord] = []
         self._notes: list[str] = []
+        self._failure: NvcliError | None = None
+        """The last words of an engine that ended, once `poll` has heard them."""
         self._ready: EngineReady | None = None
 
     @classmethod
@@ -88,16 +90,27 @@ class EngineClient:
         self._send(ForgetPrefixes())
 
     def poll(self, timeout: float) -> list[RequestOutput]:
-        """Outputs that arrived; waits up to `timeout` seconds for the first. Raises what the engine failed with."""
+        """Outputs that arrived; waits up to `timeout` seconds for the first. Raises what the engine failed with, once
+        what it said before that has been given out.
+        """
         outputs: list[RequestOutput] = []
-        while self._has_message(timeout):
-            timeout = 0
-            message = self._receive()
+        is_first = True
+        while self._failure is None:
+            try:
+                if not self._has_message(timeout if is_first else 0):
+                    return outputs
+                message = self._receive()
+            except NvcliError as failure:
+                self._failure = failure
+                break
+            is_first = False
             assert isinstance(message, OutputBatch)
             outputs += message.outputs
             self._stats = message.stats
             self._steps += message.steps
             self._notes += message.notes
+        if is_first:
+            raise self._failure
         return outputs
 
     @property
@@ -147,10 +160,11 @@ class EngineClient:
         except BlockingIOError:
             raise WorkerError(self._describe_stuck()) from None
         except OSError:
-            while True:  # its last words may still be in the socket
-                self._receive()
+            pass  # it is gone: `poll` says so, behind its last words, which are still in the socket
 
     def _receive(self) -> FromEngine:
+        if self._failure is not None:
+            raise self._failure
         try:
             message = self._decoder.decode(self._process.control.recv_bytes())
         except (EOFError, OSError):

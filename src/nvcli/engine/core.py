@@ -108,7 +108,8 @@ class EngineCore:
     def _recover(self, failed: ScheduledStep, reason: str) -> None:
         """Take back a step that ran out of memory, and those behind it, which the ranks passed over."""
         for _ in self._in_flight:
-            assert self._executor.collect().out_of_memory, "a step ran that builds on one that did not"
+            output = self._executor.collect()
+            assert output.out_of_memory, "a step ran that builds on one that did not"
         self._scheduler.put_back([failed, *self._in_flight])
         self._in_flight.clear()
         if self._recorder is not None:

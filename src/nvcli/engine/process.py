@@ -81,10 +81,8 @@ def main(start: EngineStart, control: Connection) -> None:
         details = error.traceback if isinstance(error, WorkerError) else ""
         with contextlib.suppress(OSError):
             send(EngineFailed(type(error).__name__, str(error), details))
-    except OSError:
-        pass  # the parent is gone
     except Exception as error:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the parent may be gone, and that be the error
             send(EngineFailed("WorkerError", f"the engine failed: {first_line(error)}", traceback.format_exc()))
     executor.close()
     os._exit(0)

@@ -113,7 +113,8 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._by_id)
+        """Requests, or outputs that were not taken: an abort may end the last request between two steps."""
+        return bool(self._by_id or self._unsent)
 
     @property
     def stats(self) -> EngineStats:
@@ -271,9 +272,9 @@ class Scheduler:
                     draft.add_blocks(state.slot, len(state.blocks), blocks)
                     state.blocks += blocks
                     break
-                if len(self._running) == 1:
+                if len(self._running) == 1 and not state.num_pending:
                     self._finish_too_large(state, state.num_computed + 1)
-                else:
+                else:  # alone, it waits for the token that is on its way, which may be its last
                     self._preempt(self._running[-1])
                     preempted = True
         if preempted:  # some, it may be, after they were given a block in this step

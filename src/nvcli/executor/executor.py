@@ -110,6 +110,8 @@ class Executor:
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
         self._submitted: list[tuple[int, float]] = []
         """Ids and times of the steps whose outputs have not come back."""
+        self._collected_at = 0.0
+        """When the last output came: a step waits behind those before it, which is no fault of its ranks."""
         self._out_of_memory: RankOutOfMemory | None = None
         """The first step that one of several ranks did not run."""
         self._poll = select.poll()
@@ -140,7 +142,8 @@ class Executor:
                         ready[rank] = message
                     elif isinstance(message, StorePort):
                         for other in self._ranks[1:]:
-                            other.control.send(message)
+                            with contextlib.suppress(OSError):  # it has ended, and its last words come up below
+                                other.control.send(message)
         memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
         self._num_blocks = ready[0].num_blocks
         return msgspec.structs.replace(ready[0], memory=memory)
@@ -165,7 +168,7 @@ class Executor:
     def collect(self) -> StepOutput:
         """Output of the oldest submitted step; waits for it."""
         step_id, submitted_at = self._submitted[0]
-        deadline = submitted_at + self._timeout
+        deadline = max(submitted_at, self._collected_at) + self._timeout
         while True:
             if self._out_of_memory is not None and self._out_of_memory.step_id <= step_id:
                 self._submitted.pop(0)
@@ -182,6 +185,7 @@ class Executor:
         except ChannelClosed:
             self._raise_failure()
         self._submitted.pop(0)
+        self._collected_at = time.monotonic()
         return self._decoder.decode(message)
 
     def check(self) -> None:

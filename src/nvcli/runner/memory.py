@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +72,8 @@ def plan_memory(
     """`shared`: bytes of `buffers` that torch's allocator does not know, being memory that other GPUs reach.
 
     Ranks that follow others (`kv_blocks_before`) are not held to the budget, in which other programs count: a cache as
-    large as before did fit, and what these have taken since is not free.
+    large as before did fit, and what these have taken since is not free. Of what is free they leave the same share as
+    others leave of the whole, for what no plan counts: kernels that load later, links that open later, holes.
 
     Raises CapacityError when not even one block beside the null block fits.
     """
@@ -91,7 +94,8 @@ def plan_memory(
     if config.kv_blocks_before is not None:
         max_blocks = min(max_blocks, 1 + config.kv_blocks_before)
         if device.type == "cuda":
-            kv_cache = torch.cuda.mem_get_info(device)[0] - activations - graphs
+            free = torch.cuda.mem_get_info(device)[0]
+            kv_cache = int(free * config.gpu_memory_utilization) - activations - graphs
     plan = MemoryPlan(
         budget=budget,
         weights=weights,
@@ -177,3 +181,18 @@ def out_of_memory_line(error: RuntimeError) -> str | None:
     words of their own."""
     lines = str(error).strip().splitlines()
     return next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+
+
+@contextmanager
+def memory_for(part: str) -> Iterator[None]:
+    """Too little memory within, for a part of the start, is a CapacityError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = out_of_memory_line(error)
+        if reason is None:
+            raise
+        raise CapacityError(
+            f"out of memory at {part} ({reason}): end what else uses this memory, lower gpu_memory_utilization (or "
+            "kv_cache_memory), or raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp)"
+        ) from None

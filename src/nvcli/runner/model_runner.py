@@ -37,6 +37,7 @@ from nvcli.runner.memory import (
     ITEMS,
     check_weights_fit,
     free_bytes,
+    memory_for,
     other_bytes,
     out_of_memory_line,
     peak_bytes,
@@ -357,10 +358,11 @@ class ModelRunner:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Names what the rank is doing, and keeps the time it took."""
+        """Names what the rank is doing, and keeps the time it took. Too little memory for it is a CapacityError."""
         self._context.report_phase(name)
         start = time.perf_counter()
-        yield
+        with memory_for(name):
+            yield
         self._seconds[name] = time.perf_counter() - start
 
     # ------------------------------------------------------------------ steps

@@ -32,7 +32,7 @@ def join_process_group(
     """
     if size == 1:
         return TensorParallelGroup(None, device)
-    timeout = timedelta(seconds=timeout_seconds + _LATER_SECONDS)
+    timeout = _collective_timeout(timeout_seconds)
     # The host's name may not resolve, and no packet of ours leaves the machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_master = context.rank == 0
@@ -49,6 +49,10 @@ def join_process_group(
     else:
         dist.init_process_group("gloo", store=store, rank=context.rank, world_size=size, timeout=timeout)
     return TensorParallelGroup(dist.group.WORLD, device)
+
+
+def _collective_timeout(step_timeout: float) -> timedelta:
+    return timedelta(seconds=step_timeout + _LATER_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ def divide_ranks(config: EngineConfig, world: TensorParallelGroup, rank: int) ->
     num_stages, tp = config.pipeline_parallel_size, config.tensor_parallel_size
     if num_stages == 1:
         return RankGroups(world=world, tensor=world)
-    timeout = timedelta(seconds=config.step_timeout)
+    timeout = _collective_timeout(config.step_timeout)
 
     # Every rank takes part in the making of every group, in the same order.
     def group_of(ranks: list[int]) -> dist.ProcessGroup | None:
