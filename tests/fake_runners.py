@@ -8,11 +8,13 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from nvcli.config import EngineConfig
 from nvcli.engine.protocol import EngineStart
 from nvcli.errors import LoadError
-from nvcli.executor.executor import Executor
+from nvcli.executor import executor
+from nvcli.executor.process import ChildProcess
 from nvcli.messages import EngineReady, StepInput, StepOutput, pack, unpack
 from nvcli.runner.interface import RankContext, Runner
 
@@ -274,13 +276,20 @@ class DiesLoadingRunner(CountingRunner):
 
 
 def engine_without_processes(start: EngineStart, control: Connection) -> None:
-    """An engine's process that cannot start another once it runs."""
+    """An engine's process that cannot start more others than NVCLI_TEST_PROCESSES."""
     from nvcli.engine.process import main
 
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    left = int(os.environ["NVCLI_TEST_PROCESSES"])
 
-    Executor.recover = fail  # type: ignore[method-assign,assignment]
+    class Child(ChildProcess):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            super().__init__(*args, **kwargs)
+
+    executor.ChildProcess = Child  # type: ignore[misc]
     main(start, control)
 
 

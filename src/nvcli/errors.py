@@ -4,6 +4,7 @@
     ├── ConfigError      a key, flag or file of the run is wrong; the message names key, value and fix
     ├── LoadError        the checkpoint cannot be read; the message names the file or tensor
     ├── CapacityError    the run does not fit the memory; the message carries the itemised plan and the fix
+    │   └── LimitsTooHigh    the weights fit, and lower limits might
     ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
     ├── OutputError      the output cannot be written any further (a full disk); what is written stays
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
@@ -32,6 +33,10 @@ class LoadError(NvcliError):
 
 class CapacityError(NvcliError):
     """The model and its working memory do not fit the device."""
+
+
+class LimitsTooHigh(CapacityError):
+    """The weights fit, but not what `max_num_batched_tokens` and `max_num_seqs` take beside them."""
 
 
 class WorkerError(NvcliError):

@@ -335,19 +335,27 @@ def test_end_while_ranks_start_anew(
     wait_gone([*first, *ranks])
 
 
-def test_ranks_that_cannot_be_started_anew_are_an_error(
-    clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_processes", "where"), [(1, "__init__"), (3, "recover")])
+def test_ranks_that_cannot_be_started_are_an_error(
+    clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch, num_processes: int, where: str
 ) -> None:
     """Of the system's: not to be taken for the end of the parent, whom nobody would tell."""
     monkeypatch.setenv("NVCLI_TEST_STEPS", "3,4")
-    argument = EngineStart(config=engine_config(), runner="fake_runners:OutOfMemoryRunner")
+    monkeypatch.setenv("NVCLI_TEST_PROCESSES", str(num_processes))
+    argument = EngineStart(config=engine_config(tensor_parallel_size=2), runner="fake_runners:OutOfMemoryRunner")
     process = ChildProcess("fake_runners:engine_without_processes", argument, name="engine")
     clients.append(client := EngineClient(process, step_timeout=60))
-    client.wait_ready()
-    client.add([make_request(0, [1], 100)])
-    error, _ = run_until_error(client)
-    assert str(error) == f"the engine failed: BlockingIOError: [Errno 11] {os.strerror(11)}"
-    assert "in _recover" in error.traceback
+
+    def use() -> None:
+        client.wait_ready()
+        client.add([make_request(0, [1], 100)])
+        while True:
+            client.poll(1.0)
+
+    with pytest.raises(WorkerError) as caught:
+        use()
+    assert str(caught.value) == f"the engine failed: BlockingIOError: [Errno 11] {os.strerror(11)}"
+    assert f"in {where}" in caught.value.traceback
 
 
 def test_abort_reaches_a_running_request(clients: list[EngineClient]) -> None:

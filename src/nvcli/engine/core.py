@@ -6,6 +6,7 @@ of the run, and the requests are computed again, by ranks that were started anew
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.engine.scheduler import ScheduledStep, Scheduler
-from nvcli.errors import CapacityError
+from nvcli.errors import CapacityError, LimitsTooHigh
 from nvcli.messages import StepInput, StepOutput
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class StepExecutor(Protocol):
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         """Keep to these limits from here on, after a step that ran out of memory and with none in flight.
 
-        The number of KV blocks where all that was in them is lost; None: everything is as it was.
+        The number of KV blocks where all that was in them is lost; None: everything is as it was. Raises LimitsTooHigh
+        where it may be called again with lower ones.
         """
         ...
 
@@ -114,16 +116,9 @@ class EngineCore:
         self._in_flight.clear()
         if self._recorder is not None:
             self._recorder.dropped()
-        if not self._scheduler.lower_limits():
-            raise CapacityError(
-                f"out of memory even with one token in a step ({reason}): lower gpu_memory_utilization (or "
-                "kv_cache_memory), so that the KV cache leaves more room, or end what else uses this memory"
-            )
-        limits = self._scheduler.limits
         started_at = time.monotonic()
-        num_blocks = self._executor.recover(
-            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
-        )
+        num_blocks = self._lower_limits(reason)
+        limits = self._scheduler.limits
         restart = ""
         if num_blocks is not None:
             self._scheduler.start_anew(num_blocks)
@@ -133,4 +128,17 @@ class EngineCore:
             f"{failed.num_tokens:,} tokens ({reason}). They are computed again, from here on with "
             f"max_num_batched_tokens {limits.max_num_batched_tokens:,} and max_num_seqs {limits.max_num_seqs:,}"
             f"{restart}"
+        )
+
+    def _lower_limits(self, reason: str) -> int | None:
+        """Until the ranks can go on with them; what `StepExecutor.recover` gives."""
+        while self._scheduler.lower_limits():
+            limits = self._scheduler.limits
+            with contextlib.suppress(LimitsTooHigh):  # others have taken memory meanwhile
+                return self._executor.recover(
+                    max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
+                )
+        raise CapacityError(
+            f"out of memory even with one token in a step ({reason}): lower gpu_memory_utilization (or "
+            "kv_cache_memory), so that the KV cache leaves more room, or end what else uses this memory"
         )

@@ -9,11 +9,13 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.protocol import (
@@ -41,42 +43,16 @@ _IDLE_CHECK_SECONDS = 0.5
 
 
 def main(start: EngineStart, control: Connection) -> None:
-    """Runs until the parent says so or is gone, or until something fails; then reports it and ends."""
-    executor = Executor(start.config, start.runner)
+    """Runs until the parent says so or is gone, or until something fails; then reports it and ends, ranks and all."""
     encoder = msgspec.msgpack.Encoder()
 
     def send(message: FromEngine) -> None:
         control.send_bytes(encoder.encode(message))
 
+    executor: Executor | None = None
     try:
-        inbox = _start_receiver(control)
-        ready = executor.wait_ready()
-        send(ReadyReport(ready))
-        config = start.config
-        limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            num_micro_batches=config.pipeline_parallel_size,
-        )
-        blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-        recorder = _make_recorder(config.max_num_seqs) if config.record_steps else None
-        core = EngineCore(
-            Scheduler(limits, blocks), executor, max_in_flight=config.max_steps_in_flight, recorder=recorder
-        )
-        gc.collect()
-        gc.freeze()
-        last_stats = 0.0
-        while _take_messages(inbox, core, executor):
-            outputs = core.step()
-            now = time.monotonic()
-            if outputs or core.notes or now - last_stats > _STATS_SECONDS:
-                send(OutputBatch(outputs, core.stats, core.take_records(), core.take_notes()))
-                last_stats = now
-        peak_bytes = executor.close()
-        if config.record_steps:
-            send(EngineClosed(peak_bytes))
+        executor = Executor(start.config, start.runner)
+        _serve(start.config, executor, _start_receiver(control), send)
     except NvcliError as error:
         details = error.traceback if isinstance(error, WorkerError) else ""
         with contextlib.suppress(OSError):
@@ -84,8 +60,42 @@ def main(start: EngineStart, control: Connection) -> None:
     except Exception as error:
         with contextlib.suppress(OSError):  # the parent may be gone, and that be the error
             send(EngineFailed("WorkerError", f"the engine failed: {first_line(error)}", traceback.format_exc()))
-    executor.close()
+    if executor is not None:
+        executor.close()
     os._exit(0)
+
+
+def _serve(
+    config: EngineConfig,
+    executor: Executor,
+    inbox: queue.SimpleQueue[ToEngine | None],
+    send: Callable[[FromEngine], None],
+) -> None:
+    """Until the parent says that it is enough."""
+    ready = executor.wait_ready()
+    send(ReadyReport(ready))
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        num_micro_batches=config.pipeline_parallel_size,
+    )
+    blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+    recorder = _make_recorder(config.max_num_seqs) if config.record_steps else None
+    core = EngineCore(Scheduler(limits, blocks), executor, max_in_flight=config.max_steps_in_flight, recorder=recorder)
+    gc.collect()
+    gc.freeze()
+    last_stats = 0.0
+    while _take_messages(inbox, core, executor):
+        outputs = core.step()
+        now = time.monotonic()
+        if outputs or core.notes or now - last_stats > _STATS_SECONDS:
+            send(OutputBatch(outputs, core.stats, core.take_records(), core.take_notes()))
+            last_stats = now
+    peak_bytes = executor.close()
+    if config.record_steps:
+        send(EngineClosed(peak_bytes))
 
 
 def _make_recorder(max_num_seqs: int) -> StepRecorder:

@@ -347,7 +347,6 @@ class Scheduler:
             self._running.append(state)
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = num_cached
-                self._prompt_tokens += num_cached
                 self._cached_tokens += num_cached
             draft.enter(state, num_prefix_ids)
             budget -= self._extend(state, draft, sampling, budget)
@@ -361,7 +360,10 @@ class Scheduler:
         assert state.slot is not None
         start = state.num_computed
         state.num_computed += length
-        self._prompt_tokens += max(0, min(state.num_computed, state.num_prompt) - start)
+        num_counted = min(state.num_computed, state.num_prompt)
+        if num_counted > state.num_counted:
+            self._prompt_tokens += num_counted - state.num_counted
+            state.num_counted = num_counted
         ends = state.num_uncomputed == 0
         draft.extend(state.slot, state.token_ids[start : state.num_computed].tobytes(), samples=ends)
         # Steps run in order and store before they attend, so these blocks can be shared from now on.

@@ -24,6 +24,7 @@ class RequestState:
         "logprobs",
         "num_cached_tokens",
         "num_computed",
+        "num_counted",
         "num_hashed_blocks",
         "num_pending",
         "num_prompt",
@@ -43,6 +44,8 @@ class RequestState:
         self.num_prompt = len(self.token_ids)
         self.num_pending = 0
         self.num_computed = 0
+        self.num_counted = 0
+        """Leading prompt tokens that the statistics have: those that are computed again count once."""
         self.num_unscheduled = request.max_tokens
         """Tokens that may still be asked for."""
         self.num_reported = self.num_prompt

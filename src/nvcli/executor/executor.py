@@ -197,7 +197,8 @@ class Executor:
         """Go on with these limits after a step that ran out of memory; no step may be in flight.
 
         None where the rank goes on as it is. Several ranks are ended and started anew, which takes as long as the start
-        and raises what `wait_ready` raises: then the number of their KV blocks, which hold nothing.
+        and raises what `wait_ready` raises; it may be called again after LimitsTooHigh. Then the number of their KV
+        blocks, which hold nothing.
         """
         assert not self._submitted
         if len(self._ranks) == 1:

@@ -12,7 +12,7 @@ from torch import nn
 
 from nvcli.attention.kv_cache import KVCacheSpec
 from nvcli.config import EngineConfig, format_bytes
-from nvcli.errors import CapacityError
+from nvcli.errors import CapacityError, LimitsTooHigh
 
 _WEIGHT_GROUPS = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp": "MLP", "lm_head": "LM head"}
 """Parts of parameters' names, as checkpoints have them."""
@@ -75,7 +75,7 @@ def plan_memory(
     large as before did fit, and what these have taken since is not free. Of what is free they leave the same share as
     others leave of the whole, for what no plan counts: kernels that load later, links that open later, holes.
 
-    Raises CapacityError when not even one block beside the null block fits.
+    Raises LimitsTooHigh when not even one block beside the null block fits.
     """
     if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
@@ -108,7 +108,7 @@ def plan_memory(
         max_blocks=max_blocks,
     )
     if plan.num_blocks < 2:
-        raise CapacityError(
+        raise LimitsTooHigh(
             f"no room for the KV cache: {plan.describe()}; two blocks take {format_bytes(2 * spec.block_bytes)}. "
             f"To make it fit: {fix}"
         )
@@ -185,14 +185,14 @@ def out_of_memory_line(error: RuntimeError) -> str | None:
 
 @contextmanager
 def memory_for(part: str) -> Iterator[None]:
-    """Too little memory within, for a part of the start, is a CapacityError."""
+    """Too little memory within, for a part of the start, is a LimitsTooHigh."""
     try:
         yield
     except RuntimeError as error:
         reason = out_of_memory_line(error)
         if reason is None:
             raise
-        raise CapacityError(
+        raise LimitsTooHigh(
             f"out of memory at {part} ({reason}): end what else uses this memory, lower gpu_memory_utilization (or "
             "kv_cache_memory), or raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp)"
         ) from None

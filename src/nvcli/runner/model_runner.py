@@ -21,7 +21,7 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
-from nvcli.errors import CapacityError, ConfigError
+from nvcli.errors import ConfigError, LimitsTooHigh
 from nvcli.messages import EngineReady, ForwardMode, MemoryUse, StepInput, StepOutput, TokenLogprobs
 from nvcli.models.config import load_model_config
 from nvcli.models.group import StageState
@@ -230,7 +230,7 @@ class ModelRunner:
             try:
                 self.launch(step)
             except MemoryError as error:
-                raise CapacityError(
+                raise LimitsTooHigh(
                     f"the largest batches ({num_tokens} tokens, {num_seqs} requests) do not fit beside the weights "
                     f"({error}): lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size (--tp)"
                 ) from None
@@ -358,7 +358,7 @@ class ModelRunner:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Names what the rank is doing, and keeps the time it took. Too little memory for it is a CapacityError."""
+        """Names what the rank is doing, and keeps the time it took. Too little memory for it is a LimitsTooHigh."""
         self._context.report_phase(name)
         start = time.perf_counter()
         with memory_for(name):
