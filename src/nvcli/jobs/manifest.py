@@ -23,6 +23,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     all_read: bool
     """The inputs were read to their end; else as far as `--limit` went."""
     output_bytes: int
+    rows_read: int = 0
+    """Of the inputs: rows from here on may be unanswered, unless all were read."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
