@@ -57,6 +57,8 @@ BAD_ROWS = [
     (b'{"prompt": "\xff"}', "invalid_json", "not UTF-8"),
     (b'{"prompt": "\\ud800"}', "invalid_json", "not valid JSON"),
     (b"[" * 100_000, "invalid_json", "nested too deep"),
+    (b'{"prompt": "a", "x": ' + b'{"a":' * 600 + b"1" + b"}" * 601, "invalid_json", "nested too deep; allowed: 400"),
+    (b'{"prompt": ' + b"[" * 985 + b"]" * 985 + b"}", "invalid_json", "nested too deep"),
     (b'{"prompt": "a"} {"prompt": "b"}', "invalid_json", "trailing"),
     (b'{"prompt": "a", "sampling": {"temperature": NaN}}', "invalid_json", "`sampling.temperature` is not a finite"),
     (b'{"prompt": "a", "sampling": {"stop": "x", "top_p": 1e400}}', "invalid_json", "`sampling.top_p` is not a finite"),
@@ -92,6 +94,8 @@ BAD_ROWS = [
     (b'{"prompt": "a", "sampling": {"stop": ""}}', "invalid_sampling", "empty"),
     (b'{"prompt": "a", "sampling": {"logit_bias": {"7": 101}}}', "invalid_sampling", "`sampling.logit_bias.7` is 101"),
     (b'{"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}', "invalid_sampling", 'the key "x" is not an integer'),
+    (b'{"prompt": "a", "sampling": {"max_tokens": 9223372036854775808}}', "invalid_sampling", "`max_tokens` is 92233"),
+    (b'{"prompt": "a", "sampling": {"top_k": 9223372036854775808}}', "invalid_sampling", "`top_k` is 92233"),
     (b'{"prompt": "a", "sampling": {"max_tokens": 2, "min_tokens": 3}}', "invalid_sampling", "`min_tokens` (3)"),
 ]
 
