@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -217,6 +218,27 @@ def test_ctrl_c_while_standard_input_is_waited_for(tmp_path: Path, model_folder:
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert "Fatal" not in stderr
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", ">&-", "<&- >&- 2>&-", "2>&1 | true"])
+def test_messages_that_nobody_reads_do_not_end_a_run(tmp_path: Path, model_folder: Path, redirection: str) -> None:
+    write_rows(tmp_path / "in.jsonl", 5)
+    command = nvcli_command("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
+    script = f"set -o pipefail; {shlex.join(command)} {redirection}"
+    result = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=ENVIRON, capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert b"Traceback" not in result.stderr
+    assert len((tmp_path / "in.out.jsonl").read_text().splitlines()) == 5
+
+
+def test_results_for_a_closed_standard_output_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 1)
+    command = nvcli_command("generate", "in.jsonl", "-o", "-", "-m", str(model_folder), cwd=tmp_path, fakes="")
+    result = subprocess.run(
+        ["bash", "-c", f"{shlex.join(command)} >&-"], cwd=tmp_path, env=ENVIRON, capture_output=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert b"standard output is closed; name an output file with -o" in result.stderr
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path, model_folder: Path) -> None:

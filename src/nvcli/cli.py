@@ -28,6 +28,7 @@ from nvcli.cli_options import (
     ShapeOption,
     TpOption,
 )
+from nvcli.standard_streams import secure_standard_streams
 
 if TYPE_CHECKING:
     from nvcli.errors import NvcliError
@@ -72,6 +73,7 @@ class ProgressChoice(StrEnum):
 
 def main() -> None:
     """The `nvcli` command."""
+    secure_standard_streams()
     signal.signal(signal.SIGINT, _interrupt)  # a job has a way of its own, while it runs
     try:
         code = _run()

@@ -251,7 +251,9 @@ def open_output(
     """The output `name` (`-`: standard output) for a job. Raises ConfigError."""
     form = OutputForm(created=job.created, model=job.model)
     if name == STREAM:
-        return StreamOutput(Sink(os.dup(sys.__stdout__.fileno() if sys.__stdout__ else 1), "standard output"), form)
+        if sys.__stdout__ is None:
+            raise ConfigError("standard output is closed; name an output file with -o")
+        return StreamOutput(Sink(os.dup(sys.__stdout__.fileno()), "standard output"), form)
     path = Path(name)
     if path.exists() and (path.parent in _DEVICES or not stat.S_ISREG(path.stat().st_mode)):
         try:
