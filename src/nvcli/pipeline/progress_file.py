@@ -35,7 +35,7 @@ class ProgressFile(Progress):
         self._started = datetime.datetime.now(datetime.UTC)
         self._view: RunView | None = None
         self._failed = False
-        if path.is_dir():
+        if os.path.isdir(path):
             raise ConfigError(f"--progress-file {path} is a folder; name a file in it")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"--progress-file {path} cannot be written: no folder {path.parent}, or no permission")
