@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.job import RowForm
-from nvcli.jobs.manifest import manifest_path
+from nvcli.jobs.manifest import manifest_path, save_manifest
 from nvcli.jobs.output_row import read_output_row
 from nvcli.jobs.output_scan import scan_output
 from output_jobs import FAILING, JOB, open_job, plain_bytes, rows_of, write
@@ -277,3 +277,13 @@ def test_a_full_disk_leaves_whole_rows_that_can_be_continued(tmp_path: Path, mon
     assert 0 < len(rows) < COUNT
     write(path, range(COUNT), finish=True)
     assert [row["index"] for row in rows_of(path)] == list(range(COUNT))
+
+
+def test_a_full_disk_leaves_no_half_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("nvcli.jobs.manifest.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_manifest(tmp_path / "out.jsonl", JOB)
+    assert list(tmp_path.iterdir()) == []

@@ -27,11 +27,15 @@ _NOT_READ = {"model.safetensors.index.json", "trainer_state.json"}
 def job_facts(
     run: RunConfig, config: EngineConfig, sampling_defaults: Mapping[str, Any], *, model_path: Path
 ) -> dict[str, Fact]:
-    """By names that a user knows. `config` and `sampling_defaults`: what `run` and the checkpoint come to."""
-    small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern)})
-    facts: dict[str, Fact] = {
-        f"model {file.name}": f"sha256 {digest_file(file)}" for file in small if file.name not in _NOT_READ
-    }
+    """By names that a user knows. `config` and `sampling_defaults`: what `run` and the checkpoint come to.
+
+    Raises LoadError for a file of the checkpoint that cannot be read.
+    """
+    small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
+    facts: dict[str, Fact] = {}
+    for file in small:
+        if file.name not in _NOT_READ:
+            facts[f"model {file.name}"] = f"sha256 {_digest(file)}"
     try:
         weights = weight_files(model_path)
     except LoadError:
@@ -52,3 +56,10 @@ def job_facts(
         is_plain = isinstance(value, str | int | float | bool | None)
         facts[f"sampling.{name}"] = value if is_plain else msgspec.json.encode(value, order="deterministic").decode()
     return facts
+
+
+def _digest(file: Path) -> str:
+    try:
+        return digest_file(file)
+    except OSError as error:
+        raise LoadError(f"{file}: cannot be read: {error.strerror}") from None
