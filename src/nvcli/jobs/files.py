@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.validation import is_text
 
 STREAM = "-"
 """Standard input or output."""
@@ -116,11 +117,10 @@ def _look_at(name: str, trouble: str) -> None:
 
     `trouble`: how the message begins.
     """
+    if not is_text(name):
+        raise ConfigError(f"{trouble}: its name is not UTF-8 text; rename it")
     try:
-        name.encode()
         os.stat(name)
-    except UnicodeEncodeError:
-        raise ConfigError(f"{trouble}: its name is not UTF-8 text; rename it") from None
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
