@@ -17,6 +17,7 @@ from nvcli.errors import ConfigError
 from nvcli.jobs import lines as lines_module
 from nvcli.jobs import reader as reader_module
 from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.lines import LineSource
 from nvcli.jobs.parser import RowParser
 from nvcli.jobs.reader import RowReader
 from nvcli.sampling_params import SamplingParams
@@ -187,6 +188,18 @@ def test_a_damaged_gzip_file_ends_the_reading_after_its_good_rows(tmp_path: Path
     with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read past line \d+"):
         rows.extend(reader.batches())
     assert sum(map(len, rows)) > 1000
+
+
+def test_a_pipe_that_does_not_wait_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    monkeypatch.setattr("nvcli.jobs.lines._open", lambda name: os.fdopen(read_end, "rb", buffering=0))
+    lines = LineSource("-").lines()
+    assert next(lines) is None
+    later = threading.Timer(0.2, lambda: (os.write(write_end, b"a\nb"), os.close(write_end)))
+    later.start()
+    assert [line for line in lines if line is not None] == [b"a", b"b"]
+    later.join()
 
 
 def test_rows_of_a_slow_pipe_are_given_out_before_the_next_is_waited_for(tmp_path: Path) -> None:
