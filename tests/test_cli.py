@@ -111,6 +111,8 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
         (["generate", "in.jsonl", "-m", "demo", "-o", "in.jsonl"], "also an input"),
         (["generate", "in.jsonl", "-m", "demo", "-o", "old.jsonl"], "--overwrite"),
         (["generate", "in.jsonl", "old.jsonl", "-m", "demo"], "-o FILE"),
+        (["generate", "in.jsonl", "-m", "demo", "--progress-file", "./in.jsonl"], "is a file of the job itself"),
+        (["generate", "in.jsonl", "-m", "demo", "--progress-file", "in.out.jsonl"], "is a file of the job itself"),
         (["generate", "in.jsonl", "-m", "./nowhere"], "nowhere"),
         (["generate", "in.jsonl", "-m", "model", "--set", "max_model_len=100"], "`max_model_len` is 100"),
         (["generate", "in.jsonl", "-m", "model", "--tp", "3"], "tensor_parallel_size 3"),
@@ -130,6 +132,7 @@ def test_mistakes_end_with_code_2_and_a_line_that_names_them(
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+    assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "p0"}\n'
     assert (tmp_path / "old.jsonl").read_text() == "precious"
 
 

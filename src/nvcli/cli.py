@@ -201,6 +201,7 @@ def generate(
     run = load_run_config(config_file, overrides or (), flags)
 
     from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
+    from nvcli.jobs.files import job_files
     from nvcli.jobs.resume_hint import resume_hint
     from nvcli.jobs.sink import OutputClosed
     from nvcli.pipeline.generate import generate as run_job
@@ -211,7 +212,7 @@ def generate(
     started = time.time()
     shown = make_progress(progress.value, sys.stderr)
     if progress_file is not None:
-        shown = ProgressFile(progress_file, shown)
+        shown = ProgressFile(progress_file, shown, taken=job_files(inputs, output))
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:

@@ -112,6 +112,13 @@ def check_output(inputs: Sequence[str], output: str) -> None:
             raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
 
 
+def job_files(inputs: Sequence[str], output: str | None) -> list[str]:
+    """All that a job reads and writes, by the names that were given. Raises ConfigError."""
+    names = expand_inputs(inputs, output)
+    output = choose_output(names, output)
+    return [name for name in (*names, output) if name != STREAM] + [output + MANIFEST_SUFFIX, output + WORKING_SUFFIX]
+
+
 def _look_at(name: str, trouble: str) -> None:
     """Raises ConfigError where the system cannot even say whether there is such a file, or text cannot hold its name.
 
