@@ -111,6 +111,8 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
         (["generate", "in.jsonl", "-m", "demo", "-o", "in.jsonl"], "also an input"),
         (["generate", "in.jsonl", "-m", "demo", "-o", "old.jsonl"], "--overwrite"),
         (["generate", "in.jsonl", "old.jsonl", "-m", "demo"], "-o FILE"),
+        (["bench", "-m", "demo", "--shared-prefix", "99999999999"], "do not fit max_model_len"),
+        (["bench", "-m", "demo", "--seed", "9223372036854775808"], "--seed"),
         (["generate", "in.jsonl", "-m", "demo", "--progress-file", "./in.jsonl"], "is a file of the job itself"),
         (["generate", "in.jsonl", "-m", "demo", "--progress-file", "in.out.jsonl"], "is a file of the job itself"),
         (["generate", "in.jsonl", "-m", "./nowhere"], "nowhere"),
@@ -232,6 +234,17 @@ def test_messages_that_nobody_reads_do_not_end_a_run(tmp_path: Path, model_folde
     assert result.returncode == 0, result.stderr
     assert b"Traceback" not in result.stderr
     assert len((tmp_path / "in.out.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("arguments", ["--version", "profile-memory -m demo --dry-run --gpu-memory 8GiB"])
+def test_results_that_cannot_be_printed_are_an_error(tmp_path: Path, arguments: str) -> None:
+    command = nvcli_command(*arguments.split(), cwd=tmp_path)
+    script = f"{shlex.join(command)} >/dev/full"
+    result = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=ENVIRON, capture_output=True, timeout=120)
+    assert (result.returncode, result.stderr) == (
+        3,
+        b"nvcli: error: standard output cannot be written: No space left on device\n",
+    )
 
 
 def test_results_for_a_closed_standard_output_are_refused(tmp_path: Path, model_folder: Path) -> None:

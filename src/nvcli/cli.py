@@ -284,7 +284,9 @@ def bench(
         ),
     ] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0.6.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="What lengths and tokens follow from.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="What lengths and tokens follow from.")
+    ] = 0,
     repeat: Annotated[
         int,
         typer.Option("--repeat", metavar="N", min=1, help="Passes over the workload, each with an empty prefix cache."),
