@@ -28,7 +28,10 @@ def test_the_output_stands_beside_the_input(name: str, expected: str) -> None:
     assert choose_output([name], None) == expected
 
 
-@pytest.mark.parametrize(("inputs", "which"), [(["a", "b"], "several inputs"), (["-"], "standard input")])
+@pytest.mark.parametrize(
+    ("inputs", "which"),
+    [(["a", "b"], "several inputs"), (["-"], "standard input"), (["/dev/fd/63"], "/dev/fd/63")],
+)
 def test_the_output_must_be_named_where_it_does_not_follow(inputs: list[str], which: str) -> None:
     with pytest.raises(ConfigError, match=f"-o.*{which}"):
         choose_output(inputs, None)

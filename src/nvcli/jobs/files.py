@@ -75,8 +75,8 @@ def choose_output(inputs: Sequence[str], output: str | None) -> str:
     """The output that was named, or `input.out.jsonl` beside a single input file."""
     if output is not None:
         return output
-    if len(inputs) != 1 or inputs[0] == STREAM:
-        which = "standard input" if len(inputs) == 1 else "several inputs"
+    if len(inputs) != 1 or inputs[0] == STREAM or inputs[0].startswith("/dev/"):
+        which = "several inputs" if len(inputs) != 1 else "standard input" if inputs[0] == STREAM else inputs[0]
         raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
     path = Path(inputs[0])
     name = path.name.removesuffix(".gz").removesuffix(".zst")
