@@ -278,6 +278,8 @@ def test_defaults_of_config_and_checkpoint(run: Runs, model_folder: Path, tmp_pa
     assert run.engines[0].requests[0].stop_ids == [1, 5]
     run(rows, config={"generation_config": "none"})
     assert run.engines[1].requests[1].sampling.temperature == 1.0
+    run(rows, config={"sampling": {"logit_bias": {5: 1.0, "6": 2.0}}})  # as YAML has it
+    assert [request.sampling.logit_bias for request in run.engines[2].requests] == [{5: 1.0, 6: 2.0}] * 2
 
 
 def test_replicas_share_the_rows_and_know_their_number(run: Runs) -> None:

@@ -53,9 +53,17 @@ def job_facts(
         "job.id_field": run.job.id_field,
     }
     for name, value in sorted(sampling_defaults.items()):
-        is_plain = isinstance(value, str | int | float | bool | None)
-        facts[f"sampling.{name}"] = value if is_plain else msgspec.json.encode(value, order="deterministic").decode()
+        facts[f"sampling.{name}"] = _fact(value)
     return facts
+
+
+def _fact(value: Any) -> Fact:
+    """JSON for lists and mappings. YAML has keys that are numbers (`logit_bias: {5: 1}`), the same as in quotes."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, dict):
+        value = {str(key): inner for key, inner in value.items()}
+    return msgspec.json.encode(value, order="deterministic").decode()
 
 
 def _digest(file: Path) -> str:
