@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,16 @@ def open_job(path: Path, job: Manifest = JOB, **options: Any) -> JobOutput:
 
 def write(
     path: Path,
-    indices: Iterable[int],
+    indices: Sequence[int],
     *,
     order: Order = "completion",
     failing: Iterable[int] = FAILING,
     finish: bool = False,
+    all_read: bool = True,
     form: RowForm = RowForm.NATIVE,
     **options: Any,
 ) -> JobOutput:
-    """One run that answers those of these rows that are missing, a flush for each."""
+    """One run that answers those of these rows that are missing, a flush for each. `all_read`: there are no others."""
     output = open_job(path, order=order, **options)
     try:
         answered = output.answered.all
@@ -59,7 +60,8 @@ def write(
             return output
         writer.close()
         errors = output.errors + errors_of(results)
-        output.finish(rows=answered.count + len(results), errors=errors, all_read=True)
+        rows_read = max(indices, default=-1) + 1
+        output.finish(rows=answered.count + len(results), errors=errors, rows_read=rows_read, all_read=all_read)
         return output
     finally:
         output.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -110,6 +111,10 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
         (["generate", "in.jsonl", "-m", "demo", "-o", "in.jsonl"], "also an input"),
         (["generate", "in.jsonl", "-m", "demo", "-o", "old.jsonl"], "--overwrite"),
         (["generate", "in.jsonl", "old.jsonl", "-m", "demo"], "-o FILE"),
+        (["bench", "-m", "demo", "--shared-prefix", "99999999999"], "do not fit max_model_len"),
+        (["bench", "-m", "demo", "--seed", "9223372036854775808"], "--seed"),
+        (["generate", "in.jsonl", "-m", "demo", "--progress-file", "./in.jsonl"], "is a file of the job itself"),
+        (["generate", "in.jsonl", "-m", "demo", "--progress-file", "in.out.jsonl"], "is a file of the job itself"),
         (["generate", "in.jsonl", "-m", "./nowhere"], "nowhere"),
         (["generate", "in.jsonl", "-m", "model", "--set", "max_model_len=100"], "`max_model_len` is 100"),
         (["generate", "in.jsonl", "-m", "model", "--tp", "3"], "tensor_parallel_size 3"),
@@ -129,6 +134,7 @@ def test_mistakes_end_with_code_2_and_a_line_that_names_them(
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+    assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "p0"}\n'
     assert (tmp_path / "old.jsonl").read_text() == "precious"
 
 
@@ -217,6 +223,38 @@ def test_ctrl_c_while_standard_input_is_waited_for(tmp_path: Path, model_folder:
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert "Fatal" not in stderr
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", ">&-", "<&- >&- 2>&-", "2>&1 | true"])
+def test_messages_that_nobody_reads_do_not_end_a_run(tmp_path: Path, model_folder: Path, redirection: str) -> None:
+    write_rows(tmp_path / "in.jsonl", 5)
+    command = nvcli_command("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
+    script = f"set -o pipefail; {shlex.join(command)} {redirection}"
+    result = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=ENVIRON, capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert b"Traceback" not in result.stderr
+    assert len((tmp_path / "in.out.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("arguments", ["--version", "profile-memory -m demo --dry-run --gpu-memory 8GiB"])
+def test_results_that_cannot_be_printed_are_an_error(tmp_path: Path, arguments: str) -> None:
+    command = nvcli_command(*arguments.split(), cwd=tmp_path)
+    script = f"{shlex.join(command)} >/dev/full"
+    result = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=ENVIRON, capture_output=True, timeout=120)
+    assert (result.returncode, result.stderr) == (
+        3,
+        b"nvcli: error: standard output cannot be written: No space left on device\n",
+    )
+
+
+def test_results_for_a_closed_standard_output_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 1)
+    command = nvcli_command("generate", "in.jsonl", "-o", "-", "-m", str(model_folder), cwd=tmp_path, fakes="")
+    result = subprocess.run(
+        ["bash", "-c", f"{shlex.join(command)} >&-"], cwd=tmp_path, env=ENVIRON, capture_output=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert b"standard output is closed; name an output file with -o" in result.stderr
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path, model_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -91,6 +92,13 @@ ERRORS_IN_FILES = [
     ("model: m\n---\nmodel: n", r"run.yaml:2: not valid YAML: expected a single document"),
     ("model: !!python/object:os.system m", r"run.yaml:1: not valid YAML"),
     ("model: \x01", r"run.yaml: not valid YAML"),
+    ('model: m\ndtype: "\\ud800"', r"run.yaml:2: not valid YAML: half of a surrogate pair"),
+    ("model: m\nseed: !!timestamp x", r"run.yaml: not valid YAML"),
+    ("model: m\nenforce_eager: !!bool x", r"run.yaml: not valid YAML"),
+    ("model: m\nsampling: {stop_token_ids: !!set {a}}", r"run.yaml:2: not valid YAML: .*set"),
+    ("model: m\nstep_timeout: .inf", r"`step_timeout` is Infinity; allowed: a number above 0 and at most 1000000"),
+    ("model: m\nmax_num_batched_tokens: 9999999999", r"allowed: an integer from 1 to 2147483647"),
+    (f"model: m\nkv_cache_memory: {'9' * 400}GiB", r"run.yaml:2: `kv_cache_memory` is .*; allowed: .* such as 512MiB"),
     ("job: &a {b: *a}", r"run.yaml:1: the alias of `b` leads back"),
     ("", r"^no model given"),
     ("# nothing but a comment\n", r"^no model given.*\n.*`--model demo` is built in"),
@@ -128,6 +136,8 @@ def test_errors_in_overrides(tmp_path: Path, override: str, message: str) -> Non
 def test_errors_in_flags_name_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"^--tp 0: `tensor_parallel_size` is 0; allowed: an integer of at least 1"):
         load_run_config(None, (), {"--model": "m", "--tp": 0})
+    with pytest.raises(ConfigError, match=r"^--tp .*: not UTF-8 text"):
+        load_run_config(None, (), {"--model": "m", "--tp": os.fsdecode(b"caf\xe9")})
 
 
 def test_an_overridden_error_of_the_file_does_not_count(tmp_path: Path) -> None:

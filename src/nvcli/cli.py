@@ -28,6 +28,7 @@ from nvcli.cli_options import (
     ShapeOption,
     TpOption,
 )
+from nvcli.standard_streams import secure_standard_streams
 
 if TYPE_CHECKING:
     from nvcli.errors import NvcliError
@@ -72,6 +73,7 @@ class ProgressChoice(StrEnum):
 
 def main() -> None:
     """The `nvcli` command."""
+    secure_standard_streams()
     signal.signal(signal.SIGINT, _interrupt)  # a job has a way of its own, while it runs
     try:
         code = _run()
@@ -199,6 +201,7 @@ def generate(
     run = load_run_config(config_file, overrides or (), flags)
 
     from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
+    from nvcli.jobs.files import job_files
     from nvcli.jobs.resume_hint import resume_hint
     from nvcli.jobs.sink import OutputClosed
     from nvcli.pipeline.generate import generate as run_job
@@ -209,7 +212,7 @@ def generate(
     started = time.time()
     shown = make_progress(progress.value, sys.stderr)
     if progress_file is not None:
-        shown = ProgressFile(progress_file, shown)
+        shown = ProgressFile(progress_file, shown, taken=job_files(inputs, output))
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
@@ -281,7 +284,9 @@ def bench(
         ),
     ] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0.6.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="What lengths and tokens follow from.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="What lengths and tokens follow from.")
+    ] = 0,
     repeat: Annotated[
         int,
         typer.Option("--repeat", metavar="N", min=1, help="Passes over the workload, each with an empty prefix cache."),

@@ -102,7 +102,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Most tokens of prompt and answer together; null: what the model was made for."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 256
     """Most requests that run at the same time in each copy."""
-    max_num_batched_tokens: PositiveInt = 8192
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 8192
     """Most tokens computed in one step; longer prompts are cut into chunks."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of each GPU's memory that the run may use."""
@@ -120,7 +120,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """true: no CUDA graphs."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """With a row's index, what its random choices follow from."""
-    step_timeout: Annotated[float, Meta(gt=0)] = 300.0
+    step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
     """Seconds a rank may take for one step before the run is ended."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: sampling defaults of the checkpoint's generation_config.json lie under those of `sampling`."""
@@ -285,7 +285,7 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
         )
 
 
-_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
 _UNIT_BYTES = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", 1)

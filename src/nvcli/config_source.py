@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from nvcli.errors import ConfigError
 from nvcli.validation import Path as KeyPath
-from nvcli.validation import show
+from nvcli.validation import is_text, show
 
 
 class ConfigSource:
@@ -52,7 +52,7 @@ class ConfigSource:
             place = f"{path}:{mark.line + 1}" if mark else str(path)
             problem = " ".join(part for part in (error.context, error.problem) if part)
             raise ConfigError(f"{place}: not valid YAML: {problem}") from None
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+        except _MISREAD as error:
             raise ConfigError(f"{path}: not valid YAML: {error}") from None
         finally:
             loader.dispose()
@@ -65,12 +65,14 @@ class ConfigSource:
             raise ConfigError(f"--set {text}: expected key=value, such as `--set sampling.temperature=0`")
         try:
             value = yaml.load(value_text, _Loader)
-        except (yaml.YAMLError, RecursionError, ValueError):
+        except _MISREAD:
             raise ConfigError(f"--set {text}: the value is not valid YAML; quote text: '{key}=\"…\"'") from None
         self._put(path, value, f"--set {text}")
 
     def add_flag(self, flag: str, key: str, value: Any) -> None:
         """A flag that is short for a key: `add_flag("--tp", "tensor_parallel_size", 2)`."""
+        if not is_text(str(value)):
+            raise ConfigError(f"{flag} {value}: not UTF-8 text")
         self._put(tuple(key.split(".")), value, f"{flag} {value}")
 
     def origin(self, path: KeyPath) -> str:
@@ -95,10 +97,25 @@ class ConfigSource:
         self._origins[path] = origin
 
 
+_MISREAD = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)
+"""What PyYAML raises for a text that is not YAML, or whose tag (`!!timestamp x`) does not fit its value."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON."""
+    """YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON. No sets, and no text that UTF-8 cannot hold."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and not is_text(value):
+            raise yaml.constructor.ConstructorError(None, None, "half of a surrogate pair", node.start_mark)
+        return value
 
 
+def _refuse_set(loader: _Loader, node: yaml.Node) -> NoReturn:
+    raise yaml.constructor.ConstructorError(None, None, "a set, which no key takes", node.start_mark)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:set", _refuse_set)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )

@@ -14,6 +14,9 @@ MAX_BIASED_TOKENS = 1024
 """Most `logit_bias` entries plus stop token ids of one row; bounds the size of a step's input."""
 
 
+MAX_INT = (1 << 63) - 1
+"""Whatever carries a number to an engine holds no larger one."""
+
 _GREEDY_BELOW = 1e-5
 """Temperatures under it mean greedy (as in vLLM): logits divided by them would overflow."""
 
@@ -29,7 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: Annotated[int, Meta(ge=-1)] = 0
     """0 or -1: off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """With a seed a row's tokens depend on nothing but the row; without, on the run's seed and the row's index."""
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     stop: str | list[str] = []
@@ -57,6 +60,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "min_tokens"):
+            if (getattr(self, name) or 0) > MAX_INT:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; allowed: an integer of 64 bits")
         if any(not s for s in self.stop_strings):
             raise ValueError("`stop` must not contain an empty string")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -58,6 +58,15 @@ def show(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can hold it: no half of a surrogate pair, as bytes that are no UTF-8 become in file names."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, or all of them."""
     names = list(known)

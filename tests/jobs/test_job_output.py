@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.job import RowForm
-from nvcli.jobs.manifest import manifest_path
+from nvcli.jobs.manifest import manifest_path, save_manifest
 from nvcli.jobs.output_row import read_output_row
 from nvcli.jobs.output_scan import scan_output
 from output_jobs import FAILING, JOB, open_job, plain_bytes, rows_of, write
@@ -181,7 +181,7 @@ def test_a_limit_that_was_reached_is_no_end_for_a_higher_one(tmp_path: Path) -> 
     path = tmp_path / "out.jsonl"
     output = open_job(path, limit=2)
     output.sink.start()
-    output.finish(rows=2, errors={}, all_read=False)
+    output.finish(rows=2, errors={}, rows_read=2, all_read=False)
     output.close()
     path.write_text("xx")  # not empty
     manifest = msgspec.json.decode(manifest_path(path).read_bytes())
@@ -218,6 +218,26 @@ def test_rows_tried_again_are_put_into_order_even_if_that_was_cut_short(tmp_path
     write(path, [3], order="input", failing=(), retry_errors=True)
     write(path, range(COUNT), order="input", failing=(), finish=True)
     assert path.read_bytes() == whole.read_bytes()
+
+
+def test_a_limit_is_not_reached_by_rows_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    write(path, [7, 8])
+    write(path, [0], finish=True, all_read=False)
+    for limit, is_finished in ((1, True), (3, False)):
+        output = open_job(path, limit=limit)
+        output.close()
+        assert (output.finished is not None) == is_finished
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_behind_a_limit_are_kept_when_rows_are_put_into_order(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write(path, range(COUNT), order="input", finish=True)
+    write(path, range(2), order="input", finish=True, all_read=False, retry_errors=True, limit=2)
+    assert [row["index"] for row in rows_of(path)] == [0, 1, 2, 5, 6, 7, 8]
+    write(path, range(COUNT), order="input", failing=(), finish=True)
+    assert [row["index"] for row in rows_of(path)] == list(range(COUNT))
 
 
 def test_input_order_continues_where_it_was(tmp_path: Path) -> None:
@@ -257,3 +277,13 @@ def test_a_full_disk_leaves_whole_rows_that_can_be_continued(tmp_path: Path, mon
     assert 0 < len(rows) < COUNT
     write(path, range(COUNT), finish=True)
     assert [row["index"] for row in rows_of(path)] == list(range(COUNT))
+
+
+def test_a_full_disk_leaves_no_half_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("nvcli.jobs.manifest.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_manifest(tmp_path / "out.jsonl", JOB)
+    assert list(tmp_path.iterdir()) == []

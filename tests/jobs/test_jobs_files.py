@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,10 @@ def test_the_output_stands_beside_the_input(name: str, expected: str) -> None:
     assert choose_output([name], None) == expected
 
 
-@pytest.mark.parametrize(("inputs", "which"), [(["a", "b"], "several inputs"), (["-"], "standard input")])
+@pytest.mark.parametrize(
+    ("inputs", "which"),
+    [(["a", "b"], "several inputs"), (["-"], "standard input"), (["/dev/fd/63"], "/dev/fd/63")],
+)
 def test_the_output_must_be_named_where_it_does_not_follow(inputs: list[str], which: str) -> None:
     with pytest.raises(ConfigError, match=f"-o.*{which}"):
         choose_output(inputs, None)
@@ -42,6 +47,8 @@ def test_inputs(tmp_path: Path) -> None:
         ([str(tmp_path)], "is a folder"),
         ([str(good), str(tmp_path / "." / "a.jsonl")], "given twice"),
         (["-", "-"], "given twice"),
+        (["a" * 300], "cannot be read: File name too long"),
+        ([os.fsdecode(b"caf\xe9.jsonl")], "cannot be read: its name is not UTF-8 text; rename it"),
     ]:
         with pytest.raises(ConfigError, match=message):
             check_inputs(inputs)
@@ -59,6 +66,9 @@ def test_outputs(tmp_path: Path) -> None:
         (link, "also an input"),
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "c.jsonl", "mkdir -p"),
+        (tmp_path / ("a" * 300), "cannot be written: File name too long"),
+        (tmp_path / ("a" * 245), r"manifest\.json\.tmp cannot be written .* -o: File name too long"),
+        (tmp_path / os.fsdecode(b"caf\xe9.jsonl"), "its name is not UTF-8 text"),
     ]:
         with pytest.raises(ConfigError, match=message):
             check_output([str(source)], str(output))
@@ -79,3 +89,26 @@ def test_patterns_name_their_files_sorted_and_without_the_output(
     assert expand_inputs(["[x].jsonl"]) == ["[x].jsonl"]
     with pytest.raises(ConfigError, match=r"no\*\.jsonl matches no file"):
         expand_inputs(["no*.jsonl"])
+
+
+def test_the_pattern_of_one_file_does_not_take_its_output_for_an_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    inputs = expand_inputs(["a*.jsonl"])
+    output = choose_output(inputs, None)
+    (tmp_path / output).touch()
+    assert expand_inputs(["a*.jsonl"]) == inputs == ["a.jsonl"]
+
+
+def test_a_folder_that_must_not_be_entered_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "stat", forbidden)
+    name = str(tmp_path / "a.jsonl")
+    with pytest.raises(ConfigError, match=r"the input .* cannot be read: Permission denied"):
+        check_inputs([name])
+    with pytest.raises(ConfigError, match=r"the output .* cannot be written: Permission denied"):
+        check_output([], name)

@@ -17,6 +17,7 @@ from nvcli.errors import ConfigError
 from nvcli.jobs import lines as lines_module
 from nvcli.jobs import reader as reader_module
 from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.lines import LineSource
 from nvcli.jobs.parser import RowParser
 from nvcli.jobs.reader import RowReader
 from nvcli.sampling_params import SamplingParams
@@ -57,6 +58,8 @@ BAD_ROWS = [
     (b'{"prompt": "\xff"}', "invalid_json", "not UTF-8"),
     (b'{"prompt": "\\ud800"}', "invalid_json", "not valid JSON"),
     (b"[" * 100_000, "invalid_json", "nested too deep"),
+    (b'{"prompt": "a", "x": ' + b'{"a":' * 600 + b"1" + b"}" * 601, "invalid_json", "nested too deep; allowed: 400"),
+    (b'{"prompt": ' + b"[" * 985 + b"]" * 985 + b"}", "invalid_json", "nested too deep"),
     (b'{"prompt": "a"} {"prompt": "b"}', "invalid_json", "trailing"),
     (b'{"prompt": "a", "sampling": {"temperature": NaN}}', "invalid_json", "`sampling.temperature` is not a finite"),
     (b'{"prompt": "a", "sampling": {"stop": "x", "top_p": 1e400}}', "invalid_json", "`sampling.top_p` is not a finite"),
@@ -92,6 +95,8 @@ BAD_ROWS = [
     (b'{"prompt": "a", "sampling": {"stop": ""}}', "invalid_sampling", "empty"),
     (b'{"prompt": "a", "sampling": {"logit_bias": {"7": 101}}}', "invalid_sampling", "`sampling.logit_bias.7` is 101"),
     (b'{"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}', "invalid_sampling", 'the key "x" is not an integer'),
+    (b'{"prompt": "a", "sampling": {"max_tokens": 9223372036854775808}}', "invalid_sampling", "`max_tokens` is 92233"),
+    (b'{"prompt": "a", "sampling": {"top_k": 9223372036854775808}}', "invalid_sampling", "`top_k` is 92233"),
     (b'{"prompt": "a", "sampling": {"max_tokens": 2, "min_tokens": 3}}', "invalid_sampling", "`min_tokens` (3)"),
 ]
 
@@ -183,6 +188,18 @@ def test_a_damaged_gzip_file_ends_the_reading_after_its_good_rows(tmp_path: Path
     with pytest.raises(ConfigError, match=r"a\.jsonl\.gz: cannot be read past line \d+"):
         rows.extend(reader.batches())
     assert sum(map(len, rows)) > 1000
+
+
+def test_a_pipe_that_does_not_wait_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    monkeypatch.setattr("nvcli.jobs.lines._open", lambda name: os.fdopen(read_end, "rb", buffering=0))
+    lines = LineSource("-").lines()
+    assert next(lines) is None
+    later = threading.Timer(0.2, lambda: (os.write(write_end, b"a\nb"), os.close(write_end)))
+    later.start()
+    assert [line for line in lines if line is not None] == [b"a", b"b"]
+    later.join()
 
 
 def test_rows_of_a_slow_pipe_are_given_out_before_the_next_is_waited_for(tmp_path: Path) -> None:

@@ -69,6 +69,14 @@ def test_what_is_no_parquet_is_an_error(tmp_path: Path) -> None:
         list(RowReader([str(path)], RowParser({})).batches())
 
 
+def test_a_date_that_python_does_not_have_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    dates = pyarrow.array([1 << 62], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["p"], "date": dates}), path)
+    with pytest.raises(ConfigError, match=r"in\.parquet: cannot be read as Parquet: date value out of range"):
+        list(RowReader([str(path)], RowParser({})).batches())
+
+
 def test_without_pyarrow_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "find_spec", lambda name: None)
     path = tmp_path / "in.parquet"
@@ -131,6 +139,16 @@ def test_types_of_columns(tmp_path: Path) -> None:
     assert (second["mixed"], second["late"], second["nested"], second["none"]) == ("t", "l", None, None)
     assert math.isclose(float(first["big"]), float(1 << 70))
     assert second["choices"][0]["logprobs"]["top_logprobs"] == [[("a", -1.0), ("b", -2.0)]]
+
+
+def test_integers_that_no_float_holds_stay_exact(tmp_path: Path) -> None:
+    own = {"id": "x", "index": 0, "choices": [], "usage": {}, "error": None}
+    large = (1 << 60) + 1
+    rows = [{**own, "alone": large, "small": 1, "floats": large}, {**own, "alone": 5, "small": 1.5, "floats": 1.5}]
+    path = tmp_path / "out.parquet"
+    write_parquet(lambda: map(msgspec.json.encode, rows), path)
+    columns = pyarrow.parquet.read_table(path, columns=["alone", "small", "floats"]).to_pydict()
+    assert columns == {"alone": [large, 5], "small": [1.0, 1.5], "floats": [str(large), "1.5"]}
 
 
 def test_an_output_without_rows(tmp_path: Path) -> None:

@@ -209,6 +209,9 @@ def test_sets_of_rows(rows: set[int], dropped: set[int]) -> None:
     assert {row for row in range(300) if row in found} == rows
     for start in range(0, 210, 7):
         assert found.next_missing(start) == next(row for row in range(start, 300) if row not in rows)
+        following = found.next_present(start)
+        assert following == min((row for row in rows if row >= start), default=following)
+        assert following in rows or not any(row >= start for row in rows)
     rest = found.minus(others)
     assert rest.count == len(rows - dropped)
     assert {row for row in range(300) if row in rest} == rows - dropped

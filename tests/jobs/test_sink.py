@@ -87,3 +87,15 @@ def test_a_failed_sync_ends_the_writing(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(OutputError, match="Input/output error"):
             sink.close()
     sink.close()
+
+
+def test_a_pipe_that_does_not_wait_is_waited_for() -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    data = b"x" * 1_000_000
+    sink = Sink(write_end, "pipe")
+    writer = threading.Thread(target=lambda: (sink.write(data), sink.close()))
+    writer.start()
+    with open(read_end, "rb") as pipe:
+        assert pipe.read() == data
+    writer.join()

@@ -278,6 +278,8 @@ def test_defaults_of_config_and_checkpoint(run: Runs, model_folder: Path, tmp_pa
     assert run.engines[0].requests[0].stop_ids == [1, 5]
     run(rows, config={"generation_config": "none"})
     assert run.engines[1].requests[1].sampling.temperature == 1.0
+    run(rows, config={"sampling": {"logit_bias": {5: 1.0, "6": 2.0}}})  # as YAML has it
+    assert [request.sampling.logit_bias for request in run.engines[2].requests] == [{5: 1.0, 6: 2.0}] * 2
 
 
 def test_replicas_share_the_rows_and_know_their_number(run: Runs) -> None:
@@ -366,6 +368,9 @@ def test_errors_before_the_first_row(run: Runs, model_folder: Path, tmp_path: Pa
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(LoadError, match="cannot load the tokenizer"):
         run([{"prompt": "a"}], engine={"polls_until_ready": 10**9})
+    (folder / "chat_template.jinja").symlink_to("nowhere")
+    with pytest.raises(LoadError, match=r"chat_template\.jinja: cannot be read: No such file"):
+        run([{"prompt": "a"}])
     run.model = model_folder
     with pytest.raises(CapacityError, match="does not fit"):
         run([{"prompt": "a"}], engine={"load_error": CapacityError("it does not fit")})

@@ -6,10 +6,11 @@ import gc
 from typing import Any
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Job, JobResult, Place
+from nvcli.jobs.job import Job, JobResult, Place, RowForm
+from nvcli.jobs.parser import MAX_LEVELS, RowParser
 from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.pipeline.tokenizer import Tokenizer
-from nvcli.sampling_params import SamplingParams
+from nvcli.sampling_params import MAX_INT, SamplingParams
 
 LIMITS = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
 
@@ -58,6 +59,34 @@ def test_the_same_ids_and_sampling_are_the_same_row_however_they_are_written(tok
 def test_what_is_passed_through_counts_as_memory(tokenizer: Tokenizer) -> None:
     small, large = prepare(tokenizer, job(), job(extra={"document": ["x" * 100_000, {"y": "ü" * 50_000}]}))
     assert 150_000 < large.num_bytes - small.num_bytes < 300_000
+
+
+def test_the_deepest_row_and_the_largest_numbers_can_be_prepared(tokenizer: Tokenizer) -> None:
+    depth = MAX_LEVELS - 1  # in the row itself
+    sampling = b'{"temperature": 0, "top_k": %d}' % MAX_INT
+    line = b'{"prompt": "a", "sampling": %b, "x": %b1%b}' % (sampling, b'{"a":' * depth, b"}" * depth)
+    parsed = RowParser({}).parse(line, index=0, line_id=1, where="line 1")
+    assert isinstance(parsed, Job)
+    (row,) = prepare(tokenizer, parsed)
+    assert row.answer_key is not None
+
+
+def test_errors_name_keys_as_the_row_has_them(tokenizer: Tokenizer) -> None:
+    def message(form: RowForm, prompt_token_ids: list[int] | None = None, **sampling: Any) -> str:
+        place = Place(id="a", index=0, line="line", form=form)
+        prompt = "abc" if prompt_token_ids is None else None
+        row = Job(place=place, prompt=prompt, prompt_token_ids=prompt_token_ids, sampling=SamplingParams(**sampling))
+        (result,) = Preparer(tokenizer, LIMITS).prepare([row])
+        assert isinstance(result, JobResult)
+        assert result.error is not None
+        return result.error.message
+
+    for form, under, ids in ((RowForm.NATIVE, "sampling", "prompt_token_ids"), (RowForm.CHAT, "body", "body.prompt")):
+        assert f"`{under}.max_tokens` is 64" in message(form, max_tokens=64)
+        assert f"`{under}.min_tokens` is 64" in message(form, min_tokens=64)
+        assert f"`{under}.stop_token_ids` holds 300" in message(form, stop_token_ids=[300])
+        assert f"`{under}.logit_bias` holds 300" in message(form, logit_bias={300: 1.0})
+        assert f"`{ids}` holds 300" in message(form, [300])
 
 
 def test_errors_do_not_keep_their_rows_alive(tokenizer: Tokenizer) -> None:

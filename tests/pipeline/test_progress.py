@@ -227,6 +227,9 @@ def test_a_progress_file_that_cannot_be_written(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere" / "progress.json"):
         with pytest.raises(ConfigError, match="--progress-file"):
             ProgressFile(path, Progress(io.StringIO()))
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null, which must not become a regular file
+    with pytest.raises(ConfigError, match="no regular file"):
+        ProgressFile(tmp_path / "pipe", Progress(io.StringIO()))
     folder = tmp_path / "folder"
     folder.mkdir()
     stream = io.StringIO()

@@ -15,6 +15,7 @@ from nvcli.bench.plot import check_plot, draw_run
 from nvcli.bench.shapes import model_folder
 from nvcli.bench.workload import Workload
 from nvcli.config import RunConfig
+from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.messages import unpack
 from nvcli.models.config import load_model_config
@@ -92,9 +93,9 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         model = load_model_config(path)
         # What is wrong with the configuration is said before a file is read.
         resolve_engine_config(run, path, model)
+        requests: list[Request] = []
         if isinstance(workload, Workload):
             longest = workload.max_model_len
-            requests = workload.requests(model.vocab_size)
         else:
             requests = workload.requests(run, path, model, say=say)
             longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
@@ -107,6 +108,8 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
                 f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
                 "lower --input-len, --output-len or --shared-prefix"
             )
+        if isinstance(workload, Workload):  # drawn when it is known that they fit: it takes a while
+            requests = workload.requests(model.vocab_size)
         layout = resolve_layout(run, config, model, num_requests=len(requests))
         if layout.why:
             say(layout.why)

@@ -45,6 +45,13 @@ class RowSet:
             index += 1
         return index
 
+    def next_present(self, index: int) -> int:
+        """The first number from `index` on that is in the set; behind the largest one, a number that is not."""
+        while index >> 3 < len(self._bits) and index not in self:
+            rest_of_byte = self._bits[index >> 3] >> (index & 7)
+            index += 1 if rest_of_byte else 8 - (index & 7)
+        return index
+
 
 class AnsweredRows:
     """Rows with a line in the output: all of them, and those whose line is an error."""

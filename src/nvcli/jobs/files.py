@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.validation import is_text
 
 STREAM = "-"
 """Standard input or output."""
@@ -26,16 +27,19 @@ def is_parquet(path: Path | str) -> bool:
 def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
     """Patterns (`data/*.jsonl`) replaced by the files that they match, sorted. Raises ConfigError.
 
-    The output and what a job keeps beside one are left out. A name that is there is no pattern, whatever characters it
-    has.
+    The output and what a job keeps beside one are left out; where none is named, what would be the output of a file
+    that matches. A name that is there is no pattern, whatever characters it has.
     """
     names: list[str] = []
     for name in inputs:
-        if name == STREAM or not any(character in name for character in "*?[") or Path(name).exists():
+        if name == STREAM or not any(character in name for character in "*?[") or os.path.exists(name):
             names.append(name)
             continue
         found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-        files = [file for file in found if Path(file).is_file() and not _is_of_output(file, output)]
+        outputs = set() if output is not None else {choose_output([file], None) for file in found}
+        files = [
+            file for file in found if Path(file).is_file() and not _is_of_output(file, output) and file not in outputs
+        ]
         if not files:
             raise ConfigError(f"the input {name} matches no file")
         names += files
@@ -47,6 +51,7 @@ def check_inputs(inputs: Sequence[str]) -> None:
     for name in inputs:
         if name == STREAM:
             continue
+        _look_at(name, f"the input {name} cannot be read")
         path = Path(name)
         if path.is_dir():
             raise ConfigError(f"the input {name} is a folder; name the files in it, such as {path / '*.jsonl'}")
@@ -70,8 +75,8 @@ def choose_output(inputs: Sequence[str], output: str | None) -> str:
     """The output that was named, or `input.out.jsonl` beside a single input file."""
     if output is not None:
         return output
-    if len(inputs) != 1 or inputs[0] == STREAM:
-        which = "standard input" if len(inputs) == 1 else "several inputs"
+    if len(inputs) != 1 or inputs[0] == STREAM or inputs[0].startswith("/dev/"):
+        which = "several inputs" if len(inputs) != 1 else "standard input" if inputs[0] == STREAM else inputs[0]
         raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
     path = Path(inputs[0])
     name = path.name.removesuffix(".gz").removesuffix(".zst")
@@ -83,11 +88,14 @@ def check_output(inputs: Sequence[str], output: str) -> None:
     """The output can be written and is none of the inputs."""
     if output == STREAM:
         return
+    _look_at(output, f"the output {output} cannot be written")
     path = Path(output)
     if path.is_dir():
         raise ConfigError(f"the output {output} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"the folder of the output {output} does not exist; make it with: mkdir -p {path.parent}")
+    longest = path.with_name(f".{path.name}{MANIFEST_SUFFIX}.tmp")  # of the names of files beside it
+    _look_at(str(longest), f"{longest} cannot be written beside the output; name another with -o")
     for name in inputs:
         if name != STREAM and _is_same(name, output):
             raise ConfigError(f"the output {output} is also an input; name another with -o")
@@ -104,12 +112,34 @@ def check_output(inputs: Sequence[str], output: str) -> None:
             raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
 
 
+def job_files(inputs: Sequence[str], output: str | None) -> list[str]:
+    """All that a job reads and writes, by the names that were given. Raises ConfigError."""
+    names = expand_inputs(inputs, output)
+    output = choose_output(names, output)
+    return [name for name in (*names, output) if name != STREAM] + [output + MANIFEST_SUFFIX, output + WORKING_SUFFIX]
+
+
+def _look_at(name: str, trouble: str) -> None:
+    """Raises ConfigError where the system cannot even say whether there is such a file, or text cannot hold its name.
+
+    `trouble`: how the message begins.
+    """
+    if not is_text(name):
+        raise ConfigError(f"{trouble}: its name is not UTF-8 text; rename it")
+    try:
+        os.stat(name)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise ConfigError(f"{trouble}: {error.strerror}") from None
+
+
 def _is_of_output(file: str, output: str | None) -> bool:
     return file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX)) or _is_same(file, output)
 
 
 def _is_same(name: str, output: str | None) -> bool:
-    return output is not None and Path(output).exists() and Path(output).samefile(name)
+    return output is not None and os.path.exists(output) and os.path.samefile(output, name)
 
 
 def _check_pyarrow(which: str, name: str) -> None:

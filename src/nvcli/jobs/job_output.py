@@ -55,8 +55,9 @@ class JobOutput:
         """Where temporary files of its size belong; None: where the system has them."""
         return None
 
-    def finish(self, *, rows: int, errors: Mapping[str, int], all_read: bool) -> None:
-        """Every row is answered and the sink closed. Totals are of the whole output. Raises OutputError."""
+    def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
+        """Every row that was read is answered and the sink closed. `rows` and `errors` are of the whole output, which
+        may hold later rows too. Raises OutputError."""
 
     def close(self) -> None:
         """Give it up to others. Idempotent."""
@@ -120,7 +121,7 @@ class FileOutput(JobOutput):
     def folder(self) -> Path | None:
         return self._path.parent
 
-    def finish(self, *, rows: int, errors: Mapping[str, int], all_read: bool) -> None:
+    def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
         try:
             if self._needs_sorting:
                 self._replace(_in_order(self._file.path, self._reorder_bytes))
@@ -128,7 +129,11 @@ class FileOutput(JobOutput):
                 self._write_parquet()
             if self._can_continue:
                 finished = Finished(
-                    rows=rows, errors=dict(errors), all_read=all_read, output_bytes=self._path.stat().st_size
+                    rows=rows,
+                    errors=dict(errors),
+                    rows_read=rows_read,
+                    all_read=all_read,
+                    output_bytes=self._path.stat().st_size,
                 )
                 save_manifest(self._path, msgspec.structs.replace(self._job, finished=finished))
             if is_parquet(self._path) and not (self._can_continue and (errors or not all_read)):
@@ -183,7 +188,7 @@ class FileOutput(JobOutput):
         """Find out what is there, and make it sound."""
         finished = self._job.finished
         if finished is not None and self._is_untouched(finished):
-            is_enough = finished.all_read or (limit is not None and limit <= finished.rows)
+            is_enough = finished.all_read or (limit is not None and limit <= finished.rows_read)
             if is_enough and not (retry_errors and finished.errors):
                 self.finished = finished
                 return
@@ -246,7 +251,9 @@ def open_output(
     """The output `name` (`-`: standard output) for a job. Raises ConfigError."""
     form = OutputForm(created=job.created, model=job.model)
     if name == STREAM:
-        return StreamOutput(Sink(os.dup(sys.__stdout__.fileno() if sys.__stdout__ else 1), "standard output"), form)
+        if sys.__stdout__ is None:
+            raise ConfigError("standard output is closed; name an output file with -o")
+        return StreamOutput(Sink(os.dup(sys.__stdout__.fileno()), "standard output"), form)
     path = Path(name)
     if path.exists() and (path.parent in _DEVICES or not stat.S_ISREG(path.stat().st_mode)):
         try:
@@ -272,7 +279,8 @@ def rows_path(output: Path) -> Path:
 
 
 def _in_order(path: Path, max_bytes: int) -> Iterator[bytes]:
-    waiting = ReorderBuffer(max_bytes=max_bytes, folder=path.parent)
+    rows = scan_output(path).answered.all  # with `--limit` there may be gaps: rows that are still to come
+    waiting = ReorderBuffer(rows.next_present, max_bytes=max_bytes, folder=path.parent)
     try:
         for row, line in sound_lines(path):
             waiting.add(row.index, line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
 from collections.abc import Iterator
 from typing import IO
@@ -51,6 +52,9 @@ class LineSource:
                 if may_wait:
                     yield None
                 chunk = raw.read(READ_BYTES[compression])
+                if chunk is None:  # a pipe that its other users have set not to wait
+                    select.select([raw], [], [])
+                    continue
                 if not chunk:
                     break
                 self.bytes_read += len(chunk)

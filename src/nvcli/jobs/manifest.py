@@ -23,6 +23,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     all_read: bool
     """The inputs were read to their end; else as far as `--limit` went."""
     output_bytes: int
+    rows_read: int = 0
+    """Of the inputs: rows from here on may be unanswered, unless all were read."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,11 +97,15 @@ def save_manifest(output: Path, manifest: Manifest) -> None:
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     path = manifest_path(output)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

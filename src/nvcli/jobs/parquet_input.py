@@ -34,7 +34,7 @@ class ParquetSource:
                     self.bytes_read = size * num_read // num_rows
                     for row in batch.to_pylist():
                         yield _without_nulls(row)
-        except (pyarrow.lib.ArrowException, ValueError) as error:
+        except (pyarrow.lib.ArrowException, ValueError, OverflowError) as error:
             raise ConfigError(f"{self._path}: cannot be read as Parquet: {error}") from None
         self.bytes_read = size
 

@@ -40,7 +40,22 @@ _OWN_TYPES = {
     ),
     "error": pyarrow.struct([("type", pyarrow.string()), ("message", pyarrow.string())]),
 }
-_SCALARS = {bool: pyarrow.bool_(), int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
+
+
+class _LargeInt:
+    """The kind of an integer that a column of floats does not hold exactly."""
+
+
+_SCALARS = {
+    bool: pyarrow.bool_(),
+    int: pyarrow.int64(),
+    _LargeInt: pyarrow.int64(),
+    float: pyarrow.float64(),
+    str: pyarrow.string(),
+}
+_NUMBERS = ({int, float}, {int, _LargeInt})
+"""Kinds that a column of numbers holds together."""
+_MAX_FLOAT_INT = 1 << 53
 
 
 def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
@@ -83,20 +98,20 @@ def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
 
 def _kind(value: Any) -> type:
     """`object` for what no column of scalars can hold."""
-    if isinstance(value, int) and not isinstance(value, bool) and not -(1 << 63) <= value < 1 << 63:
-        return object
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _MAX_FLOAT_INT:
+        return _LargeInt if -(1 << 63) <= value < 1 << 63 else object
     return type(value)
 
 
 def _is_mixed(kinds: dict[str, set[type]], name: str) -> bool:
     scalars = kinds.get(name, set()) - {type(None)}
-    return len(scalars) > 1 and scalars != {int, float}
+    return len(scalars) > 1 and scalars not in _NUMBERS
 
 
 def _column_type(kinds: set[type]) -> pyarrow.DataType:
     scalars = kinds - {type(None)}
-    if scalars == {int, float}:
-        return _SCALARS[float]
+    if scalars in _NUMBERS:
+        return _SCALARS[float if float in scalars else int]
     return _SCALARS.get(next(iter(scalars)), _SCALARS[str]) if len(scalars) == 1 else _SCALARS[str]
 
 

@@ -20,6 +20,9 @@ from nvcli.validation import show
 Row = Line | dict[str, Any]
 """A line of JSON, or what a table's row holds."""
 
+MAX_LEVELS = 400
+"""Of objects and lists within each other in a row: whoever handles it later, on whatever stack, has room for them."""
+
 
 class RowParser:
     """Holds what rows are judged by: their keys, the defaults of `sampling`, and the ids that were seen."""
@@ -88,9 +91,26 @@ class RowParser:
         except UnicodeDecodeError as error:
             raise RowError("invalid_json", f"not UTF-8 text ({error.reason})") from None
         except RecursionError:
-            raise RowError("invalid_json", "nested too deep") from None
+            raise _nested_too_deep() from None
         except msgspec.DecodeError as error:
             raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
+        if line.count(b"{") + line.count(b"[") > MAX_LEVELS and _is_deeper(row, MAX_LEVELS):
+            raise _nested_too_deep()
         if not isinstance(row, dict):
             raise RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {show(row)}')
         return row
+
+
+def _nested_too_deep() -> RowError:
+    return RowError("invalid_json", f"nested too deep; allowed: {MAX_LEVELS} levels of objects and lists")
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether there are more levels of objects and lists. Does not recurse."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [inner for inner in level if isinstance(inner, dict | list)]
+        if not level:
+            return False
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import stat
 import threading
 from collections.abc import Callable
@@ -58,7 +59,10 @@ class Sink:
         view = memoryview(self._pack(data))
         try:
             while view:
-                view = view[os.write(self._fd, view) :]
+                try:
+                    view = view[os.write(self._fd, view) :]
+                except BlockingIOError:  # a pipe that its other users have set not to wait
+                    select.select([], [self._fd], [])
         except BrokenPipeError:
             raise OutputClosed from None
         except OSError as error:

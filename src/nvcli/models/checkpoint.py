@@ -51,9 +51,13 @@ def find_model(name: str) -> Path | None:
     if not name:
         raise ConfigError("`model` is empty: give a folder, a Hugging Face id, or `demo`")
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # too long a name, a folder that must not be entered
+        raise LoadError(f"{name}: {error.strerror}") from None
+    if is_folder:
         return path
-    if path.exists():
+    if is_there:
         raise LoadError(f"{name}: a file; `model` is the folder around it, in Hugging Face layout")
     if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
         raise LoadError(f"{name}: no such folder")

@@ -27,11 +27,15 @@ _NOT_READ = {"model.safetensors.index.json", "trainer_state.json"}
 def job_facts(
     run: RunConfig, config: EngineConfig, sampling_defaults: Mapping[str, Any], *, model_path: Path
 ) -> dict[str, Fact]:
-    """By names that a user knows. `config` and `sampling_defaults`: what `run` and the checkpoint come to."""
-    small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern)})
-    facts: dict[str, Fact] = {
-        f"model {file.name}": f"sha256 {digest_file(file)}" for file in small if file.name not in _NOT_READ
-    }
+    """By names that a user knows. `config` and `sampling_defaults`: what `run` and the checkpoint come to.
+
+    Raises LoadError for a file of the checkpoint that cannot be read.
+    """
+    small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
+    facts: dict[str, Fact] = {}
+    for file in small:
+        if file.name not in _NOT_READ:
+            facts[f"model {file.name}"] = f"sha256 {_digest(file)}"
     try:
         weights = weight_files(model_path)
     except LoadError:
@@ -49,6 +53,21 @@ def job_facts(
         "job.id_field": run.job.id_field,
     }
     for name, value in sorted(sampling_defaults.items()):
-        is_plain = isinstance(value, str | int | float | bool | None)
-        facts[f"sampling.{name}"] = value if is_plain else msgspec.json.encode(value, order="deterministic").decode()
+        facts[f"sampling.{name}"] = _fact(value)
     return facts
+
+
+def _fact(value: Any) -> Fact:
+    """JSON for lists and mappings. YAML has keys that are numbers (`logit_bias: {5: 1}`), the same as in quotes."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, dict):
+        value = {str(key): inner for key, inner in value.items()}
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def _digest(file: Path) -> str:
+    try:
+        return digest_file(file)
+    except OSError as error:
+        raise LoadError(f"{file}: cannot be read: {error.strerror}") from None

@@ -196,7 +196,7 @@ def generate(
         generated_at = time.monotonic()
         writer.close()
         rows, errors = counts.rows_resumed + counts.rows_done, opened.errors + counts.errors
-        opened.finish(rows=rows, errors=errors, all_read=reader.all_read)
+        opened.finish(rows=rows, errors=errors, rows_read=reader.rows_read, all_read=reader.all_read)
     return Summary(
         output=output,
         rows=rows,

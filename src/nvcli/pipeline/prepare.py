@@ -11,7 +11,7 @@ import msgspec
 
 from nvcli.config import OnTooLong
 from nvcli.errors import RowError
-from nvcli.jobs.job import Job, JobResult, Place, failed
+from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
 from nvcli.messages import pack
 from nvcli.pipeline.tokenizer import Tokenizer
 from nvcli.sampling_params import SamplingParams
@@ -91,15 +91,19 @@ class Preparer:
     def _prepare_row(self, job: Job, prompt: list[int] | RowError) -> PreparedRow | JobResult:
         if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it
             return failed(job.place, prompt)
+        is_native = job.place.form is RowForm.NATIVE
+        under = "sampling" if is_native else "body"
         try:
             if not prompt:
                 raise RowError("empty_prompt", "the prompt has no tokens")
-            if not self._ids_fit or job.prompt_token_ids is not None:
-                _check_vocabulary("prompt_token_ids", prompt, self._limits)
+            if job.prompt_token_ids is not None:
+                _check_vocabulary("`prompt_token_ids`" if is_native else "`body.prompt`", prompt, self._limits)
+            elif not self._ids_fit:
+                _check_vocabulary("the tokenized prompt", prompt, self._limits)
             sampling = job.sampling
             if sampling is not self._sampling:
-                self._follow(sampling)
-            ids, max_tokens = _fit(prompt, sampling, self._limits)
+                self._follow(sampling, under)
+            ids, max_tokens = _fit(prompt, sampling, self._limits, under)
             prompt_ids = pack(ids)
             answer_key = None
             if self._answers_follow_from is not None:
@@ -121,11 +125,14 @@ class Preparer:
         except RowError as error:
             return failed(job.place, error)
 
-    def _follow(self, sampling: SamplingParams) -> None:
-        """Work out what is the same for all rows with this sampling. Raises RowError."""
+    def _follow(self, sampling: SamplingParams, under: str) -> None:
+        """Work out what is the same for all rows with this sampling. `under`: the key that holds its keys in the row.
+
+        Raises RowError.
+        """
         self._sampling = None
-        _check_vocabulary("sampling.stop_token_ids", sampling.stop_token_ids, self._limits)
-        _check_vocabulary("sampling.logit_bias", list(sampling.logit_bias), self._limits)
+        _check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
+        _check_vocabulary(f"`{under}.logit_bias`", list(sampling.logit_bias), self._limits)
         self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
         self._answers_follow_from = None
         if sampling.is_greedy:
@@ -166,33 +173,33 @@ def _check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> Non
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
         allowed = f"the model's tokens are 0 to {limits.vocab_size - 1}"
-        raise RowError("token_out_of_vocabulary", f"`{name}` holds {wrong}; {allowed}")
+        raise RowError("token_out_of_vocabulary", f"{name} holds {wrong}; {allowed}")
 
 
-def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits) -> tuple[list[int], int]:
+def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str) -> tuple[list[int], int]:
     """The prompt, cut if need be and allowed, and the most tokens that its answer may have. Raises RowError."""
     max_len = limits.max_model_len
     asked = sampling.max_tokens
     room = max_len - len(ids)
     if room < (asked or 1):
         if limits.on_too_long == "error":
-            raise _too_long(len(ids), asked, max_len)
+            raise _too_long(len(ids), asked, max_len, under)
         answer_len = asked or max(1, max_len // 4)
         keep = max_len - answer_len
         if keep < 1:
-            raise _too_long(1, asked, max_len)
+            raise _too_long(1, asked, max_len, under)
         ids = ids[-keep:] if limits.on_too_long == "truncate-left" else ids[:keep]
         room = answer_len
     max_tokens = asked or room
     if sampling.min_tokens > max_tokens:
         raise RowError(
             "max_tokens_too_large",
-            f"`sampling.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
+            f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
         )
     return ids, max_tokens
 
 
-def _too_long(num_prompt_tokens: int, asked: int | None, max_len: int) -> RowError:
+def _too_long(num_prompt_tokens: int, asked: int | None, max_len: int, under: str) -> RowError:
     if num_prompt_tokens >= max_len:
         return RowError(
             "prompt_too_long",
@@ -201,6 +208,6 @@ def _too_long(num_prompt_tokens: int, asked: int | None, max_len: int) -> RowErr
         )
     return RowError(
         "max_tokens_too_large",
-        f"`sampling.max_tokens` is {asked}, and a prompt of {num_prompt_tokens} tokens leaves room for "
+        f"`{under}.max_tokens` is {asked}, and a prompt of {num_prompt_tokens} tokens leaves room for "
         f"{max_len - num_prompt_tokens} (`max_model_len` is {max_len}); lower it or leave it out",
     )

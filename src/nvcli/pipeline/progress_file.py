@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
@@ -26,8 +26,15 @@ WRITE_SECONDS = 1.0
 class ProgressFile(Progress):
     """Keeps a file up to date beside what `shown` shows."""
 
-    def __init__(self, path: Path, shown: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError where the file cannot be written."""
+    def __init__(
+        self,
+        path: Path,
+        shown: Progress,
+        *,
+        taken: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`taken`: files that it must not replace. Raises ConfigError where the file cannot be written."""
         self._path = path
         self._shown = shown
         self._clock = clock
@@ -35,8 +42,12 @@ class ProgressFile(Progress):
         self._started = datetime.datetime.now(datetime.UTC)
         self._view: RunView | None = None
         self._failed = False
-        if path.is_dir():
+        if os.path.isdir(path):
             raise ConfigError(f"--progress-file {path} is a folder; name a file in it")
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ConfigError(f"--progress-file {path} is no regular file, and would be replaced by one; name another")
+        if os.path.realpath(path) in map(os.path.realpath, taken):
+            raise ConfigError(f"--progress-file {path} is a file of the job itself, and would replace it; name another")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"--progress-file {path} cannot be written: no folder {path.parent}, or no permission")
 
