@@ -202,6 +202,19 @@ def test_ctrl_c_makes_code_130(tmp_path: Path, model_folder: Path) -> None:
     assert "Traceback" not in stderr
 
 
+def test_ctrl_c_while_the_command_is_loaded_shows_no_traceback() -> None:
+    script = """
+import os, signal, sys, types
+class Loading(types.ModuleType):
+    def __getattr__(self, name): os.kill(os.getpid(), signal.SIGINT)
+sys.modules["typer"] = Loading("typer")
+from nvcli.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=ENVIRON, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
 def test_ctrl_c_while_standard_input_is_waited_for(tmp_path: Path, model_folder: Path) -> None:
     command = nvcli_command("generate", "-", "-o", "out.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
     process = subprocess.Popen(

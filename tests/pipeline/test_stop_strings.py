@@ -53,6 +53,18 @@ def test_a_stop_string_that_is_complete_before_min_tokens_is_text() -> None:
     assert run(ids, ["."], min_tokens=3) == ("a.b", 4)
 
 
+def test_a_token_may_end_a_stop_string_and_begin_a_character() -> None:
+    texts = [b"ab.\xc3", b"\xbc.", b"c"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return b"".join(texts[i] for i in ids).decode(errors="replace")
+
+    for stop, expected in (("b.", ("a", 1)), ("\u00fc.", ("ab.", 2)), (".c", ("ab.\u00fc", 3)), (".\u00fc", ("ab", 2))):
+        detector = StopStringDetector(decode, [stop])
+        detector.push([0, 1, 2])
+        assert (detector.text, detector.num_tokens) == expected
+
+
 def test_special_tokens_and_broken_bytes_do_not_hide_a_stop_string() -> None:
     assert run([*b"ab", 300, *b"cd"], ["bc"]) == ("a", 4)
     assert run([*b"ab", *([0xFF] * 40), *b"cd"], ["cd"])[0] is not None

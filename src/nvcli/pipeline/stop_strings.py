@@ -29,7 +29,8 @@ class StopStringDetector:
         self._min_tokens = min_tokens
         self._ids: list[int] = []
         # Text of ids[:_read] is known; ids[_context:_read] is decoded again with each new token, because the text of
-        # a token may depend on those before it (a leading space, the bytes of one character).
+        # a token may depend on those before it (a leading space, the bytes of one character). `_context_text` is as
+        # much of the text from _context on as has been given out.
         self._context = 0
         self._read = 0
         self._context_text = ""
@@ -56,14 +57,19 @@ class StopStringDetector:
         return False
 
     def _next_piece(self) -> str:
-        """The text that the last token added; empty while a character is incomplete."""
+        """The text that the last token added, without a character that is incomplete."""
         text = self._decode(self._ids[self._context :])
         is_pending = text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_PENDING_TOKENS
-        if is_pending or len(text) <= len(self._context_text):
+        if is_pending:
+            text = text.rstrip(REPLACEMENT)
+        if len(text) <= len(self._context_text):
             return ""
         piece = text[len(self._context_text) :]
-        self._context, self._read = self._read, len(self._ids)
-        self._context_text = self._decode(self._ids[self._context :])
+        if is_pending:
+            self._context_text = text
+        else:
+            self._context, self._read = self._read, len(self._ids)
+            self._context_text = self._decode(self._ids[self._context :])
         return piece
 
     def _search(self, piece: str) -> bool:
