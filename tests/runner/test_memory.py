@@ -27,6 +27,18 @@ def test_what_is_too_little_memory(message: str, line: str) -> None:
     assert found.startswith(line)
 
 
+def test_what_came_of_too_little_memory() -> None:
+    def capture() -> None:
+        try:
+            raise RuntimeError("CUDA out of memory.")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(RuntimeError, match="capture") as caught:
+        capture()
+    assert out_of_memory_line(caught.value) == "CUDA out of memory."
+
+
 @pytest.mark.parametrize("message", ["", "CUDA error: device-side assert triggered", "mat1 and mat2 shapes"])
 def test_what_is_not(message: str) -> None:
     assert out_of_memory_line(RuntimeError(message)) is None

@@ -176,11 +176,15 @@ def _available_ram() -> int:
     return total_ram()
 
 
-def out_of_memory_line(error: RuntimeError) -> str | None:
+def out_of_memory_line(error: BaseException) -> str | None:
     """What it says of too little memory, if it does: torch's allocators, the CUDA driver, Triton, NCCL and cuBLAS have
-    words of their own."""
+    words of their own. What it was raised in the handling of counts too: a capture of a graph that ran out of memory
+    cannot be ended without another error."""
     lines = str(error).strip().splitlines()
-    return next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+    line = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+    if line is None and error.__context__ is not None:
+        return out_of_memory_line(error.__context__)
+    return line
 
 
 @contextmanager
