@@ -7,12 +7,10 @@ import os
 import random
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from generation import generate, greedy_answers, requests
 
 from checkpoints import write_tiny_qwen3
@@ -21,8 +19,6 @@ from nvcli.engine.client import EngineClient
 from nvcli.engine.request import RequestOutput
 from nvcli.errors import WorkerError
 from nvcli.messages import unpack
-from nvcli.models.group import TensorParallelGroup
-from nvcli.runner.process_group import divide_ranks
 from nvcli.sampling_params import SamplingParams
 from requests_factory import make_request
 
@@ -128,16 +124,6 @@ def test_killed_rank_of_a_later_stage_is_named(tmp_path: Path) -> None:
         assert time.monotonic() - begin < 2.0
     finally:
         client.close()
-
-
-def test_engine_is_the_first_to_give_up_on_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits for one that is stuck would fail with words of its library's."""
-    timeouts: list[timedelta] = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: timeouts.append(timeout))
-    config = engine_config(pipeline_parallel_size=2, tensor_parallel_size=2, step_timeout=20.0)
-    divide_ranks(config, TensorParallelGroup.single(), 0)
-    assert len(timeouts) == 4, "two stages and two links"
-    assert min(timeouts) > timedelta(seconds=20)
 
 
 def test_memory_and_blocks_are_those_of_the_fullest_stage(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def main(task: AllReduceTask, control: Connection) -> None:
     else:
         torch.set_num_threads(1)
     control.send(Phase("joining the group"))
-    group = join_process_group(context, device, size=task.size, timeout_seconds=task.timeout_seconds)
+    world = join_process_group(context, device, size=task.size, timeout_seconds=task.timeout_seconds)
+    group = world.group
     control.send(Phase("the all-reduce"))
     wrong, seconds = "", {}
     for num_bytes in (SMALL_BYTES, LARGE_BYTES[task.device]):

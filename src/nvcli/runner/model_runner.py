@@ -141,10 +141,10 @@ class ModelRunner:
     def _join_process_group(self) -> None:
         config, rank = self.config, self._context.rank
         with self._phase("process group"):
-            world = join_process_group(
+            self._world = join_process_group(
                 self._context, self.device, size=config.num_ranks, timeout_seconds=config.step_timeout
             )
-            self._groups = divide_ranks(config, world, rank)
+            self._groups = divide_ranks(config, self._world.group, rank)
             self.group = self._groups.tensor
             self.stage = Stage(config.stage_of(rank), config.pipeline_parallel_size)
 
@@ -172,6 +172,8 @@ class ModelRunner:
                 self._weight_bytes = make_up_weights(self.model, self.device)
             else:
                 self._weight_bytes = load_weights(self.model, self.config.model_path, self.device)
+        with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
+            self._world.meet("weights are loaded")
 
     def _make_slots(self) -> None:
         config = self.config

@@ -23,15 +23,32 @@ _LATER_SECONDS = 10.0
 """How much later than the executor a collective gives up on a rank that does not come: the executor can tell which."""
 
 
-def join_process_group(
-    context: RankContext, device: torch.device, *, size: int, timeout_seconds: float
-) -> TensorParallelGroup:
+_AS_LONG_AS_IT_TAKES = timedelta(days=365)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks of a replica."""
+
+    group: TensorParallelGroup
+    store: dist.Store | None  # type: ignore[name-defined]
+    """Where they met; None: there is one rank."""
+
+    def meet(self, place: str) -> None:
+        """Wait until every rank is there. Collectives give up after a while; this does not, and the executor ends it
+        when a rank dies. Each place once."""
+        if self.store is not None:
+            self.store.set(f"{place}/{self.group.rank}", "")
+            self.store.wait([f"{place}/{rank}" for rank in range(self.group.size)], _AS_LONG_AS_IT_TAKES)
+
+
+def join_process_group(context: RankContext, device: torch.device, *, size: int, timeout_seconds: float) -> World:
     """Collective over all `size` ranks. One rank needs no group and makes none.
 
     `timeout_seconds`: after which the executor ends a run whose ranks do not answer.
     """
     if size == 1:
-        return TensorParallelGroup(None, device)
+        return World(TensorParallelGroup(None, device), None)
     timeout = _collective_timeout(timeout_seconds)
     # The host's name may not resolve, and no packet of ours leaves the machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -48,7 +65,7 @@ def join_process_group(
         )
     else:
         dist.init_process_group("gloo", store=store, rank=context.rank, world_size=size, timeout=timeout)
-    return TensorParallelGroup(dist.group.WORLD, device)
+    return World(TensorParallelGroup(dist.group.WORLD, device), store)
 
 
 def _collective_timeout(step_timeout: float) -> timedelta:

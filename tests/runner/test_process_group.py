@@ -1,0 +1,44 @@
+"""How ranks meet, and how long they wait for each other."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fake_runners import engine_config
+from nvcli.models.group import TensorParallelGroup
+from nvcli.runner.process_group import World, divide_ranks
+
+
+def test_engine_is_the_first_to_give_up_on_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for one that is stuck would fail with words of its library's."""
+    timeouts: list[timedelta] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout: timeouts.append(timeout))
+    config = engine_config(pipeline_parallel_size=2, tensor_parallel_size=2, step_timeout=20.0)
+    divide_ranks(config, TensorParallelGroup.single(), 0)
+    assert len(timeouts) == 4, "two stages and two links"
+    assert min(timeouts) > timedelta(seconds=20)
+
+
+def test_ranks_meet_however_late_one_comes() -> None:
+    """Later than the store would wait for anything else."""
+    store = dist.TCPStore("127.0.0.1", 0, 3, True, timeout=timedelta(seconds=0.1), wait_for_workers=False)
+
+    def come(rank: int) -> float:
+        group = TensorParallelGroup(None, torch.device("cpu"))
+        group.rank, group.size = rank, 3
+        other = store if rank == 0 else dist.TCPStore("127.0.0.1", store.port, 3, False, wait_for_workers=False)
+        time.sleep(0.5 * rank)
+        came_at = time.monotonic()
+        World(group, other).meet("here")
+        return time.monotonic() - came_at
+
+    with ThreadPoolExecutor(3) as ranks:
+        first, second, last = ranks.map(come, range(3))
+    assert first > second > 0.3
+    assert last < first
