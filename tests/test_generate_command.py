@@ -422,8 +422,8 @@ def test_the_progress_file_and_the_summary_add_up(tmp_path: Path) -> None:
 def test_with_keep_going_the_other_copy_takes_over(tmp_path: Path) -> None:
     """Sampled answers are those of an untouched run, though an engine was killed in the middle of its rows."""
     rows = [
-        {"prompt": f"a b c {number}", "sampling": {"max_tokens": 200 if number > 3 else 5, "ignore_eos": True}}
-        for number in range(48)
+        {"prompt": f"a b c {number}", "sampling": {"max_tokens": 120 if number > 3 else 5, "ignore_eos": True}}
+        for number in range(40)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
     settings = ["--dp", "2", "--set", "device=cpu", "--set", "max_num_seqs=4"]

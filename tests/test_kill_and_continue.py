@@ -34,7 +34,7 @@ def finish_killed(job: KilledJob, kills: int, victims: Sequence[str]) -> Counter
 @pytest.mark.timeout(600)
 def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "nvcli", "generate", "-m", "demo", *SETTINGS]
-    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 400, tokens=70))
+    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 320, tokens=70))
     jobs = {}
     for seed, order, suffix in ((5, "completion", ""), (6, "input", ".gz")):
         output = tmp_path / f"{order}.jsonl{suffix}"
@@ -46,7 +46,7 @@ def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) ->
         # A job may come to its end between two kills: the two begin with other victims.
         orders = (VICTIMS, VICTIMS[2:] + VICTIMS[:2])
         killed = [
-            pool.submit(finish_killed, job, 5, victims) for (_, job), victims in zip(jobs.values(), orders, strict=True)
+            pool.submit(finish_killed, job, 4, victims) for (_, job), victims in zip(jobs.values(), orders, strict=True)
         ]
         untouched = pool.submit(finish_untouched, [*command, source, "-o", str(whole), "--order", "input"], env=ENVIRON)
         kills = sum((future.result() for future in killed), Counter[str]())
