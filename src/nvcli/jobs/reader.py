@@ -98,7 +98,11 @@ class RowReader:
                 if batch:
                     yield batch
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                raise ConfigError(f"{_label(name)}: cannot be read past line {number}: {reason}") from error
+                raise ConfigError(
+                    f"{_label(name)}: cannot be read past line {number}: {reason}. The rows up to there are answered; "
+                    "with a sound file in its place the job is another one: --overwrite the output, or name another "
+                    "with -o"
+                ) from error
             lines_before += number
             self._bytes_before += source.bytes_read
             self._source = None
