@@ -24,6 +24,8 @@ CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+_QWEN3_WINDOW, _QWEN3_MAX_WINDOW_LAYERS = 4096, 28
+"""What transformers takes for `sliding_window` and `max_window_layers` where they are absent."""
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 T = TypeVar("T", int, float, bool, str)
@@ -205,12 +207,14 @@ def _refuse_unsupported(config: _JsonFile) -> None:
     if isinstance(layer_types, list):
         if others := sorted({str(t) for t in layer_types} - {"full_attention"}):
             raise config.error("layer_types", f"{', '.join(others)} is not supported, only full attention")
-    elif values.get("use_sliding_window") and values.get("sliding_window") is not None:
-        first = values.get("max_window_layers", 0)
-        if not isinstance(first, int) or first < config.positive("num_hidden_layers"):
+    elif values.get("use_sliding_window"):
+        window = values.get("sliding_window", _QWEN3_WINDOW)
+        first = values.get("max_window_layers", _QWEN3_MAX_WINDOW_LAYERS)
+        has_window_layers = not isinstance(first, int) or first < config.positive("num_hidden_layers")
+        if window is not None and has_window_layers:
             raise config.error(
                 "use_sliding_window",
-                f"sliding-window attention (window {values['sliding_window']}) is not supported, only full attention",
+                f"sliding-window attention (window {window}) is not supported, only full attention",
             )
 
 
