@@ -55,6 +55,14 @@ def test_problems_end_with_code_1(tmp_path: Path) -> None:
     assert result.stdout.endswith("4 problems, 0 warnings: a run would stop\n"), result.stdout
 
 
+def test_sampling_defaults_that_a_run_would_refuse(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_path(), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0], "top_p": 1.5}')
+    found = findings(doctor("--device", "cpu", "--model", str(folder), "--json", cwd=tmp_path))
+    assert found["configuration"]["level"] == "problem"
+    assert "generation_config: none" in found["configuration"]["found"]
+
+
 def test_gpus_that_are_not_there(tmp_path: Path) -> None:
     result = doctor("--device", "cuda", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="-1")
     assert result.returncode == 1, result.stdout

@@ -20,8 +20,10 @@ from nvcli.models.config import load_model_config
 from nvcli.models.group import TensorParallelGroup
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
+from nvcli.models.stage import Stage
 
 INDEX = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -104,16 +106,32 @@ def test_weights_are_cast(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("head_in_file", [False, True])
 def test_tied_embeddings(tmp_path: Path, head_in_file: bool) -> None:
-    """Some tools write the tied LM head, too; the embedding is what counts then, as in transformers."""
+    """Some tools write the tied LM head, too."""
     path = write_tiny_qwen3(tmp_path / "model", tie_word_embeddings=True)
     if head_in_file:
-        rewrite(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 32)}))
+        rewrite(path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
     parameters, num_bytes = load(path)
-    assert "lm_head.weight" not in parameters, "one parameter, counted once"
+    assert HEAD not in parameters, "one parameter, counted once"
     assert num_bytes == sum(parameter.numel() * 4 for parameter in parameters.values())
     ids = list(range(20))
     (logits,) = ModelDriver(path).step((RequestState(), ids))
-    assert logits.std() > 0.3
+    torch.testing.assert_close(logits, reference_logits(path, ids), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", [lambda head: head[-1].add_(0.5), lambda head: head.resize_(90, 32)])
+def test_a_head_of_its_own_is_not_tied(tmp_path: Path, change: Callable[[Tensor], object]) -> None:
+    """transformers computes with such a head, whatever config.json says."""
+    path = write_tiny_qwen3(tmp_path / "model", tie_word_embeddings=True)
+
+    def add_head(tensors: dict[str, Tensor]) -> None:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        change(tensors[HEAD])
+
+    rewrite(path, add_head)
+    assert_refused(path, HEAD, EMBEDDING, "tie_word_embeddings")
+    with pytest.raises(LoadError, match="tie_word_embeddings"):
+        ModelDriver(path, stage=Stage(1, 2))
+    ModelDriver(path, stage=Stage(0, 2))  # has no use for it
 
 
 def test_harmless_extras_are_passed_over(single: Path) -> None:

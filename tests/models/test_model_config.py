@@ -128,8 +128,9 @@ def test_generation_defaults(tmp_path: Path, generation: dict[str, Any] | None, 
     assert read(tmp_path, generation).generation_defaults == expected
 
 
-def test_generation_default_out_of_range(tmp_path: Path) -> None:
-    assert_refused(write(tmp_path, {"top_p": 1.5}), "generation_config.json", "top_p", "generation_config: none")
+def test_a_generation_default_out_of_range_is_not_the_model_s_fault(tmp_path: Path) -> None:
+    """A run may leave these defaults out; one that takes them refuses it (`resolve.sampling_defaults`)."""
+    assert read(tmp_path, {"top_p": 1.5}).generation_defaults == {"top_p": 1.5}
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -156,6 +157,8 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"architectures": ABSENT}, ["`architectures`"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["`quantization_config`", "awq"]),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, ["sliding", "64"]),
+        ({"use_sliding_window": True, "max_window_layers": 1}, ["sliding", "4096"]),  # what an absent window stands for
+        ({"use_sliding_window": True, "num_hidden_layers": 29}, ["sliding", "4096"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["`layer_types`", "sliding_attention"]),
         ({"hidden_act": "gelu"}, ["`hidden_act`", "gelu", "silu"]),
         ({"dtype": "float8_e4m3fn"}, ["`dtype`", "float8_e4m3fn", "bfloat16"]),
@@ -174,6 +177,8 @@ def test_sliding_window_that_no_layer_uses_is_fine(tmp_path: Path) -> None:
     """Qwen's configs carry a window that `use_sliding_window: false` or `max_window_layers` turns off."""
     read(tmp_path, use_sliding_window=False, sliding_window=4096, max_window_layers=1)
     read(tmp_path, use_sliding_window=True, sliding_window=4096, max_window_layers=2)
+    read(tmp_path, use_sliding_window=True, sliding_window=None, max_window_layers=1)
+    read(tmp_path, use_sliding_window=True, num_hidden_layers=28)  # an absent `max_window_layers` is 28
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1, True), (2, True), (3, False), (4, True), (8, False)])

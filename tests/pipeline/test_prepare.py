@@ -56,6 +56,14 @@ def test_the_same_ids_and_sampling_are_the_same_row_however_they_are_written(tok
     assert row.answer_key == other.answer_key is not None
 
 
+def test_an_end_of_sequence_id_outside_the_vocabulary_does_not_reach_the_engine(tokenizer: Tokenizer) -> None:
+    """A rank that forbids it, for `min_tokens`, would look for its logit: the run would end there."""
+    limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1, 300))
+    (row,) = Preparer(tokenizer, limits).prepare([job(min_tokens=2, stop_token_ids=[5])])
+    assert isinstance(row, PreparedRow)
+    assert row.stop_ids == [1, 5]
+
+
 def test_what_is_passed_through_counts_as_memory(tokenizer: Tokenizer) -> None:
     small, large = prepare(tokenizer, job(), job(extra={"document": ["x" * 100_000, {"y": "ü" * 50_000}]}))
     assert 150_000 < large.num_bytes - small.num_bytes < 300_000
@@ -93,7 +101,7 @@ def test_errors_do_not_keep_their_rows_alive(tokenizer: Tokenizer) -> None:
     """A line may have 50 MB, and the garbage collector comes late."""
 
     def errors_alive() -> int:
-        return sum(isinstance(thing, RowError) for thing in gc.get_objects())
+        return sum(type(thing) is RowError for thing in gc.get_objects())  # isinstance may wake lazy objects
 
     gc.collect()
     before = errors_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import msgspec
 import pytest
 
 from nvcli.config import AttentionBackends, RunConfig
+from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
+from nvcli.models.config import load_model_config
 from nvcli.pipeline import resolve
 from nvcli.pipeline.resolve import detect_device, resolve_engine_config, sampling_defaults
 
@@ -90,6 +93,17 @@ def test_sampling_defaults_lie_over_those_of_the_checkpoint() -> None:
     assert sampling_defaults(RunConfig(generation_config="none"), model) == {}
     with pytest.raises(ConfigError, match=r"`sampling.top_p` is 7.*generation_config: none"):
         sampling_defaults(RunConfig(model="m"), Model(top_p=7))
+
+
+def test_bad_defaults_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
+    """The way out that their error names."""
+    folder = shutil.copytree(demo_path(), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2, "top_p": 1.5}')
+    model = load_model_config(folder)
+    assert sampling_defaults(RunConfig(generation_config="none"), model) == {}
+    assert sampling_defaults(RunConfig(sampling={"top_p": 0.9}), model) == {"top_p": 0.9}
+    with pytest.raises(ConfigError, match=r"generation_config.json.*`sampling.top_p` is 1.5.*generation_config: none"):
+        sampling_defaults(RunConfig(model="m"), model)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,13 @@ def test_special_tokens_and_broken_bytes_do_not_hide_a_stop_string() -> None:
     assert run([*b"ab", *([0xFF] * 40), *b"cd"], ["cd"])[0] is not None
 
 
+@pytest.mark.parametrize("num_broken", range(1, 20))
+def test_broken_bytes_do_not_swallow_the_character_behind_them(num_broken: int) -> None:
+    """However far they are looked back on, the character may have begun with the last of those tokens."""
+    ids = [*b"a", *([0xFF] * num_broken), *"\U0001f600.b".encode()]
+    assert run(ids, ["."]) == ("a" + "\ufffd" * num_broken + "\U0001f600", num_broken + 6)
+
+
 def test_tokens_of_several_characters() -> None:
     vocabulary = ["Hello", " wor", "ld. St", "op", " here"]
 

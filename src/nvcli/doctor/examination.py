@@ -32,6 +32,7 @@ from nvcli.pipeline.resolve import (
     layout_as_given,
     resolve_engine_config,
     resolve_layout,
+    sampling_defaults,
 )
 
 _EXAMPLE_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -117,6 +118,7 @@ def _layout(
     try:
         config = resolve_engine_config(run, files.path, files.config, found_device=device)
         layout = resolve_layout(run, config, files.config, report=smi)
+        sampling_defaults(run, files.config)
     except ConfigError as error:
         return None, given, [problem("configuration", str(error), "change that key, in the file or with --set")]
     except CapacityError as error:

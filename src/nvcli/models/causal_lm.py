@@ -14,6 +14,7 @@ from nvcli.models.group import StageState
 from nvcli.models.layers import Attention
 from nvcli.models.stage import Stage
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -47,14 +48,19 @@ class CausalLM(nn.Module, ABC):
 
     def is_ignored(self, tensor: str) -> bool:
         """Whether a checkpoint may hold a tensor of this name that the model has no use for."""
-        is_tied_head = self.config.tie_word_embeddings and tensor == "lm_head.weight"
+        is_tied_head = self.config.tie_word_embeddings and tensor == _HEAD
         return is_tied_head or tensor.endswith("rotary_emb.inv_freq") or self._is_elsewhere(tensor)
+
+    def original_of(self, tensor: str) -> str | None:
+        """The tensor that this one, which is ignored, must be a copy of; None: its values do not matter here."""
+        is_tied_head = self.config.tie_word_embeddings and tensor == _HEAD
+        return _EMBEDDING if is_tied_head and self.stage.is_last else None
 
     def _is_elsewhere(self, tensor: str) -> bool:
         """Whether it is another stage's, which looks for it."""
         if match := _LAYER.match(tensor):
             number, num_layers = int(match[1]), self.config.num_layers
             return number < num_layers and number not in self.stage.layers(num_layers)
-        if tensor == "model.embed_tokens.weight":
+        if tensor == _EMBEDDING:
             return not self.stage.is_first
-        return tensor in ("model.norm.weight", "lm_head.weight") and not self.stage.is_last
+        return tensor in ("model.norm.weight", _HEAD) and not self.stage.is_last

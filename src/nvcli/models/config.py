@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import msgspec
-
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.registry import ARCHITECTURES
-from nvcli.sampling_params import SamplingParams
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+_QWEN3_WINDOW, _QWEN3_MAX_WINDOW_LAYERS = 4096, 28
+"""What transformers takes for `sliding_window` and `max_window_layers` where they are absent."""
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 T = TypeVar("T", int, float, bool, str)
@@ -68,8 +67,9 @@ class ModelConfig:
     """What the weights are stored in, or meant to be used in."""
     eos_token_ids: tuple[int, ...]
     """Of both files, each once."""
-    generation_defaults: Mapping[str, float | int]
-    """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`."""
+    generation_defaults: Mapping[str, Any]
+    """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. Not
+    checked: a run may do without them (`generation_config: none`)."""
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError where the model cannot be cut over `size` ranks."""
@@ -205,12 +205,14 @@ def _refuse_unsupported(config: _JsonFile) -> None:
     if isinstance(layer_types, list):
         if others := sorted({str(t) for t in layer_types} - {"full_attention"}):
             raise config.error("layer_types", f"{', '.join(others)} is not supported, only full attention")
-    elif values.get("use_sliding_window") and values.get("sliding_window") is not None:
-        first = values.get("max_window_layers", 0)
-        if not isinstance(first, int) or first < config.positive("num_hidden_layers"):
+    elif values.get("use_sliding_window"):
+        window = values.get("sliding_window", _QWEN3_WINDOW)
+        first = values.get("max_window_layers", _QWEN3_MAX_WINDOW_LAYERS)
+        has_window_layers = not isinstance(first, int) or first < config.positive("num_hidden_layers")
+        if window is not None and has_window_layers:
             raise config.error(
                 "use_sliding_window",
-                f"sliding-window attention (window {values['sliding_window']}) is not supported, only full attention",
+                f"sliding-window attention (window {window}) is not supported, only full attention",
             )
 
 
@@ -313,17 +315,13 @@ def _eos_token_ids(*files: _JsonFile) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _generation_defaults(generation: _JsonFile) -> dict[str, float | int]:
+def _generation_defaults(generation: _JsonFile) -> dict[str, Any]:
     """`do_sample: false` is a checkpoint's word that it wants greedy decoding, and its temperature is then moot. Where
     `do_sample` is absent, the keys that are present count, and nothing is said by those that are not: nvcli's own
     defaults apply, as in vLLM, and not transformers' (greedy, or top_k 50)."""
     values = generation.values
     greedy = values.get("do_sample") is False
     keys = ("repetition_penalty",) if greedy else _SAMPLING_KEYS
-    defaults: dict[str, float | int] = {"temperature": 0.0} if greedy else {}
+    defaults: dict[str, Any] = {"temperature": 0.0} if greedy else {}
     defaults.update({key: values[key] for key in keys if values.get(key) is not None})
-    try:
-        msgspec.convert(defaults, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise LoadError(f"{generation.path}: {error}; correct it, or set `generation_config: none`") from None
     return defaults

@@ -24,6 +24,8 @@ from nvcli.models.weights import DerivedModule, WeightModule, WeightSource
 _MAX_THREADS = 8
 _BYTES_PER_TASK = 256 << 20
 """A file larger than it is read by several threads."""
+_COMPARED_ROWS = 4096
+"""Of two tensors, at once."""
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -48,6 +50,7 @@ def load_weights(model: CausalLM, path: Path, device: torch.device) -> int:
     sources = _declared_sources(model)
     tensors = read_tensors(path)
     _check(model, [source for _, source in sources], tensors, path)
+    _check_copies(model, [source for _, source in sources], tensors)
     materialize(model, device)
     with torch.no_grad():
         assignments = [
@@ -59,7 +62,7 @@ def load_weights(model: CausalLM, path: Path, device: torch.device) -> int:
 
 
 def check_weights(model: CausalLM, path: Path) -> None:
-    """Raise the LoadError that `load_weights` would raise before it takes memory. No weights are read."""
+    """Raise the LoadError that `load_weights` would raise for names, shapes and types. No weights are read."""
     _check(model, [source for _, source in _declared_sources(model)], read_tensors(path), path)
 
 
@@ -116,6 +119,37 @@ def _check(model: CausalLM, sources: Iterable[WeightSource], tensors: Mapping[st
             )
     if extra := [name for name in tensors if name not in expected and not model.is_ignored(name)]:
         raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', extra)}")
+
+
+def _check_copies(model: CausalLM, sources: Iterable[WeightSource], tensors: Mapping[str, TensorInfo]) -> None:
+    """Some tools write a tied LM head, too. With values of its own it is one that the model was trained with, and
+    transformers computes with it: what config.json says is wrong then."""
+    read = {source.tensor: source.read for source in sources}
+    for name, info in tensors.items():
+        original = model.original_of(name)
+        if original is not None and not _are_equal(info, name, tensors[original], original, read[original]):
+            raise LoadError(
+                f"{info.file}: tensor {name} is not the same as {original}, though config.json says "
+                f"`tie_word_embeddings: true`; write `false` there, or take {name} out of the file"
+            )
+
+
+def _are_equal(one: TensorInfo, name: str, other: TensorInfo, other_name: str, part: tuple[slice, ...]) -> bool:
+    """Whether two tensors hold the same values in `part`."""
+    if one.shape != other.shape:
+        return False
+    rows, columns = part
+    try:
+        with safe_open(one.file, framework="pt") as file, safe_open(other.file, framework="pt") as other_file:
+            values, other_values = file.get_slice(name), other_file.get_slice(other_name)
+            for start in range(rows.start, rows.stop, _COMPARED_ROWS):
+                piece = slice(start, min(start + _COMPARED_ROWS, rows.stop)), columns
+                found = values[piece]
+                if not torch.equal(found, other_values[piece].to(found.dtype)):
+                    return False
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{one.file} or {other.file}: cannot be read ({error}); download it again") from None
+    return True
 
 
 def _some(what: str, names: list[str]) -> str:

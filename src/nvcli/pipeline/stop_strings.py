@@ -59,9 +59,12 @@ class StopStringDetector:
     def _next_piece(self) -> str:
         """The text that the last token added, without a character that is incomplete."""
         text = self._decode(self._ids[self._context :])
-        is_pending = text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_PENDING_TOKENS
+        is_incomplete = text.endswith(REPLACEMENT)
+        is_pending = is_incomplete and len(self._ids) - self._read < MAX_PENDING_TOKENS
         if is_pending:
             text = text.rstrip(REPLACEMENT)
+        elif is_incomplete:  # broken bytes, but the last may begin a character
+            text = text.removesuffix(REPLACEMENT)
         if len(text) <= len(self._context_text):
             return ""
         piece = text[len(self._context_text) :]
@@ -70,6 +73,8 @@ class StopStringDetector:
         else:
             self._context, self._read = self._read, len(self._ids)
             self._context_text = self._decode(self._ids[self._context :])
+            if is_incomplete:
+                self._context_text = self._context_text.removesuffix(REPLACEMENT)
         return piece
 
     def _search(self, piece: str) -> bool:
