@@ -215,6 +215,28 @@ main()
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
+def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    script = """
+import os, signal, sys
+from nvcli.pipeline import generate
+def resolve_model(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception:
+        raise AssertionError("a library took it for an error")
+generate.resolve_model = resolve_model
+sys.argv = ["nvcli", "generate", "in.jsonl", "-m", "demo", "--progress-file", "progress.json"]
+from nvcli.cli import main
+main()
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, env=ENVIRON, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 130, done.stderr
+    status = json.loads((tmp_path / "progress.json").read_text())
+    assert (status["state"], status["message"]) == ("interrupted", None)
+
+
 def test_ctrl_c_while_standard_input_is_waited_for(tmp_path: Path, model_folder: Path) -> None:
     command = nvcli_command("generate", "-", "-o", "out.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
     process = subprocess.Popen(
