@@ -62,8 +62,10 @@ def check_gpus(
 def free_bytes(gpu: GpuReport, smi: SmiReport) -> int:
     """nvidia-smi was asked before our own probes took memory; where it is not there, theirs counts as used."""
     known = smi.gpus.get(gpu.uuid)
+    if known is None or not known.total_bytes:
+        return gpu.free_bytes
     # The driver's tool counts memory that programs never get.
-    return min(known.total_bytes - known.used_bytes, gpu.total_bytes) if known else gpu.free_bytes
+    return min(known.total_bytes - known.used_bytes, gpu.total_bytes)
 
 
 def _describe_torch(report: DeviceReport) -> str:
