@@ -126,6 +126,13 @@ def test_who_holds_memory_is_named() -> None:
     assert findings["GPU 1"].level == Level.NOTE, "the run does not need it"
 
 
+def test_gpus_that_the_run_passes_over_are_not_warned_of() -> None:
+    report = device_report(gpu(0), gpu(1, capability=(7, 5)))
+    smi = smi_report(2, processes=[SmiProcess(gpu_uuid="uuid-0", pid=7, name="python", used_bytes=130 * GIB)])
+    found = check(report, smi, chosen=(1,))
+    assert (found["GPU 0"].level, found["GPU 1"].level) == (Level.NOTE, Level.WARNING)
+
+
 def test_free_memory_is_that_before_our_probes() -> None:
     assert free_bytes(gpu(0), smi_report(1, used=GIB)) == 139 * GIB
     assert free_bytes(gpu(0, free_bytes=7), NO_SMI) == 7
