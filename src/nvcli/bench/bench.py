@@ -71,7 +71,7 @@ def bench(
     Raises what the engines raise.
     """
     measured = _measure(config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
-    ceilings = measure_ceilings(config.device, config.dtype)
+    ceilings = measure_ceilings(config)
     costs = ModelCosts.of(
         model_config,
         bytes_per_element=DTYPE_BYTES[config.dtype],
