@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -280,6 +281,24 @@ def test_results_that_cannot_be_printed_are_an_error(tmp_path: Path, arguments: 
         3,
         b"nvcli: error: standard output cannot be written: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("encoding", "arguments", "named"),
+    [
+        ("latin-1", ["generate", "--help"], b"x.jsonl"),
+        ("ascii", ["profile-memory", "--shape", "qwen3-0.6b", "--dry-run", "--gpu-memory", "24GiB"], b"KV cache"),
+        ("utf-8:strict", ["doctor", "-o", os.fsdecode(b"\xfcber/x")], b"mkdir -p"),
+    ],
+)
+def test_reports_go_to_a_terminal_of_any_encoding(
+    tmp_path: Path, encoding: str, arguments: list[str], named: bytes
+) -> None:
+    environ = {**ENVIRON, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    command = [sys.executable, "-P", "-m", "nvcli", *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode in (0, 1), done.stderr
+    assert named in done.stdout
 
 
 def test_results_for_a_closed_standard_output_are_refused(tmp_path: Path, model_folder: Path) -> None:

@@ -51,6 +51,7 @@ def test_measures_a_real_engine() -> None:
     assert run["steps"]["EXTEND"]["idle_p99"] == 0  # what came before the pass is not counted
     ((peak,),) = result["peak_bytes"]
     assert peak > result["ready"]["weight_bytes"]
+    assert result["ready"]["memory"][0]["planned"]["weights"] == result["ready"]["weight_bytes"]
 
 
 def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
