@@ -73,6 +73,11 @@ def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
     assert 3 * 32 <= first <= 4 * 32
 
 
+def test_requests_of_two_tokens_are_measured() -> None:
+    result = result_of("--num-requests", "1", "--input-len", "1", "--output-len", "1", "--set", "max_model_len=2")
+    assert result["runs"][0]["output_tokens"] == 1
+
+
 def test_copies_and_ranks_share_the_work() -> None:
     options = ("--num-requests", "4", "--input-len", "8", "--output-len", "6", "--tp", "2", "--dp", "2")
     result = result_of(*options)
