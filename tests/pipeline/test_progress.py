@@ -219,6 +219,7 @@ def test_the_progress_file_tells_programs_the_same(tmp_path: Path) -> None:
     ("error", "state", "message"),
     [
         (WorkerError("rank 0 died"), "failed", "rank 0 died"),
+        (ConfigError("no file \udcff.jsonl"), "failed", "no file \\udcff.jsonl"),
         (ZeroDivisionError("oops"), "failed", "ZeroDivisionError('oops')"),
         (KeyboardInterrupt(), "interrupted", None),
     ],
