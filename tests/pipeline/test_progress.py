@@ -264,7 +264,9 @@ def test_a_progress_file_that_cannot_be_written(tmp_path: Path) -> None:
     assert "the run goes on" in stream.getvalue()
 
 
-def test_the_bar_shows_the_same_and_leaves_the_terminal() -> None:
+def test_the_bar_shows_the_same_and_leaves_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -281,6 +283,15 @@ def test_the_bar_shows_the_same_and_leaves_the_terminal() -> None:
     text = stream.getvalue()
     for part in ("nvcli: before [bold]", "nvcli: during", "nvcli: after", "22 rows", " 30%", "23s left"):
         assert part in text
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm", BarProgress), ("dumb", PlainProgress), ("", BarProgress)])
+def test_a_terminal_without_a_cursor_gets_lines(term: str, kind: type[Progress]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert type(make_progress("auto", Terminal(), environ={"TERM": term})) is kind
 
 
 def test_kinds() -> None:
