@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -215,6 +216,28 @@ main()
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
+def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    script = """
+import os, signal, sys
+from nvcli.pipeline import generate
+def resolve_model(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception:
+        raise AssertionError("a library took it for an error")
+generate.resolve_model = resolve_model
+sys.argv = ["nvcli", "generate", "in.jsonl", "-m", "demo", "--progress-file", "progress.json"]
+from nvcli.cli import main
+main()
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, env=ENVIRON, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 130, done.stderr
+    status = json.loads((tmp_path / "progress.json").read_text())
+    assert (status["state"], status["message"]) == ("interrupted", None)
+
+
 def test_ctrl_c_while_standard_input_is_waited_for(tmp_path: Path, model_folder: Path) -> None:
     command = nvcli_command("generate", "-", "-o", "out.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
     process = subprocess.Popen(
@@ -258,6 +281,24 @@ def test_results_that_cannot_be_printed_are_an_error(tmp_path: Path, arguments: 
         3,
         b"nvcli: error: standard output cannot be written: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("encoding", "arguments", "named"),
+    [
+        ("latin-1", ["generate", "--help"], b"x.jsonl"),
+        ("ascii", ["profile-memory", "--shape", "qwen3-0.6b", "--dry-run", "--gpu-memory", "24GiB"], b"KV cache"),
+        ("utf-8:strict", ["doctor", "-o", os.fsdecode(b"\xfcber/x")], b"mkdir -p"),
+    ],
+)
+def test_reports_go_to_a_terminal_of_any_encoding(
+    tmp_path: Path, encoding: str, arguments: list[str], named: bytes
+) -> None:
+    environ = {**ENVIRON, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    command = [sys.executable, "-P", "-m", "nvcli", *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode in (0, 1), done.stderr
+    assert named in done.stdout
 
 
 def test_results_for_a_closed_standard_output_are_refused(tmp_path: Path, model_folder: Path) -> None:

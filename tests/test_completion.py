@@ -42,6 +42,7 @@ def complete(line: str, cwd: Path) -> list[str]:
         ("nvcli doctor --model d", ["demo", "deep/"]),
         ("nvcli doctor --model some", ["someone/a-model"]),
         ("nvcli doctor --model ./deep/", ["./deep/er/"]),
+        ("nvcli doctor --model ~no-such-user/x", []),
         ("nvcli generate x --set max_m", ["max_model_len="]),
         ("nvcli generate x --set sampling.temp", ["sampling.temperature="]),
         ("nvcli generate x --set job.on", ["job.on_too_long="]),

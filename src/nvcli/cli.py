@@ -457,8 +457,8 @@ def doctor(
     raise typer.Exit(1 if count(sections, Level.PROBLEM) else 0)
 
 
-class _Interrupted(Exception):
-    pass
+class _Interrupted(BaseException):
+    """No error, as KeyboardInterrupt is none: what it passes through must not keep it, nor tell of a failure."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

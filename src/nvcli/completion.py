@@ -9,7 +9,7 @@ from pathlib import Path
 def models(incomplete: str) -> list[str]:
     """`demo`, the models of the local Hugging Face cache, and folders."""
     cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
-    cached = Path(cache).expanduser().glob("models--*")
+    cached = Path(os.path.expanduser(cache)).glob("models--*")
     names = ["demo", *sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in cached)]
     return [name for name in names if name.startswith(incomplete)] + _folders(incomplete)
 
@@ -35,7 +35,7 @@ def keys(incomplete: str) -> list[str]:
 def _folders(incomplete: str) -> list[str]:
     """Folders that begin so; the shell completes file names by itself only where nothing else fits."""
     head, slash, tail = incomplete.rpartition("/")
-    parent = Path(f"{head}{slash}" or ".").expanduser()
+    parent = Path(os.path.expanduser(f"{head}{slash}" or "."))  # Path's own raises for a user who is not there
     try:
         found = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
     except OSError:

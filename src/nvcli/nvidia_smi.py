@@ -27,6 +27,7 @@ class SmiGpu:
     name: str
     driver: str
     total_bytes: int
+    """0: not told, as of a GPU that shares the machine's memory, or of one cut into slices."""
     used_bytes: int
     mig: bool
 
@@ -109,6 +110,8 @@ def visible_gpus(report: SmiReport, environ: Mapping[str, str]) -> list[SmiGpu] 
         seen.append(found[0])
     if any(gpu.mig for gpu in seen):
         return "a GPU is cut into slices (MIG)"
+    if any(not gpu.total_bytes for gpu in seen):
+        return "nvidia-smi does not tell how much memory a GPU has"
     return seen or f"CUDA_VISIBLE_DEVICES={listed} names no GPU"
 
 
@@ -132,7 +135,7 @@ def _run(*arguments: str) -> str:
 
 
 def parse_gpus(text: str) -> dict[str, SmiGpu]:
-    """Of `--query-gpu` in CSV."""
+    """Of `--query-gpu` in CSV. Memory that is not told counts 0."""
     gpus = {}
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -142,12 +145,17 @@ def parse_gpus(text: str) -> dict[str, SmiGpu]:
                 uuid=uuid.removeprefix("GPU-"),
                 name=name,
                 driver=driver,
-                total_bytes=int(total) << 20,
-                used_bytes=int(used) << 20,
+                total_bytes=_mib(total),
+                used_bytes=_mib(used),
                 mig=mig == "Enabled",
             )
             gpus[gpu.uuid] = gpu
     return gpus
+
+
+def _mib(text: str) -> int:
+    """In bytes; 0 for what is no number: [N/A], [Insufficient Permissions], [Unknown Error]."""
+    return int(text) << 20 if text.isdecimal() else 0
 
 
 def parse_processes(text: str) -> tuple[SmiProcess, ...]:
@@ -162,7 +170,7 @@ def parse_processes(text: str) -> tuple[SmiProcess, ...]:
                     gpu_uuid=uuid.strip().removeprefix("GPU-"),
                     pid=int(pid),
                     name=name.strip(),
-                    used_bytes=int(used) << 20 if used.strip().isdigit() else 0,
+                    used_bytes=_mib(used.strip()),
                 )
             )
     return tuple(processes)

@@ -18,8 +18,8 @@ from nvcli.errors import OutputError
 def secure_standard_streams() -> None:
     """Open those that are closed, so that no file of ours gets their numbers; reading standard input fails then too.
 
-    Standard error never fails, standard output with an OutputError, or BrokenPipeError where its reader has left.
-    `sys.__stdout__` stays None where it was closed.
+    Standard error never fails, standard output with an OutputError, or BrokenPipeError where its reader has left; what
+    its encoding does not hold becomes a question mark. `sys.__stdout__` stays None where it was closed.
     """
     for number in range(3):
         try:
@@ -27,7 +27,7 @@ def secure_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR if number else os.O_WRONLY)  # the lowest free number: this one
             os.set_inheritable(number, True)
-    sys.stdout = _text(_StandardOutput(1, "w", closefd=False), like=sys.stdout, errors="strict")
+    sys.stdout = _text(_StandardOutput(1, "w", closefd=False), like=sys.stdout, errors="replace")
     sys.stderr = _text(_StandardError(2, "w", closefd=False), like=sys.stderr, errors="backslashreplace")
 
 
@@ -36,7 +36,7 @@ def _text(raw: io.FileIO, *, like: TextIO | None, errors: str) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding="utf-8" if like is None else like.encoding,
-        errors=errors if like is None else like.errors,
+        errors=errors,
         line_buffering=like is not None and isinstance(like, io.TextIOWrapper) and like.line_buffering,
     )
 

@@ -51,6 +51,7 @@ def test_measures_a_real_engine() -> None:
     assert run["steps"]["EXTEND"]["idle_p99"] == 0  # what came before the pass is not counted
     ((peak,),) = result["peak_bytes"]
     assert peak > result["ready"]["weight_bytes"]
+    assert result["ready"]["memory"][0]["planned"]["weights"] == result["ready"]["weight_bytes"]
 
 
 def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
@@ -70,6 +71,11 @@ def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
     first, second = (run["cached_tokens"] for run in result["runs"])
     assert first == second
     assert 3 * 32 <= first <= 4 * 32
+
+
+def test_requests_of_two_tokens_are_measured() -> None:
+    result = result_of("--num-requests", "1", "--input-len", "1", "--output-len", "1", "--set", "max_model_len=2")
+    assert result["runs"][0]["output_tokens"] == 1
 
 
 def test_copies_and_ranks_share_the_work() -> None:

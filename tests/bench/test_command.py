@@ -58,6 +58,7 @@ def test_a_file_does_not_go_with_made_up_prompts(option: str, values: dict[str, 
     [
         ("run.pdf", True, ".svg or .png"),
         ("no/such/folder/run.svg", True, "mkdir -p"),
+        (f"{'a' * 300}/run.svg", True, "mkdir -p"),
         ("run.svg", False, "pip install"),
     ],
 )

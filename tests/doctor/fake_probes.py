@@ -45,3 +45,7 @@ def work_without_peers(argument: Any, control: Connection) -> None:
     if "NCCL_P2P_DISABLE" not in os.environ:
         raise OSError("unhandled cuda error")
     control.send(AllReduceResult(wrong="", small_seconds=1.0, large_seconds=1.0))
+
+
+def tell_the_gpu(argument: Any, control: Connection) -> None:
+    control.send(AllReduceResult(wrong=f"GPU {argument.gpu_index}", small_seconds=1.0, large_seconds=1.0))

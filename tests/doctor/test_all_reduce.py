@@ -8,12 +8,15 @@ from nvcli.doctor.all_reduce import check_all_reduce
 from nvcli.doctor.findings import Finding, Level
 
 
-def check(device: str, target: str, *, timeout: float = 60.0, num_copies: int = 1) -> list[Finding]:
+def check(
+    device: str, target: str, *, timeout: float = 60.0, num_copies: int = 1, gpus: tuple[int, ...] = ()
+) -> list[Finding]:
     return check_all_reduce(
         device,  # type: ignore[arg-type]
         size=2,
         num_copies=num_copies,
         timeout=timeout,
+        gpus=gpus,
         target=f"fake_probes:{target}",
     )
 
@@ -49,6 +52,12 @@ def test_a_dead_rank_is_named_with_its_error() -> None:
 
 def test_every_copy_is_tried() -> None:
     assert [finding.name for finding in check("cpu", "sum_wrongly", num_copies=2)] == ["all-reduce 0", "all-reduce 1"]
+
+
+@pytest.mark.parametrize(("gpus", "first"), [((), [0, 2]), ((1, 3, 4, 6), [1, 4])])
+def test_the_gpus_of_the_run_are_tried(gpus: tuple[int, ...], first: list[int]) -> None:
+    found = [finding.found for finding in check("cuda", "tell_the_gpu", num_copies=2, gpus=gpus)]
+    assert found == [f"NCCL over 2 ranks: GPU {gpu}" for gpu in first]
 
 
 def test_peer_access_that_is_to_blame_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,13 @@ def test_an_unwritable_kernel_cache(tmp_path: Path, device: str, level: Level) -
         assert folders.check_kernel_cache(folder, device).level == level  # type: ignore[arg-type]
 
 
+def test_folders_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    """As below one that only another user may enter; a name that is too long fails for root too."""
+    folder = tmp_path / ("a" * 300) / "b"
+    assert folders.check_output(folder).level == Level.PROBLEM
+    assert folders.check_kernel_cache(folder, "cuda").level == Level.OK  # what is there can be written to
+
+
 def test_where_triton_keeps_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRITON_HOME", str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,9 +126,24 @@ def test_who_holds_memory_is_named() -> None:
     assert findings["GPU 1"].level == Level.NOTE, "the run does not need it"
 
 
+def test_gpus_that_the_run_passes_over_are_not_warned_of() -> None:
+    report = device_report(gpu(0), gpu(1, capability=(7, 5)))
+    smi = smi_report(2, processes=[SmiProcess(gpu_uuid="uuid-0", pid=7, name="python", used_bytes=130 * GIB)])
+    found = check(report, smi, chosen=(1,))
+    assert (found["GPU 0"].level, found["GPU 1"].level) == (Level.NOTE, Level.WARNING)
+
+
 def test_free_memory_is_that_before_our_probes() -> None:
     assert free_bytes(gpu(0), smi_report(1, used=GIB)) == 139 * GIB
     assert free_bytes(gpu(0, free_bytes=7), NO_SMI) == 7
+
+
+def test_free_memory_that_the_drivers_tool_does_not_tell() -> None:
+    smi = smi_report(1)
+    untold = SmiReport(
+        gpus={uuid: replace(one, total_bytes=0) for uuid, one in smi.gpus.items()}, processes=(), links={}
+    )
+    assert "139.0 GiB of 140.0 GiB free" in check(device_report(gpu(0)), untold)["GPU 0"].found
 
 
 def test_peers_that_cannot_reach_each_other() -> None:

@@ -68,6 +68,7 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch, limit: int, level: Level) -
 
 def test_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.check_shm(tmp_path / "none", uses_nccl=True).level == Level.WARNING
+    assert machine.check_shm(tmp_path / "none", uses_nccl=False).level == Level.NOTE
 
     def refuse(name: str) -> int:
         raise PermissionError(1, "Operation not permitted")

@@ -115,3 +115,18 @@ def test_gpus_whose_numbers_cannot_be_told() -> None:
     assert "CUDA_DEVICE_ORDER" in str(found(mixed))
     assert len(found(mixed, CUDA_DEVICE_ORDER="PCI_BUS_ID")) == 5  # type: ignore[arg-type]
     assert found("") == "nvidia-smi names no GPU"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ("[N/A], [N/A], [N/A]", "how much memory"),
+        ("143771, [Insufficient Permissions], Enabled", "slices"),
+        ("[Unknown Error], [Unknown Error], [Unknown Error]", "how much memory"),
+    ],
+)
+def test_a_gpu_whose_memory_is_not_told_still_has_its_number(fields: str, named: str) -> None:
+    gpus = parse_gpus(f"0, GPU-z, NVIDIA H200, 580, {fields}\n1, GPU-y, NVIDIA H200, 580, 143771, 4, Disabled\n")
+    report = SmiReport(gpus=gpus, processes=(), links={})
+    assert named in str(visible_gpus(report, {}))
+    assert visible_gpus(report, {"CUDA_VISIBLE_DEVICES": "1"}) == [gpus["y"]]

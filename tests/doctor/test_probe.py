@@ -18,6 +18,16 @@ def test_a_probe_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", ""), "its chatter is kept for failures"
 
 
+@pytest.mark.parametrize("missing", ["os.memfd_create", "tempfile.TemporaryFile"])
+def test_a_machine_without_memfd_or_temporary_folder_is_examined(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(missing, refuse)
+    with probe("crash") as running, pytest.raises(ProbeFailed, match="libsomething"):
+        running.result()
+
+
 def test_a_hang_ends_at_the_timeout() -> None:
     with probe("hang_silently", timeout=0.5) as running, pytest.raises(ProbeFailed, match=r"no answer within 0\.5 s"):
         running.result()

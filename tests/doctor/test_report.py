@@ -63,6 +63,12 @@ def test_json() -> None:
     }
 
 
+def test_json_of_a_name_that_is_no_utf_8() -> None:
+    text = format_json([Section(title="Folders", findings=[ok("output", "/tmp/\udcfcber, ü")])])
+    assert text.isascii()
+    assert json.loads(text)["findings"][0]["found"].endswith("ber, ü")
+
+
 def test_verdict() -> None:
     assert format_verdict([SECTION]) == "1 problem, 1 warning: a run would stop"
     assert format_verdict([]) == "0 problems, 0 warnings: nothing here would stop a run"

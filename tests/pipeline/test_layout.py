@@ -126,6 +126,9 @@ def test_a_model_that_fits_nowhere_is_an_error_with_the_plan(shapes: Any) -> Non
     assert "held by" not in message
     with pytest.raises(CapacityError, match=r"held by other programs and the driver 120\.00 GiB"):
         choose_layout(machine(1, H200, {0: 120}), model, config, num_requests=None)
+    model, config = shapes("qwen3-8b", kv_cache_memory="100GiB")
+    with pytest.raises(CapacityError, match="or larger ones, lower kv_cache_memory"):
+        choose_layout(machine(2, H100), model, config, num_requests=None)
 
 
 def test_what_an_estimate_may_get_wrong_is_left_to_the_ranks(shapes: Any) -> None:

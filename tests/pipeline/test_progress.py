@@ -25,6 +25,7 @@ from prepared_rows import prepared_row
 
 class FakeReader:
     rows_read = 40
+    rows_passed_over = 0
     bytes_read = 500
     bytes_total: int | None = 1000
 
@@ -53,10 +54,19 @@ def finish(counts: Counts, index: int, *, max_tokens: int | None = 100, generate
 
 
 def make_view(
-    *, limit: int | None = None, all_read: bool = False, bytes_total: int | None = 1000, clock: Clock | None = None
+    *,
+    limit: int | None = None,
+    all_read: bool = False,
+    bytes_total: int | None = 1000,
+    rows_resumed: int = 0,
+    clock: Clock | None = None,
 ) -> RunView:
-    """40 rows of 10 and 100 tokens were read, half of the input; 20 are done with 10 and 50 tokens, 2 have failed."""
+    """40 rows of 10 and 100 tokens were read, half of the input; 20 are done with 10 and 50 tokens, 2 have failed.
+
+    `rows_resumed`: others that came before them.
+    """
     counts = Counts()
+    counts.rows_resumed = rows_resumed
     for index in range(20):
         finish(counts, index)
     error = ErrorInfo(type="invalid_json", message="line 1: …")
@@ -76,6 +86,8 @@ def make_view(
     counts.engines = [stats] * 2
     reader: Any = FakeReader()
     reader.bytes_total = bytes_total
+    reader.rows_read += rows_resumed
+    reader.rows_passed_over = rows_resumed
     feeder: Any = FakeFeeder()
     feeder.all_read = all_read
     for index in range(40):
@@ -94,6 +106,13 @@ def test_the_time_left_goes_by_tokens() -> None:
     assert make_view(limit=50).status().share_done == pytest.approx(1220 / 2550)
     unknown = make_view(bytes_total=None).status()
     assert (unknown.share_done, unknown.eta_seconds, unknown.rows.total) == (None, None, None)
+
+
+def test_the_time_left_of_a_job_that_is_continued() -> None:
+    # 400 rows were read, half of the input, and 360 of them were answered before: 400 of the 440 are unread.
+    status = make_view(rows_resumed=360).status()
+    assert status.share_done == pytest.approx(1220 / (11 * 2040))
+    assert make_view(rows_resumed=360, limit=480).status().share_done == pytest.approx(1220 / (3 * 2040))
 
 
 def test_rows_that_are_longer_than_those_before_take_their_time() -> None:
@@ -200,6 +219,7 @@ def test_the_progress_file_tells_programs_the_same(tmp_path: Path) -> None:
     ("error", "state", "message"),
     [
         (WorkerError("rank 0 died"), "failed", "rank 0 died"),
+        (ConfigError("no file \udcff.jsonl"), "failed", "no file \\udcff.jsonl"),
         (ZeroDivisionError("oops"), "failed", "ZeroDivisionError('oops')"),
         (KeyboardInterrupt(), "interrupted", None),
     ],
@@ -244,7 +264,9 @@ def test_a_progress_file_that_cannot_be_written(tmp_path: Path) -> None:
     assert "the run goes on" in stream.getvalue()
 
 
-def test_the_bar_shows_the_same_and_leaves_the_terminal() -> None:
+def test_the_bar_shows_the_same_and_leaves_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -261,6 +283,15 @@ def test_the_bar_shows_the_same_and_leaves_the_terminal() -> None:
     text = stream.getvalue()
     for part in ("nvcli: before [bold]", "nvcli: during", "nvcli: after", "22 rows", " 30%", "23s left"):
         assert part in text
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm", BarProgress), ("dumb", PlainProgress), ("", BarProgress)])
+def test_a_terminal_without_a_cursor_gets_lines(term: str, kind: type[Progress]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert type(make_progress("auto", Terminal(), environ={"TERM": term})) is kind
 
 
 def test_kinds() -> None:

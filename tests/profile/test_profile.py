@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from nvcli.bench.shapes import write_shape
-from nvcli.config import EngineConfig, RunConfig, parse_size
+from nvcli.config import EngineConfig, RunConfig, load_run_config, parse_size
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.pipeline.resolve import resolve_engine_config
 from nvcli.profile.advice import advise
@@ -96,8 +96,7 @@ def test_advice_keeps_its_word(tmp_path: Path) -> None:
     assert any("gpu_memory_utilization" in advice.change for advice in found)
     for advice in found:
         key, _, value = advice.change.removeprefix("--set ").replace("--tp ", "tensor_parallel_size=").partition("=")
-        kind = type(getattr(config, key))
-        changed = msgspec.structs.replace(config, **{key: kind(float(value))})
+        changed = msgspec.structs.replace(config, **{key: json.loads(value)})
         cache = estimate(changed, model, 40 * GIB).planned["KV cache"]
         assert advice.tokens == (cache // block_bytes(changed, model) - 1) * config.block_size
         assert advice.requests == pytest.approx(advice.tokens / 4096)
@@ -107,6 +106,37 @@ def test_more_slots_are_advised_where_the_cache_has_room(tmp_path: Path) -> None
     config, model = setting(tmp_path, "qwen3-0.6b", max_model_len=2048)
     (advice,) = advise(config, model, estimate(config, model, 80 * GIB), request_len=500, longest=None)
     assert advice.change == "--set max_num_seqs=1024"
+
+
+@pytest.mark.parametrize(
+    ("total", "values", "expected"),
+    [
+        (24 * GIB, {"gpu_memory_utilization": 0.95}, "--set enforce_eager=true"),
+        (80 * GIB, {"kv_cache_memory": "20GiB"}, f"--set kv_cache_memory={40 * GIB}"),
+        (80 * GIB, {"kv_cache_memory": "40GiB"}, "--set kv_cache_memory=null"),
+        (300 * GIB, {"max_model_len": 32}, "--set max_num_seqs=16384 --set max_num_batched_tokens=16384"),
+    ],
+)
+def test_advice_can_be_typed_as_it_is(tmp_path: Path, total: int, values: dict[str, Any], expected: str) -> None:
+    config, model = setting(tmp_path, **values)
+    found = profile_from_config(config, model, "qwen3-8b", total=total, lengths=None).advice
+    assert expected in [advice.change for advice in found]
+    for advice in found:
+        words = advice.change.split()
+        if words[0] == "--set":
+            load_run_config(None, [*words[1::2]], needs_model=False)
+
+
+def test_a_cache_of_a_given_size_must_fit_the_gpu(tmp_path: Path) -> None:
+    config, model = setting(tmp_path, kv_cache_memory="20GiB", max_model_len=8192)
+    profile = profile_from_config(config, model, "qwen3-8b", total=24 * GIB, lengths=None)
+    assert profile.problem is not None
+    assert "kv_cache_memory" in profile.problem
+    assert [advice.change for advice in profile.advice] == ["--set kv_cache_memory=null"]
+    # The budget does not hold for it, and more than all requests can fill is not allocated.
+    assert profile_from_config(config, model, "qwen3-8b", total=38 * GIB, lengths=None).problem is None
+    small = msgspec.structs.replace(config, max_model_len=256, max_num_seqs=8)
+    assert profile_from_config(small, model, "qwen3-8b", total=24 * GIB, lengths=None).problem is None
 
 
 def test_what_does_not_fit_is_said_with_a_way_out(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def bench(
     Raises what the engines raise.
     """
     measured = _measure(config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
-    ceilings = measure_ceilings(config.device, config.dtype)
+    ceilings = measure_ceilings(config)
     costs = ModelCosts.of(
         model_config,
         bytes_per_element=DTYPE_BYTES[config.dtype],
@@ -143,7 +143,13 @@ def _measure(
         say(f"ready in {engines.ready_seconds:.1f} s; KV cache for {num_tokens:,} tokens{copies}")
         for note in ready.notes:
             say(note)
-        warm_up = Workload(num_requests=2 * data_parallel_size, input_len=(8, 8), output_len=(4, 4))
+        input_len = min(8, config.max_model_len - 1)
+        output_len = min(4, config.max_model_len - input_len)
+        warm_up = Workload(
+            num_requests=2 * data_parallel_size,
+            input_len=(input_len, input_len),
+            output_len=(output_len, output_len),
+        )
         engines.run(warm_up.requests(vocab_size=8))
         passes = []
         for number in range(repeat):

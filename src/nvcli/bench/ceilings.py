@@ -15,14 +15,16 @@ from collections.abc import Callable
 import msgspec
 
 from nvcli.bench.roofline import Ceilings
+from nvcli.config import EngineConfig
 from nvcli.errors import WorkerError
 
 _REPEATS = 10
 
 
-def measure_ceilings(device: str, dtype: str) -> Ceilings:
-    """Takes some seconds, most of them imports. Raises WorkerError."""
-    command = [sys.executable, "-P", "-m", "nvcli.bench.ceilings", device, dtype]
+def measure_ceilings(config: EngineConfig) -> Ceilings:
+    """Of the device whose steps are timed. Takes some seconds, most of them imports. Raises WorkerError."""
+    device = config.device if config.device == "cpu" else f"cuda:{config.gpu_index(config.output_rank)}"
+    command = [sys.executable, "-P", "-m", "nvcli.bench.ceilings", device, config.dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -36,7 +38,10 @@ def _measure(device: str, dtype_name: str) -> Ceilings:
     dtype: torch.dtype = getattr(torch, dtype_name)
     on_gpu = device.startswith("cuda")
     # Many times the caches; random, because zeros are faster than real data.
-    num_bytes, size = (8 << 30, 8192) if on_gpu else (1 << 28, 1024)
+    num_bytes, size = 1 << 28, 1024
+    if on_gpu:
+        torch.cuda.set_device(device)
+        num_bytes, size = min(8 << 30, torch.cuda.mem_get_info()[0] // 2 // 4 * 4), 8192
     values = torch.empty(num_bytes // 4, device=device)
     for part in torch.split(values, 1 << 28):
         part.normal_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -19,9 +20,9 @@ def check_plot(path: Path) -> None:
     """Before anything is measured: that the picture can be made and written. Raises ConfigError."""
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(_FORMATS)}")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise ConfigError(f"--plot {path}: its folder does not exist; make it with: mkdir -p {path.parent}")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"--plot {path} is a folder; name a file in it")
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot draws with matplotlib, which is not installed; install it: pip install 'nvcli[plot]'")

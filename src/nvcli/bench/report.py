@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import msgspec
@@ -15,15 +16,17 @@ _GIB = 2**30
 
 
 def format_json(result: BenchResult) -> str:
-    """Everything that was measured but the single steps, on one line."""
+    """Everything that was measured but the single steps, on one line of ASCII."""
     fields = msgspec.to_builtins(result)
     del fields["timelines"]
-    fields["ready"] = msgspec.structs.asdict(result.ready)  # its wire form is a list
+    # Their wire forms are lists.
+    memory = [msgspec.structs.asdict(use) for use in result.ready.memory]
+    fields["ready"] = {**msgspec.structs.asdict(result.ready), "memory": memory}
     fields["ready_parts"] = result.ready_parts
     fields["output_tokens_per_second"] = result.median.output_rate
     fields["total_tokens_per_second"] = result.median.total_rate
     fields["requests_per_second"] = result.median.request_rate
-    return msgspec.json.encode(fields).decode()
+    return json.dumps(fields)
 
 
 def format_result(result: BenchResult) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from typing import Literal
@@ -29,23 +29,30 @@ class _Failed(Exception):
 
 
 def check_all_reduce(
-    device: Literal["cpu", "cuda"], *, size: int, num_copies: int, timeout: float, target: str = _TARGET
+    device: Literal["cpu", "cuda"],
+    *,
+    size: int,
+    num_copies: int,
+    timeout: float,
+    gpus: Sequence[int] = (),
+    target: str = _TARGET,
 ) -> list[Finding]:
-    """For each of `num_copies` groups of `size` ranks. `target`: what a rank runs."""
+    """For each of `num_copies` groups of `size` ranks. `gpus`: as `Layout.gpus`. `target`: what a rank runs."""
     backend = "NCCL" if device == "cuda" else "gloo"
     if size == 1:
         return [note("all-reduce", "not checked: a model on one rank needs none; --tp N checks N of them")]
     findings = []
     for copy in range(num_copies):
         name = f"all-reduce {copy}" if num_copies > 1 else "all-reduce"
-        first_gpu = copy * size
+        first = copy * size
+        of_copy = gpus[first : first + size] or range(first, first + size)
         try:
-            result = _all_reduce(device, size=size, first_gpu=first_gpu, timeout=timeout, target=target)
+            result = _all_reduce(device, gpus=of_copy, timeout=timeout, target=target)
         except _Failed as failed:
             found = f"{backend} over {size} ranks: {failed}"
             advice = "run it again with NCCL_DEBUG=INFO" if device == "cuda" else "look at the limits above"
             if device == "cuda" and "NCCL_P2P_DISABLE" not in os.environ:
-                advice = _try_without_peers(size, first_gpu, timeout, target)
+                advice = _try_without_peers(of_copy, timeout, target)
             findings.append(problem(name, found, advice))
             continue
         if result.wrong:
@@ -66,10 +73,10 @@ def _describe(device: str, size: int, result: AllReduceResult) -> str:
     )
 
 
-def _try_without_peers(size: int, first_gpu: int, timeout: float, target: str) -> str:
+def _try_without_peers(gpus: Sequence[int], timeout: float, target: str) -> str:
     """What to do, after finding out whether peer access is to blame."""
     try:
-        _all_reduce("cuda", size=size, first_gpu=first_gpu, timeout=timeout, target=target, env=_WITHOUT_PEERS)
+        _all_reduce("cuda", gpus=gpus, timeout=timeout, target=target, env=_WITHOUT_PEERS)
     except _Failed:
         return "run it again with NCCL_DEBUG=INFO; look at /dev/shm above, at the fabric manager, and at `dmesg`"
     return (
@@ -81,19 +88,16 @@ def _try_without_peers(size: int, first_gpu: int, timeout: float, target: str) -
 def _all_reduce(
     device: Literal["cpu", "cuda"],
     *,
-    size: int,
-    first_gpu: int,
+    gpus: Sequence[int],
     timeout: float,
     target: str,
     env: Mapping[str, str] | None = None,
 ) -> AllReduceResult:
-    """The slowest rank's times, and the first wrong sum that any rank saw. Raises _Failed."""
+    """The slowest rank's times, and the first wrong sum that any rank saw. `gpus`: each rank's. Raises _Failed."""
     with ExitStack() as stack:
         ranks = []
-        for rank in range(size):
-            task = AllReduceTask(
-                rank=rank, size=size, device=device, gpu_index=first_gpu + rank, timeout_seconds=timeout
-            )
+        for rank, gpu in enumerate(gpus):
+            task = AllReduceTask(rank=rank, size=len(gpus), device=device, gpu_index=gpu, timeout_seconds=timeout)
             probe = Probe(target, task, name=f"rank {rank}", timeout=timeout, env=env)
             ranks.append(stack.enter_context(probe))
         results = _collect(ranks, timeout)

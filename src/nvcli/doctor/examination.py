@@ -67,7 +67,14 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         report = _result(device_probe)
         yield Section(
             title="GPUs",
-            findings=check_gpus(report, smi, device=device, num_gpus=num_ranks, is_explicit=run.device != "auto"),
+            findings=check_gpus(
+                report,
+                smi,
+                device=device,
+                num_gpus=num_ranks,
+                is_explicit=run.device != "auto",
+                chosen=layout.gpus,
+            ),
         )
         has_gpus = isinstance(report, DeviceReport) and len(report.gpus) >= num_ranks
         can_run = device == "cpu" or has_gpus
@@ -82,6 +89,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 size=layout.pipeline_parallel_size * layout.tensor_parallel_size,
                 num_copies=layout.data_parallel_size,
                 timeout=timeout,
+                gpus=layout.gpus,
             )
             if can_run
             else [_not_checked("all-reduce")],

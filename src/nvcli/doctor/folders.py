@@ -19,7 +19,7 @@ def check_folders(device: Literal["cpu", "cuda"], output: Path) -> list[Finding]
 
 
 def check_output(folder: Path) -> Finding:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path's own raises where a folder above cannot be entered
         return problem("output", f"{folder} is no folder", f"mkdir -p {folder}, or name another with --output")
     if (reason := why_not_writable(folder)) is not None:
         return problem("output", f"{folder} cannot be written to: {reason}", "name another folder with --output")
@@ -34,7 +34,7 @@ def kernel_cache_folder() -> Path:
 
 
 def check_kernel_cache(folder: Path, device: Literal["cpu", "cuda"]) -> Finding:
-    existing = next(part for part in (folder, *folder.parents) if part.exists())
+    existing = next(part for part in (folder, *folder.parents) if os.path.exists(part))
     reason = why_not_writable(existing) if existing.is_dir() else f"{existing} is a file"
     if reason is None:
         return _space("kernel cache", folder, "set TRITON_CACHE_DIR to a folder on another disk", existing)

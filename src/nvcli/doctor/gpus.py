@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from nvcli.doctor.device_probe import DeviceReport, GpuReport
@@ -21,9 +22,16 @@ _DRIVER_ADVICE = {
 
 
 def check_gpus(
-    report: DeviceReport | str, smi: SmiReport, *, device: Literal["cpu", "cuda"], num_gpus: int, is_explicit: bool
+    report: DeviceReport | str,
+    smi: SmiReport,
+    *,
+    device: Literal["cpu", "cuda"],
+    num_gpus: int,
+    is_explicit: bool,
+    chosen: Sequence[int] = (),
 ) -> list[Finding]:
-    """`report`: the probe's, or why there is none. `num_gpus`: what the run needs if `device` is cuda.
+    """`report`: the probe's, or why there is none. `num_gpus`: what the run needs if `device` is cuda; `chosen`: which
+    of them, as `Layout.gpus`.
 
     `is_explicit`: the device was named, and not found to be what there is.
     """
@@ -41,7 +49,8 @@ def check_gpus(
         findings.append(note("visible GPUs", f"CUDA_VISIBLE_DEVICES={hidden}"))
     needed = num_gpus if device == "cuda" else 0
     findings += _mig(smi, is_needed=needed > 1)
-    findings += [_gpu(gpu, smi, is_needed=gpu.index < needed) for gpu in report.gpus]
+    taken = (chosen or range(needed)) if needed else ()
+    findings += [_gpu(gpu, smi, is_needed=gpu.index in taken) for gpu in report.gpus]
     if report.is_available and len(report.gpus) < needed:
         findings.append(
             problem(
@@ -62,8 +71,10 @@ def check_gpus(
 def free_bytes(gpu: GpuReport, smi: SmiReport) -> int:
     """nvidia-smi was asked before our own probes took memory; where it is not there, theirs counts as used."""
     known = smi.gpus.get(gpu.uuid)
+    if known is None or not known.total_bytes:
+        return gpu.free_bytes
     # The driver's tool counts memory that programs never get.
-    return min(known.total_bytes - known.used_bytes, gpu.total_bytes) if known else gpu.free_bytes
+    return min(known.total_bytes - known.used_bytes, gpu.total_bytes)
 
 
 def _describe_torch(report: DeviceReport) -> str:

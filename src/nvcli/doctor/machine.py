@@ -81,6 +81,8 @@ def check_shm(folder: Path, *, uses_nccl: bool) -> Finding:
     try:
         stat = os.statvfs(folder)
     except OSError as error:
+        if not uses_nccl:
+            return note(name, f"{error.strerror}; only NCCL (--tp above 1 on GPUs) uses it")
         return warning(name, f"{error.strerror}", "mount a tmpfs there; NCCL needs it between GPUs")
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     found = f"{format_gib(free)} of {format_gib(size)} free"

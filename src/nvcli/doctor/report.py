@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -14,10 +15,10 @@ _COLOURS = {Level.OK: "green", Level.NOTE: "dim", Level.WARNING: "yellow", Level
 
 
 def format_json(sections: Sequence[Section]) -> str:
-    """`{"fit": …, "findings": [{"section", "name", "level", "found", "advice"}]}` on one line."""
+    """`{"fit": …, "findings": [{"section", "name", "level", "found", "advice"}]}` on one line of ASCII."""
     findings = [{"section": s.title, **msgspec.to_builtins(f)} for s in sections for f in s.findings]
     fit = count(list(sections), Level.PROBLEM) == 0
-    return msgspec.json.encode({"fit": fit, "findings": findings}).decode()
+    return json.dumps({"fit": fit, "findings": findings})
 
 
 def format_verdict(sections: Sequence[Section]) -> str:

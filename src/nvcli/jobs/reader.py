@@ -51,6 +51,8 @@ class RowReader:
         self._source: _Source | None = None
         self._bytes_before = 0
         self.rows_read = 0
+        self.rows_passed_over = 0
+        """Of those, rows that were answered already."""
         self.all_read = False
         """Every input was read to its end, and not as far as the limit only."""
         self.bytes_total = _total_bytes(self._inputs)
@@ -115,6 +117,7 @@ class RowReader:
         index = self.rows_read
         if index in self._answered.all:
             self._parser.skip(line, line_id=line_id, is_good=index not in self._answered.failed)
+            self.rows_passed_over += 1
             return None
         where = f"line {number}" if len(self._inputs) == 1 else f"line {number} of {_label(name)}"
         return self._parser.parse(line, index=index, line_id=line_id, where=where)

@@ -297,7 +297,9 @@ def _nearest(
         return replace(nearest, num_tokens=0)
     plan = estimate(config, model, worst.total_bytes)
     items = [f"{name} {format_bytes(size)}" for name, size in plan.planned.items() if size and name != "KV cache"]
+    setting = "raise gpu_memory_utilization"
     if config.kv_cache_memory is not None:
+        setting = "lower kv_cache_memory"
         items.append(f"KV cache {format_bytes(config.kv_cache_memory)}")
     if worst.used_bytes:
         items.append(f"held by other programs and the driver {format_bytes(worst.used_bytes)}")
@@ -306,8 +308,7 @@ def _nearest(
         f"the model does not fit the {of} that can be seen; {nearest.flags} comes nearest: of each GPU's "
         f"{format_bytes(worst.total_bytes)} the budget is {format_bytes(plan.budget)}, and it needs "
         f"{', '.join(items)}: {format_bytes(short)} are missing. To make it fit: free the GPUs, use more or larger "
-        "ones, raise gpu_memory_utilization, or lower max_num_batched_tokens; --tp and --dp in numbers skip this "
-        "estimate"
+        f"ones, {setting}, or lower max_num_batched_tokens; --tp and --dp in numbers skip this estimate"
     )
 
 

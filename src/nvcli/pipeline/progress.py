@@ -5,8 +5,9 @@ Writes to the stream it is given (standard error) and to nothing else.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
@@ -20,6 +21,8 @@ ProgressMode = Literal["auto", "bar", "plain", "none"]
 PLAIN_SECONDS = 10.0
 BAR_SECONDS = 0.2
 BAR_WIDTH = 16
+_WITHOUT_CURSOR = ("dumb", "unknown")
+"""Terminals that a bar is not drawn on."""
 
 
 class Progress:
@@ -122,10 +125,10 @@ class BarProgress(Progress):
         return bar, bar.add_task("", total=None, text="")
 
 
-def make_progress(mode: ProgressMode, stream: TextIO) -> Progress:
-    """auto: a bar on a terminal, else plain lines."""
+def make_progress(mode: ProgressMode, stream: TextIO, *, environ: Mapping[str, str] = os.environ) -> Progress:
+    """auto: a bar on a terminal whose cursor can be moved, else plain lines."""
     if mode == "auto":
-        mode = "bar" if stream.isatty() else "plain"
+        mode = "bar" if stream.isatty() and environ.get("TERM", "").lower() not in _WITHOUT_CURSOR else "plain"
     kinds: dict[str, type[Progress]] = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
     return kinds[mode](stream)
 

@@ -76,7 +76,10 @@ class ProgressFile(Progress):
             state = "done"
         elif not isinstance(error, Exception):
             state = "interrupted"
-        message = str(error) if isinstance(error, NvcliError) else repr(error) if state == "failed" else None
+        message = None
+        if state == "failed":
+            message = str(error) if isinstance(error, NvcliError) else repr(error)
+            message = message.encode(errors="backslashreplace").decode()  # it may name a file whose name is no text
         view = self._view
         self._write(bare_status(state, self._started, message) if view is None else view.status(state, message))
 

@@ -204,10 +204,21 @@ class RunView:
         )
 
     def _share_read(self) -> float | None:
-        """Of the input; None where its size is not known."""
+        """Of the rows that this run has to answer; None where the input's size is not known."""
         reader = self._reader
         if self._feeder.all_read:
             return 1.0
+        share = self._share_of_input()
+        if not share:
+            return None
+        # An earlier run answered the first rows rather than every tenth: what is left of the input holds few of them.
+        rows_read = reader.rows_read - reader.rows_passed_over
+        rows_to_read = reader.rows_read / share - self._counts.rows_resumed
+        return rows_read / max(rows_read, rows_to_read, 1)
+
+    def _share_of_input(self) -> float | None:
+        """That was read; None where its size is not known."""
+        reader = self._reader
         shares = []
         if reader.bytes_total:
             shares.append(reader.bytes_read / reader.bytes_total)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -18,6 +20,8 @@ _WORTH = 1.02
 """A change that gives less than 2 % more is not named."""
 _SMALL_STEP_TOKENS = 2048
 _HIGH_UTILIZATION = 0.95
+_MOST_SLOTS = 65536
+"""That `max_num_seqs` may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +43,18 @@ Planner = Callable[[EngineConfig], int]
 
 def planner(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Planner:
     """Plans other configurations: as estimated, corrected by what `use` (for `config`) shows the estimate misses."""
+    error = _beside_cache(use) - _beside_cache(estimate(config, model, use.total))
 
     def room(candidate: EngineConfig) -> int:
         planned = estimate(candidate, model, use.total)
-        return planned.budget - sum(size for name, size in planned.planned.items() if name != "KV cache")
+        beside = _beside_cache(planned) + error
+        if candidate.kv_cache_memory is None:
+            return planned.budget - beside
+        left = use.total - beside  # a cache of a given size is not held to the budget
+        missing = planned.planned["KV cache"] - left
+        return -missing if missing > 0 else min(candidate.kv_cache_memory, left)
 
-    known = use.budget - sum(size for name, size in use.planned.items() if name != "KV cache")
-    error = known - room(config)
-    return lambda candidate: room(candidate) + error
+    return room
 
 
 def advise(
@@ -66,30 +74,28 @@ def advise(
         size_of_request = min(request_len, changed.max_model_len)
         requests = _requests(changed, model, plan, size_of_request)
         if requests >= 1 and requests > _WORTH * now:
-            typed = " ".join(
-                f"--set {key}={value:g}" if key != "tensor_parallel_size" else f"--tp {value}"
-                for key, value in changes.items()
+            found.append(
+                Advice(change=_typed(changes), tokens=_tokens(changed, model, plan), requests=requests, why=why)
             )
-            found.append(Advice(change=typed, tokens=_tokens(changed, model, plan), requests=requests, why=why))
     return found[:_MOST_ADVICE]
 
 
 def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> list[Advice]:
     """The KV cache has room for more requests than may run."""
-    slots = config.max_num_seqs
-    while slots < 65536:
-        more = msgspec.structs.replace(
-            config, max_num_seqs=2 * slots, max_num_batched_tokens=max(config.max_num_batched_tokens, 2 * slots)
-        )
-        if _requests(more, model, plan, request_len) < more.max_num_seqs:
+    more, changes = config, {}
+    while 2 * more.max_num_seqs <= _MOST_SLOTS:
+        next_changes = {"max_num_seqs": 2 * more.max_num_seqs}
+        if next_changes["max_num_seqs"] > config.max_num_batched_tokens:
+            next_changes["max_num_batched_tokens"] = next_changes["max_num_seqs"]
+        next_config = msgspec.structs.replace(config, **next_changes)
+        if _requests(next_config, model, plan, request_len) < next_config.max_num_seqs:
             break
-        slots *= 2
-    if slots == config.max_num_seqs:
+        more, changes = next_config, next_changes
+    if not changes:
         return []
-    more = msgspec.structs.replace(config, max_num_seqs=slots)
     return [
         Advice(
-            change=f"--set max_num_seqs={slots}",
+            change=_typed(changes),
             tokens=_tokens(more, model, plan),
             requests=_requests(more, model, plan, request_len),
             why=f"the KV cache has room for more than the {config.max_num_seqs} requests that may run",
@@ -97,11 +103,10 @@ def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request
     ]
 
 
-def _candidates(
-    config: EngineConfig, model: ModelConfig, longest: int | None
-) -> Iterator[tuple[dict[str, float], str]]:
+def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -> Iterator[tuple[dict[str, Any], str]]:
     if config.kv_cache_memory is not None:
         yield {"kv_cache_memory": 2 * config.kv_cache_memory}, "twice the cache"
+        yield {"kv_cache_memory": None}, "what gpu_memory_utilization leaves"
         return
     if config.gpu_memory_utilization < _HIGH_UTILIZATION:
         yield {"gpu_memory_utilization": _HIGH_UTILIZATION}, "where nothing else uses the GPU"
@@ -122,20 +127,36 @@ def _candidates(
 
 
 def _tokens(config: EngineConfig, model: ModelConfig, plan: Planner) -> int:
-    room = config.kv_cache_memory if config.kv_cache_memory is not None else plan(config)
     most = config.max_num_seqs * config.max_blocks_per_seq
-    return min(max(0, room // block_bytes(config, model) - 1), most) * config.block_size
+    return min(max(0, plan(config) // block_bytes(config, model) - 1), most) * config.block_size
 
 
 def _requests(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> float:
     """That fit the cache; not bounded by `max_num_seqs`, but by what the largest allowed cache holds."""
     blocks_each = max(1.0, request_len / config.block_size)
-    room = config.kv_cache_memory if config.kv_cache_memory is not None else plan(config)
-    return max(0.0, (room // block_bytes(config, model) - 1) / blocks_each)
+    return max(0.0, (plan(config) // block_bytes(config, model) - 1) / blocks_each)
 
 
 def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | None:
-    """How much is missing for the smallest KV cache, if the plan does not fit."""
-    room = use.budget - sum(size for name, size in use.planned.items() if name != "KV cache")
-    short = 2 * block_bytes(config, model) - (room if config.kv_cache_memory is None else config.kv_cache_memory)
+    """How much is missing for the KV cache, if the plan does not fit."""
+    smallest = 2 * block_bytes(config, model)
+    if config.kv_cache_memory is None:
+        short = smallest - (use.budget - _beside_cache(use))
+    else:
+        short = smallest - config.kv_cache_memory
+        if short <= 0 and (over := sum(use.planned.values()) - use.total) > 0:
+            return f"{format_bytes(over)} are missing for a KV cache of kv_cache_memory"
     return f"{format_bytes(short)} are missing for the smallest KV cache" if short > 0 else None
+
+
+def _beside_cache(use: MemoryUse) -> int:
+    """Bytes of all planned items but the KV cache."""
+    return sum(size for name, size in use.planned.items() if name != "KV cache")
+
+
+def _typed(changes: Mapping[str, Any]) -> str:
+    """As the command line takes them."""
+    return " ".join(
+        f"--tp {value}" if key == "tensor_parallel_size" else f"--set {key}={json.dumps(value)}"
+        for key, value in changes.items()
+    )

@@ -138,6 +138,6 @@ def _profile(
 
 
 def gpu_memory_here() -> int | None:
-    """Bytes of this machine's first GPU, as the driver's tool says; None where there is none."""
+    """Bytes of this machine's first GPU, as the driver's tool says; None where it tells of none."""
     gpus = ask_for_gpus().gpus.values()
-    return min(gpus, key=lambda gpu: gpu.index).total_bytes if gpus else None
+    return (min(gpus, key=lambda gpu: gpu.index).total_bytes or None) if gpus else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 
 from nvcli.config import format_bytes
@@ -13,11 +15,11 @@ _BAR = 40
 
 
 def format_json(profile: MemoryProfile) -> str:
-    """Everything, on one line."""
+    """Everything, on one line of ASCII."""
     fields = msgspec.to_builtins(profile)
     fields["ranks"] = [msgspec.structs.asdict(use) for use in profile.ranks]  # their wire form is a list
     fields["num_tokens"] = profile.num_tokens
-    return msgspec.json.encode(fields).decode()
+    return json.dumps(fields)
 
 
 def format_profile(profile: MemoryProfile) -> str:
