@@ -209,6 +209,7 @@ import os, signal, sys, types
 class Loading(types.ModuleType):
     def __getattr__(self, name): os.kill(os.getpid(), signal.SIGINT)
 sys.modules["typer"] = Loading("typer")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever these tests were started with
 from nvcli.__main__ import main
 main()
 """
