@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -166,6 +166,18 @@ def peak_bytes(device: torch.device) -> int:
             return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0)
     free, total = torch.cuda.mem_get_info(device)
     return total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+
+
+@contextmanager
+def most_allocated(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Bytes that torch's allocator took at most within, over what it held before; 0 on a CPU."""
+    if device.type == "cpu":
+        yield lambda: 0
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield lambda: torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
 
 
 def _available_ram() -> int:

@@ -7,9 +7,8 @@ first one gets them with the next step's input.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
-from nvcli.errors import ConfigError, LimitsTooHigh
+from nvcli.errors import LimitsTooHigh
 from nvcli.messages import EngineReady, ForwardMode, MemoryUse, StepInput, StepOutput, TokenLogprobs
 from nvcli.models.config import load_model_config
 from nvcli.models.group import StageState
@@ -31,6 +30,7 @@ from nvcli.models.stage import Stage
 from nvcli.runner.batch_builder import build_batch
 from nvcli.runner.cuda_graph import DecodeGraphs, GraphPool
 from nvcli.runner.decode_step import DecodeOutput, DecodeStep
+from nvcli.runner.device import open_device
 from nvcli.runner.head_start import import_kernels
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import (
@@ -38,6 +38,7 @@ from nvcli.runner.memory import (
     check_weights_fit,
     free_bytes,
     memory_for,
+    most_allocated,
     other_bytes,
     out_of_memory_line,
     peak_bytes,
@@ -127,14 +128,9 @@ class ModelRunner:
 
     def _open_device(self) -> None:
         with self._phase("open device"):
-            if self.config.device == "cuda":
-                self.device = _open_gpu(self.config.gpu_index(self._context.rank))
+            self.device = open_device(self.config, self._context.rank)
+            if self.device.type == "cuda":
                 import_kernels()
-            else:
-                self.device = torch.device("cpu")
-                if "OMP_NUM_THREADS" not in os.environ:
-                    num_cores = len(os.sched_getaffinity(0))
-                    torch.set_num_threads(max(1, num_cores // self.config.num_ranks))
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
             self._clock = StepClock(self.device)
 
@@ -217,7 +213,7 @@ class ModelRunner:
             self._use_kv_cache(1)
             self.decode_graphs: DecodeGraphs | None = None
             self.mixed_graphs: MixedGraphs | None = None
-            with self._peak_memory() as peak:
+            with most_allocated(self.device) as peak:
                 self._run_largest_batches()
             self._activation_bytes = peak()
             self._make_slots()
@@ -292,7 +288,7 @@ class ModelRunner:
         if self.config.measure_memory:
             with self._phase("measure memory"):
                 buffers = self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes
-                with self._peak_memory() as peak:
+                with most_allocated(self.device) as peak:
                     self._run_largest_batches()
                 self._make_slots()
                 sizes = (
@@ -346,17 +342,6 @@ class ModelRunner:
         if self.device.type == "cpu":
             return self._weight_bytes + self.kv_cache.num_bytes
         return torch.cuda.memory_allocated(self.device) + self._shared_bytes
-
-    @contextmanager
-    def _peak_memory(self) -> Iterator[Callable[[], int]]:
-        """Bytes that torch's allocator took at most within, over what it held before; 0 on a CPU."""
-        if self.device.type == "cpu":
-            yield lambda: 0
-            return
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        yield lambda: torch.cuda.max_memory_allocated(self.device) - before
-        torch.cuda.empty_cache()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -481,22 +466,3 @@ class ModelRunner:
             return ids
         self._pinned_ids = self._pinned_ids[1:] + self._pinned_ids[:1]
         return self._pinned_ids[0][: len(ids)].copy_(ids, non_blocking=True)
-
-
-def _open_gpu(index: int) -> torch.device:
-    """Raises ConfigError where there is no such GPU."""
-    if not torch.cuda.is_available():
-        build = "was built without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no GPU"
-        raise ConfigError(
-            f"`device` is cuda, but torch {torch.__version__} {build}: check `nvidia-smi` and that the driver is new "
-            "enough for this torch, or use `device: cpu`"
-        )
-    count = torch.cuda.device_count()
-    if index >= count:
-        raise ConfigError(
-            f"the run needs GPU number {index}, and {count} can be seen here: lower tensor_parallel_size (--tp) or "
-            "data_parallel_size (--dp), or look at CUDA_VISIBLE_DEVICES"
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
