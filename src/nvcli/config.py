@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from nvcli.errors import ConfigError
-from nvcli.sampling_params import SamplingParams
+from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.validation import InvalidValue, convert, join_path, show
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of one element."""
+
+MAX_NUM_SEQS = 65536
+"""The largest `max_num_seqs`."""
 
 DEFAULT_CONFIG_FILE = "nvcli.yaml"
 """Read from the current folder when no configuration file is named."""
@@ -100,7 +103,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Copies of the model, each on GPUs of its own: `tensor_parallel_size` for each stage. auto: likewise."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Most tokens of prompt and answer together; null: what the model was made for."""
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 256
+    max_num_seqs: Annotated[int, Meta(ge=1, le=MAX_NUM_SEQS)] = 256
     """Most requests that run at the same time in each copy."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 8192
     """Most tokens computed in one step; longer prompts are cut into chunks."""
@@ -118,7 +121,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Prompts that begin alike share the KV cache of what they have in common."""
     enforce_eager: bool = False
     """true: no CUDA graphs."""
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    seed: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
     """With a row's index, what its random choices follow from."""
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
     """Seconds a rank may take for one step before the run is ended."""

@@ -93,24 +93,23 @@ class EngineClient:
         """Outputs that arrived; waits up to `timeout` seconds for the first. Raises what the engine failed with, once
         what it said before that has been given out.
         """
+        if self._failure is not None:
+            raise self._failure
         outputs: list[RequestOutput] = []
         is_first = True
-        while self._failure is None:
-            try:
-                if not self._has_message(timeout if is_first else 0):
-                    return outputs
+        try:
+            while self._has_message(timeout if is_first else 0):
                 message = self._receive()
-            except NvcliError as failure:
-                self._failure = failure
-                break
-            is_first = False
-            assert isinstance(message, OutputBatch)
-            outputs += message.outputs
-            self._stats = message.stats
-            self._steps += message.steps
-            self._notes += message.notes
-        if is_first:
-            raise self._failure
+                is_first = False
+                assert isinstance(message, OutputBatch)
+                outputs += message.outputs
+                self._stats = message.stats
+                self._steps += message.steps
+                self._notes += message.notes
+        except NvcliError as failure:
+            self._failure = failure
+            if is_first:
+                raise
         return outputs
 
     @property

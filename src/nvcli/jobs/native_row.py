@@ -10,10 +10,8 @@ import msgspec
 from nvcli.errors import RowError
 from nvcli.jobs.conversation import check_messages
 from nvcli.jobs.job import Job, JobId, Place
-from nvcli.sampling_params import SamplingParams
+from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.validation import InvalidValue, convert, show
-
-_MAX_ID = (1 << 63) - 1
 
 
 class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +54,7 @@ def native_id(row: dict[str, Any], keys: RowKeys, line_id: int) -> JobId:
     if keys.id not in row:
         return line_id
     value = row[keys.id]
-    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_ID):
+    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT):
         return value
     raise RowError("invalid_id", f"`{keys.id}` is {show(value)}; allowed: text or an integer of 64 bits")
 

@@ -48,13 +48,14 @@ class CausalLM(nn.Module, ABC):
 
     def is_ignored(self, tensor: str) -> bool:
         """Whether a checkpoint may hold a tensor of this name that the model has no use for."""
-        is_tied_head = self.config.tie_word_embeddings and tensor == _HEAD
-        return is_tied_head or tensor.endswith("rotary_emb.inv_freq") or self._is_elsewhere(tensor)
+        return self._is_tied_head(tensor) or tensor.endswith("rotary_emb.inv_freq") or self._is_elsewhere(tensor)
 
     def original_of(self, tensor: str) -> str | None:
         """The tensor that this one, which is ignored, must be a copy of; None: its values do not matter here."""
-        is_tied_head = self.config.tie_word_embeddings and tensor == _HEAD
-        return _EMBEDDING if is_tied_head and self.stage.is_last else None
+        return _EMBEDDING if self._is_tied_head(tensor) and self.stage.is_last else None
+
+    def _is_tied_head(self, tensor: str) -> bool:
+        return self.config.tie_word_embeddings and tensor == _HEAD
 
     def _is_elsewhere(self, tensor: str) -> bool:
         """Whether it is another stage's, which looks for it."""

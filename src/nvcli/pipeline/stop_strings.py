@@ -61,10 +61,8 @@ class StopStringDetector:
         text = self._decode(self._ids[self._context :])
         is_incomplete = text.endswith(REPLACEMENT)
         is_pending = is_incomplete and len(self._ids) - self._read < MAX_PENDING_TOKENS
-        if is_pending:
-            text = text.rstrip(REPLACEMENT)
-        elif is_incomplete:  # broken bytes, but the last may begin a character
-            text = text.removesuffix(REPLACEMENT)
+        # Of bytes that stay broken the last may still begin a character.
+        text = text.rstrip(REPLACEMENT) if is_pending else text.removesuffix(REPLACEMENT)
         if len(text) <= len(self._context_text):
             return ""
         piece = text[len(self._context_text) :]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.config import EngineConfig, format_bytes
+from nvcli.config import MAX_NUM_SEQS, EngineConfig, format_bytes
 from nvcli.errors import ConfigError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
@@ -20,8 +20,6 @@ _WORTH = 1.02
 """A change that gives less than 2 % more is not named."""
 _SMALL_STEP_TOKENS = 2048
 _HIGH_UTILIZATION = 0.95
-_MOST_SLOTS = 65536
-"""That `max_num_seqs` may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ def advise(
 def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> list[Advice]:
     """The KV cache has room for more requests than may run."""
     more, changes = config, {}
-    while 2 * more.max_num_seqs <= _MOST_SLOTS:
+    while 2 * more.max_num_seqs <= MAX_NUM_SEQS:
         next_changes = {"max_num_seqs": 2 * more.max_num_seqs}
         if next_changes["max_num_seqs"] > config.max_num_batched_tokens:
             next_changes["max_num_batched_tokens"] = next_changes["max_num_seqs"]
