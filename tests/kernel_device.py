@@ -6,6 +6,7 @@ tests are GPU tests like the others.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -16,6 +17,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 HAS_GPU = torch.cuda.is_available()
 # conftest.py sets it, before Triton is imported.
 assert HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
+
+if not HAS_GPU:
+    from triton.runtime.interpreter import interpreter_builder
+
+    # Without `debug` the interpreter passes over `tl.device_assert`; random numbers overflow on purpose.
+    interpreter_builder.options = dataclasses.replace(interpreter_builder.options, debug=True, sanitize_overflow=False)
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 INTERPRETED_MARKS = [
