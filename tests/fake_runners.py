@@ -150,7 +150,7 @@ class OutOfMemoryRunner(HashingRunner):
             if not self.is_last:
                 time.sleep(600)
             self.apply(step)
-            raise MemoryError(f"none left for step {step.step_id}")
+            raise MemoryError(f"none left for step {step.step_id}" + ", of which torch has a lot to say" * 8)
         return super().launch(step)
 
 

@@ -21,6 +21,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from textwrap import shorten
 
 import msgspec
 
@@ -90,7 +91,8 @@ class NotRun:
     reason: str
 
     def result(self) -> StepOutput:
-        return StepOutput(step_id=self.step_id, token_ids=b"", out_of_memory=self.reason[:_MAX_REASON])
+        reason = shorten(self.reason, _MAX_REASON, placeholder=" …")
+        return StepOutput(step_id=self.step_id, token_ids=b"", out_of_memory=reason)
 
 
 def main(start: RankStart, control: Connection) -> None:
