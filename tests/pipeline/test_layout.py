@@ -96,10 +96,13 @@ def test_a_small_job_does_not_want_many_copies(shapes: Any) -> None:
     [
         # Measured on H200s with `nvcli bench --shape … --num-requests N`: by (dp, tp), of the generation alone.
         ("qwen3-0.6b", 2, 512, {(2, 1): 5.1, (1, 2): 6.8}),
+        ("qwen3-0.6b", 4, 1024, {(4, 1): 5.0, (2, 2): 6.4, (1, 4): 9.2}),
+        ("qwen3-8b", 2, 512, {(2, 1): 13.7, (1, 2): 15.4}),
         ("qwen3-8b", 4, 256, {(1, 4): 5.8, (2, 2): 5.9}),
         ("qwen3-8b", 4, 1024, {(4, 1): 13.6, (2, 2): 15.4}),
         ("qwen3-32b", 2, 512, {(2, 1): 46.0, (1, 2): 50.0}),
         ("qwen3-32b", 4, 256, {(1, 4): 15.6}),
+        ("qwen3-32b", 4, 512, {(2, 2): 25.1, (1, 4): 29.3, (4, 1): 30.4}),
     ],
 )
 def test_what_was_measured_to_be_fastest_is_chosen(

@@ -5,10 +5,10 @@ hold of each GPU left out; one whose KV cache holds a request of `max_model_len`
 those, the one with the least seconds by this model, for one copy and added up over copies:
 
     decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
-                    and values; a fixed time for each layer; tp > 1: two all-reduces for each layer. With stages: all of
-                    them work at a time, each on a share of the requests
-    requests a step no more than `max_num_seqs`, the copy's share of the job, and what the KV cache holds. The longest
-                    answers are about twice the usual ones: when the others have ended, steps of few requests remain
+                    and values; a fixed time for each layer and for each request; tp > 1: two all-reduces for each
+                    layer. With stages: all of them work at a time, each on a share of the requests
+    requests a step no more than `max_num_seqs`, the copy's share of the job, and what the KV cache holds. Answers
+                    are of all lengths up to twice the usual one: the last to run end one by one, in ever smaller steps
     prompts         matrix time and all-reduces
     start           each process, each copy's weights, and NCCL: what makes many copies too much for a small job
 
@@ -36,10 +36,14 @@ from nvcli.runner.estimate import block_bytes, estimate, largest_stage
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64
 """A job of unknown size has this many times the requests that the machine could run at a time."""
+_LEFT = (0.875, 0.625, 0.375, 0.125)
+"""Of the last requests to run, in each quarter of the time that they take to end."""
 _LAYER_SECONDS = 30e-6
 """Of a decode step, beside bytes and operations: the small kernels and the gaps between them."""
-_PIECE_LOSS = 0.08
+_PIECE_LOSS = 0.03
 """By how much longer an operation takes with each halving of the matrices."""
+_ROW_SECONDS = 3e-6
+"""Of each request in a decode step, beside them: the sampler, and what prompts that share steps cost."""
 _PROCESS_SECONDS = 0.2
 _LOAD_BYTES_PER_SECOND = 40e9
 """Of all copies together, from the page cache."""
@@ -192,6 +196,8 @@ def _candidate(
         if num_tokens:
             rate += share / _copy_seconds(model, config, slowest, share, num_tokens, dtype_bytes)
     start = (each * dp - 1) * _PROCESS_SECONDS + (dp - 1) * each * weights / _LOAD_BYTES_PER_SECOND
+    if each > 1:
+        start += _NCCL_SECONDS
     return _Candidate(
         tp=tp,
         pp=config.pipeline_parallel_size,
@@ -200,7 +206,7 @@ def _candidate(
         weight_bytes=weights,
         room=min(rooms[index] for index in chosen),
         num_tokens=least_tokens or 0,
-        seconds=(num_requests / rate if rate else math.inf) + start + (_NCCL_SECONDS if each > 1 else 0.0),
+        seconds=start + (num_requests / rate if rate else math.inf),
     )
 
 
@@ -238,10 +244,11 @@ def _copy_seconds(
 
     def step(rows: float) -> float:
         seconds = max(matrices * dtype_bytes / speed.bytes_per_second, 2 * matrices * rows / flops)
-        seconds += rows * 1.5 * usual * kv_bytes / speed.bytes_per_second
+        seconds += rows * (1.5 * usual * kv_bytes / speed.bytes_per_second + _ROW_SECONDS)
         return seconds + num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
 
-    steps = usual * num_requests / running * step(max(1.0, running / pp)) + usual * step(1.0)
+    steps = usual * (num_requests / running - 1) * step(max(1.0, running / pp))
+    steps += 2 * usual / len(_LEFT) * sum(step(max(1.0, left * running / pp)) for left in _LEFT)
     prompt_tokens = num_requests * usual
     prompts = 2 * layers * prompt_tokens / flops
     prompts += 2 * num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
@@ -268,12 +275,12 @@ class _Speed:
         return steps * self.link_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / self.link_bytes_per_second
 
 
-_NVLINK = {"link_bytes_per_second": 300e9, "link_seconds": 3e-6}
+_NVLINK = {"link_bytes_per_second": 380e9, "link_seconds": 2e-6}
 _PCIE = {"link_bytes_per_second": 15e9, "link_seconds": 30e-6}
 _SPEEDS = {
     "B200": _Speed(6.5e12, 1400e12, **_NVLINK),
-    "H200": _Speed(4.4e12, 650e12, **_NVLINK),
-    "H100": _Speed(2.9e12, 620e12, **_NVLINK),
+    "H200": _Speed(4.3e12, 600e12, **_NVLINK),
+    "H100": _Speed(2.9e12, 600e12, **_NVLINK),
     "A100": _Speed(1.6e12, 250e12, **_NVLINK),
     "L40": _Speed(0.75e12, 200e12, **_PCIE),
 }
