@@ -155,6 +155,11 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     measured: dict[str, int] = {}
     """Likewise; empty unless the run was asked to measure."""
 
+    @property
+    def beside_cache(self) -> int:
+        """Of all planned items but the KV cache."""
+        return sum(size for name, size in self.planned.items() if name != "KV cache")
+
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine reports once its ranks can run."""

@@ -31,7 +31,7 @@ from nvcli.errors import CapacityError, ConfigError
 from nvcli.models.config import ModelConfig
 from nvcli.models.sizes import kv_bytes_per_token, weight_elements
 from nvcli.nvidia_smi import SmiGpu
-from nvcli.runner.estimate import block_bytes, estimate, largest_stage
+from nvcli.runner.estimate import block_bytes, estimate, largest_stage, tokens_in
 
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64
@@ -189,7 +189,7 @@ def _candidate(
     rate, least_tokens = 0.0, None
     for first in range(0, each * dp, each):
         group = chosen[first : first + each]
-        num_tokens = _num_tokens(min(rooms[index] for index in group), model, config)
+        num_tokens = tokens_in(min(rooms[index] for index in group), config, model)
         least_tokens = num_tokens if least_tokens is None else min(least_tokens, num_tokens)
         speeds = [_speed(gpus[index].name) for index in group]
         slowest = min(speeds, key=lambda speed: speed.bytes_per_second)
@@ -213,17 +213,11 @@ def _candidate(
 def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
     """Bytes that a rank's KV cache could have."""
     plan = estimate(config, model, gpu.total_bytes)
-    fixed = sum(size for name, size in plan.planned.items() if name != "KV cache") + gpu.used_bytes
+    fixed = plan.beside_cache + gpu.used_bytes
     if config.kv_cache_memory is None:
         return plan.budget - fixed
     left = gpu.total_bytes - fixed
     return config.kv_cache_memory if config.kv_cache_memory <= left else left - config.kv_cache_memory
-
-
-def _num_tokens(room: int, model: ModelConfig, config: EngineConfig) -> int:
-    """That a copy's KV cache holds; there is no use for more than all its requests could fill."""
-    most = config.max_num_seqs * config.max_blocks_per_seq
-    return min(max(0, room // block_bytes(config, model) - 1), most) * config.block_size
 
 
 def _copy_seconds(

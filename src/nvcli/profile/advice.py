@@ -13,7 +13,7 @@ from nvcli.config import MAX_NUM_SEQS, EngineConfig, format_bytes
 from nvcli.errors import ConfigError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.runner.estimate import block_bytes, estimate
+from nvcli.runner.estimate import block_bytes, estimate, tokens_in
 
 _MOST_ADVICE = 5
 _WORTH = 1.02
@@ -41,11 +41,11 @@ Planner = Callable[[EngineConfig], int]
 
 def planner(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Planner:
     """Plans other configurations: as estimated, corrected by what `use` (for `config`) shows the estimate misses."""
-    error = _beside_cache(use) - _beside_cache(estimate(config, model, use.total))
+    error = use.beside_cache - estimate(config, model, use.total).beside_cache
 
     def room(candidate: EngineConfig) -> int:
         planned = estimate(candidate, model, use.total)
-        beside = _beside_cache(planned) + error
+        beside = planned.beside_cache + error
         if candidate.kv_cache_memory is None:
             return planned.budget - beside
         left = use.total - beside  # a cache of a given size is not held to the budget
@@ -72,9 +72,8 @@ def advise(
         size_of_request = min(request_len, changed.max_model_len)
         requests = _requests(changed, model, plan, size_of_request)
         if requests >= 1 and requests > _WORTH * now:
-            found.append(
-                Advice(change=_typed(changes), tokens=_tokens(changed, model, plan), requests=requests, why=why)
-            )
+            tokens = tokens_in(plan(changed), changed, model)
+            found.append(Advice(change=_typed(changes), tokens=tokens, requests=requests, why=why))
     return found[:_MOST_ADVICE]
 
 
@@ -94,7 +93,7 @@ def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request
     return [
         Advice(
             change=_typed(changes),
-            tokens=_tokens(more, model, plan),
+            tokens=tokens_in(plan(more), more, model),
             requests=_requests(more, model, plan, request_len),
             why=f"the KV cache has room for more than the {config.max_num_seqs} requests that may run",
         )
@@ -124,11 +123,6 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
             yield {"tensor_parallel_size": size}, "weights and cache are spread over more GPUs"
 
 
-def _tokens(config: EngineConfig, model: ModelConfig, plan: Planner) -> int:
-    most = config.max_num_seqs * config.max_blocks_per_seq
-    return min(max(0, plan(config) // block_bytes(config, model) - 1), most) * config.block_size
-
-
 def _requests(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> float:
     """That fit the cache; not bounded by `max_num_seqs`, but by what the largest allowed cache holds."""
     blocks_each = max(1.0, request_len / config.block_size)
@@ -139,17 +133,12 @@ def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | N
     """How much is missing for the KV cache, if the plan does not fit."""
     smallest = 2 * block_bytes(config, model)
     if config.kv_cache_memory is None:
-        short = smallest - (use.budget - _beside_cache(use))
+        short = smallest - (use.budget - use.beside_cache)
     else:
         short = smallest - config.kv_cache_memory
         if short <= 0 and (over := sum(use.planned.values()) - use.total) > 0:
             return f"{format_bytes(over)} are missing for a KV cache of kv_cache_memory"
     return f"{format_bytes(short)} are missing for the smallest KV cache" if short > 0 else None
-
-
-def _beside_cache(use: MemoryUse) -> int:
-    """Bytes of all planned items but the KV cache."""
-    return sum(size for name, size in use.planned.items() if name != "KV cache")
 
 
 def _typed(changes: Mapping[str, Any]) -> str:

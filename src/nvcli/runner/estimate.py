@@ -39,6 +39,12 @@ def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = 
     return per_token * config.block_size
 
 
+def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
+    """That a KV cache of `room` bytes a rank holds; there is no use for more than all running requests could fill."""
+    most = config.max_num_seqs * config.max_blocks_per_seq
+    return min(max(0, room // block_bytes(config, model) - 1), most) * config.block_size
+
+
 def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage | None = None) -> MemoryUse:
     """The plan of one rank of a stage, on a GPU of `total` bytes; the KV cache is negative where the rest does not fit.
 
