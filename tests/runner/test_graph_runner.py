@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_decode_sizes_reach_the_most_rows_and_pad_by_a_quarter_at_most(most: int
     sizes = decode_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
-    assert all(after <= 1.25 * before + 4 for before, after in zip(sizes, sizes[1:], strict=False))
+    assert all(after <= 1.25 * before + 4 for before, after in itertools.pairwise(sizes))
 
 
 def test_sizes_with_prompts_fit_the_limits() -> None:

@@ -1,4 +1,4 @@
-"""The device that a rank works on, and slow parts of a rank's start that need no interpreter, begun beside those that do.
+"""The device that a rank works on, and slow parts of its start that run beside others, on threads of their own.
 
 This module imports torch only where a device is opened: the GPU's context is made while torch is imported.
 """

@@ -212,7 +212,7 @@ class ModelRunner:
                 ) from None
 
     def _measure_graphs(self) -> None:
-        """Capture the largest graph and a small one on the null block, to know what all will take: they share memory."""
+        """Capture the largest graph and a small one on the null block, to know what all will take together."""
         self._graph_bytes = 0
         if self._graph_shapes:
             with self._phase("measure graphs"):

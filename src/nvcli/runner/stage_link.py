@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nvcli.models.group import StageState
-from nvcli.runner.process_group import RankGroups
 from nvcli.runner.graph_runner import unowned
+from nvcli.runner.process_group import RankGroups
 
 
 @dataclass(frozen=True, slots=True)
