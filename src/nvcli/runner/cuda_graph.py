@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from nvcli.runner.decode_step import DecodeOutput
-from nvcli.runner.graph_sizes import decode_sizes
 from nvcli.runner.stage_link import PassedOn
+from nvcli.sizing.graph_sizes import decode_sizes
 
 _WARM_UP_RUNS = 2
 

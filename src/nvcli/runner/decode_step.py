@@ -15,10 +15,10 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import KVCache
+from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.decode_inputs import DecodeInputs
 from nvcli.messages import ForwardMode
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.group import StageState
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.stage_link import PassedOn, StageLink

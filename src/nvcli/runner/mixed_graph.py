@@ -21,18 +21,18 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
+from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.decode_inputs import DecodeInputs
 from nvcli.messages import ForwardMode, StepInput
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.group import StageState
 from nvcli.runner.batch_builder import build_batch
 from nvcli.runner.cuda_graph import CapturedGraph, GraphPool
-from nvcli.runner.graph_sizes import mixed_sizes
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable, unpack_ids
 from nvcli.runner.stage_link import PassedOn, StageLink
 from nvcli.runner.unowned import unowned
 from nvcli.runner.uploader import Uploader
+from nvcli.sizing.graph_sizes import mixed_sizes
 
 MAX_SLICES = 32
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nvcli.models.group import StageState
-from nvcli.runner.process_group import RankGroups
+from nvcli.distributed.process_group import RankGroups
+from nvcli.distributed.tensor_parallel import StageState
 from nvcli.runner.unowned import unowned
 
 
