@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from nvcli.distributed.peer_memory import open_peer_memory
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.peer_memory import PeerLayout
-from nvcli.models.group import TensorParallelGroup
-from nvcli.runner.process_group import open_peer_memory
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 COLUMNS = ("NCCL", "NCCL + norm", "one shot", "two shots", "NCCL keys", "keys")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvcli.models.group import TensorParallelGroup
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 
 JOIN_SECONDS = 120.0
 

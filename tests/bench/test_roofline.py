@@ -8,10 +8,10 @@ import pytest
 
 from nvcli.bench.roofline import Ceilings, ModelCosts, Roofline, Work
 from nvcli.bench.shapes import write_shape
+from nvcli.distributed.stage import Stage
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
 from nvcli.models.config import load_model_config
-from nvcli.models.stage import Stage
 
 COSTS = ModelCosts(
     layer_weights=1000, lm_head_weights=300, kv_elements_per_token=8, attention_flops_per_pair=16, bytes_per_element=2

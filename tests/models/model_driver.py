@@ -11,11 +11,11 @@ from batches import Blocks, RequestState, make_batch
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
+from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
-from nvcli.models.group import TensorParallelGroup
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
-from nvcli.models.stage import WHOLE, Stage
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from batches import RequestState
 from checkpoints import write_tiny_qwen3
+from nvcli.distributed.peer_memory import open_peer_memory
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.peer_memory import PeerLayout
-from nvcli.models.group import TensorParallelGroup
-from nvcli.runner.process_group import open_peer_memory
 from tensor_parallel_ranks import run_ranks
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ def norm_of_sum(group: TensorParallelGroup) -> tuple[Tensor, Tensor]:
     """Rank r's part is r + 1 times the first one: (the norm, the residual)."""
     generator = torch.Generator().manual_seed(0)
     part, residual = torch.randn(2, 3, 8, generator=generator)
-    place = group.place_for_part(part.shape, part.dtype)
+    place = group.partial_sum_buffer(part.shape, part.dtype)
     assert place is None
     return group.add_rms_norm(part * (group.rank + 1), residual, torch.full((8,), 0.5), 1e-6), residual
 

@@ -20,7 +20,7 @@ from nvcli.profile.advice import advise
 from nvcli.profile.lengths import Bucket, lengths_of
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
-from nvcli.runner.estimate import block_bytes, estimate
+from nvcli.sizing.memory import block_bytes, estimate
 
 GIB = 1 << 30
 

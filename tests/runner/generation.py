@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fake_runners import engine_config
+from nvcli.distributed.stage import Stage
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.models.config import load_model_config
-from nvcli.models.sizes import kv_bytes_per_token
-from nvcli.models.stage import Stage
 from nvcli.sampling_params import SamplingParams
+from nvcli.sizing.weights import kv_bytes_per_token
 from requests_factory import make_request
 
 EOS = 1

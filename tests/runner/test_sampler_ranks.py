@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fake_runners import engine_config
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput
-from nvcli.models.group import TensorParallelGroup
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.uploader import Uploader

@@ -13,11 +13,11 @@ from nvcli.bench.measures import Run, run_of
 from nvcli.bench.roofline import Ceilings, ModelCosts
 from nvcli.bench.workload import Workload
 from nvcli.config import DTYPE_BYTES, EngineConfig
+from nvcli.distributed.stage import Stage
 from nvcli.engine.request import Request, StepRecord
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.messages import EngineReady
 from nvcli.models.config import ModelConfig
-from nvcli.models.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

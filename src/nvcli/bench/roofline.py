@@ -22,10 +22,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.engine.request import StepRecord
 from nvcli.models.config import ModelConfig
-from nvcli.models.sizes import kv_bytes_per_token, kv_heads_per_rank
-from nvcli.models.stage import WHOLE, Stage
+from nvcli.sizing.weights import kv_bytes_per_token, kv_heads_per_rank
 
 Phase = Literal["prefill", "decode"]
 

@@ -59,8 +59,8 @@ def main(task: AllReduceTask, control: Connection) -> None:
     control.send(Phase("importing torch"))
     import torch
 
+    from nvcli.distributed.process_group import join_process_group
     from nvcli.runner.interface import RankContext
-    from nvcli.runner.process_group import join_process_group
 
     def wait_for_port() -> int:
         message = control.recv()

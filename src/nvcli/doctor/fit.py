@@ -8,8 +8,8 @@ from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.doctor.device_probe import GpuReport
 from nvcli.doctor.findings import Finding, format_gib, ok, problem, warning
 from nvcli.models.config import ModelConfig
-from nvcli.models.sizes import weight_elements
-from nvcli.runner.estimate import largest_stage
+from nvcli.sizing.memory import largest_stage
+from nvcli.sizing.weights import weight_elements
 
 _LITTLE_BYTES = 2 << 30
 """Activations and CUDA graphs of usual runs take this much; what is beyond holds KV cache."""

@@ -78,7 +78,7 @@ def check_tensors(path: Path) -> Finding:
     """That the checkpoint holds each tensor that the model has, in its shape, and no others."""
     import torch
 
-    from nvcli.models.group import TensorParallelGroup
+    from nvcli.distributed.tensor_parallel import TensorParallelGroup
     from nvcli.models.loader import check_weights
     from nvcli.models.registry import build_model
 

@@ -1,1 +1,1 @@
-"""Model config, registry, layers, tensor-parallel layers, loader, one file per family."""
+"""Model config, families, geometry, layers, linear methods, checkpoint and loader."""

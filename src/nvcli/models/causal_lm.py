@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.distributed.stage import Stage
+from nvcli.distributed.tensor_parallel import StageState
 from nvcli.models.config import ModelConfig
-from nvcli.models.group import StageState
 from nvcli.models.layers import Attention
-from nvcli.models.stage import Stage
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -66,7 +66,7 @@ def check_weights(model: CausalLM, path: Path) -> None:
     _check(model, [source for _, source in _declared_sources(model)], read_tensors(path), path)
 
 
-def make_up_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
+def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
     """Random weights of a usual size instead of a checkpoint's, alike in every run; for benchmarks. Returns bytes."""
     materialize(model, device)
     generator = torch.Generator(device=device).manual_seed(seed)

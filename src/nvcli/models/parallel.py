@@ -1,4 +1,4 @@
-"""Tensor parallelism: the layers whose weights are cut over a group of ranks (`group.py`).
+"""Tensor parallelism: the layers whose weights are cut over a group of ranks (`distributed/tensor_parallel.py`).
 
 A column-parallel layer owns rows of the weight (outputs). A row-parallel layer owns columns (inputs), and what it gives
 is this rank's part of a sum over the ranks, which the norm behind it takes: there the sum, the residual sum and the
@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nvcli.distributed.stage import Stage
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.activation import silu_and_mul
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.linear import gated_linear, linear, linear_parts
-from nvcli.models.group import TensorParallelGroup
-from nvcli.models.stage import Stage
 from nvcli.models.weights import WeightModule, WeightSource, whole
 
 
@@ -208,7 +208,7 @@ class RowParallelLinear(ShardedLinear):
         if self.group.size == 1:
             return self.method.apply_for_sum(self, x)
         with_bias = self.group.rank == 0  # every rank holds it, one adds it: it must enter the sum once
-        place = self.group.place_for_part((x.shape[0], self.out_features), x.dtype)
+        place = self.group.partial_sum_buffer((x.shape[0], self.out_features), x.dtype)
         if place is None:
             return self.method.apply(self, x, with_bias=with_bias)
         return self.method.apply_into(self, x, place, with_bias=with_bias)
@@ -244,7 +244,7 @@ class VocabParallelEmbedding(VocabShard):
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids, self.weight)
-        place = self.group.place_for_part((len(ids), self.weight.shape[1]), self.weight.dtype, opens=True)
+        place = self.group.partial_sum_buffer((len(ids), self.weight.shape[1]), self.weight.dtype, first=True)
         return self.group.sum(embed_part(ids, self.weight, self.start, place))
 
 

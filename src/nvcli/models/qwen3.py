@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.distributed.tensor_parallel import StageState
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
-from nvcli.models.group import StageState
 from nvcli.models.layers import Attention, GatedMLP, RMSNorm
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
 from nvcli.models.rope import RotaryTable
@@ -44,13 +44,13 @@ class Qwen3Model(nn.Module):
             residual: Tensor = self.embed_tokens(batch.input_ids)
         else:
             assert received is not None
-            delta, residual = self.group.take_over(received)
+            delta, residual = self.group.recv_stage(received)
         cos_sin = self.rotary(batch.positions)
         for layer in self.layers.values():
             delta = layer(delta, residual, cos_sin, batch)
         assert delta is not None
         if self.norm is None:
-            return self.group.hand_over(delta, residual)
+            return self.group.send_stage(delta, residual)
         out: Tensor = self.norm(delta, residual)
         return out
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from nvcli.models.stage import WHOLE, Stage
+from nvcli.distributed.stage import WHOLE, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from nvcli.distributed.tensor_parallel import TensorParallelGroup
     from nvcli.models.causal_lm import CausalLM
     from nvcli.models.config import ModelConfig
-    from nvcli.models.group import TensorParallelGroup
     from nvcli.models.parallel import BuildContext, LinearMethod
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "nvcli.models.qwen3:Qwen3ForCausalLM"}

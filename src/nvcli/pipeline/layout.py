@@ -1,6 +1,6 @@
 """How many copies of a model (dp) on how many GPUs each (tp): chosen for the shortest time of one job.
 
-`choose_layout` is a function of its arguments alone. A layout must fit by `runner.estimate`, with what other programs
+`choose_layout` is a function of its arguments alone. A layout must fit by `sizing.memory`, with what other programs
 hold of each GPU left out; one whose KV cache holds a request of `max_model_len` goes before one that does not. Of
 those, the one with the least seconds by this model, for one copy and added up over copies:
 
@@ -29,9 +29,9 @@ import msgspec
 from nvcli.config import DTYPE_BYTES, EngineConfig, ParallelSize, format_bytes
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.models.config import ModelConfig
-from nvcli.models.sizes import kv_bytes_per_token, weight_elements
 from nvcli.nvidia_smi import SmiGpu
-from nvcli.runner.estimate import block_bytes, estimate, largest_stage, tokens_in
+from nvcli.sizing.memory import block_bytes, estimate, largest_stage, tokens_in
+from nvcli.sizing.weights import kv_bytes_per_token, weight_elements
 
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64

@@ -13,7 +13,7 @@ from nvcli.config import MAX_NUM_SEQS, EngineConfig, format_bytes
 from nvcli.errors import ConfigError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.runner.estimate import block_bytes, estimate, tokens_in
+from nvcli.sizing.memory import block_bytes, estimate, tokens_in
 
 _MOST_ADVICE = 5
 _WORTH = 1.02

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import msgspec
 
 from nvcli.config import EngineConfig
+from nvcli.distributed.stage import Stage
 from nvcli.engine.client import EngineClient
 from nvcli.errors import CapacityError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.models.stage import Stage
 from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, missing
 from nvcli.profile.lengths import FileLengths
-from nvcli.runner.estimate import block_bytes, estimate
+from nvcli.sizing.memory import block_bytes, estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

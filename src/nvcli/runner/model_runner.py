@@ -18,12 +18,14 @@ from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
+from nvcli.distributed.peer_memory import share_memory
+from nvcli.distributed.process_group import divide_ranks, join_process_group
+from nvcli.distributed.stage import Stage
 from nvcli.errors import LimitsTooHigh
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
-from nvcli.models.loader import load_weights, make_up_weights
+from nvcli.models.loader import init_random_weights, load_weights
 from nvcli.models.registry import build_model
-from nvcli.models.stage import Stage
 from nvcli.runner.device import import_kernels, open_device
 from nvcli.runner.graph_sizes import graph_sizes, launch_bound_tokens
 from nvcli.runner.input_buffers import InputBuffers
@@ -41,13 +43,13 @@ from nvcli.runner.memory import (
     total_ram,
     weight_groups,
 )
-from nvcli.runner.process_group import divide_ranks, join_process_group, share_memory
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.stage_link import StageLink
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
+from nvcli.sizing.weights import rows_of_shared_sums
 
 _CPU_WARM_UP_TOKENS = 16
 
@@ -123,7 +125,11 @@ class ModelRunner:
 
     def _share_memory(self) -> None:
         with self._phase("share memory"):
-            self._notes = share_memory(self.config, self._groups, self.model_config.hidden_size, self.dtype)
+            hidden_size = self.model_config.hidden_size
+            max_rows = rows_of_shared_sums(self.config.max_num_batched_tokens, hidden_size * self.dtype.itemsize)
+            self._notes = share_memory(
+                self.config, self._groups, max_rows=max_rows, hidden_size=hidden_size, dtype=self.dtype
+            )
             memory = self.group.peer_memory
             self._shared_bytes = 0 if memory is None else memory.num_bytes
 
@@ -131,7 +137,7 @@ class ModelRunner:
         with self._phase("load weights"):
             check_weights_fit(sum(weight_groups(self.model).values()), self.device)
             if self.config.load_format == "random":
-                self._weight_bytes = make_up_weights(self.model, self.device)
+                self._weight_bytes = init_random_weights(self.model, self.device)
             else:
                 self._weight_bytes = load_weights(self.model, self.config.model_path, self.device)
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow

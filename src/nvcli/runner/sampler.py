@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.sampling import apply_penalties, best_keys, likely_threshold, sample, tokens_of_keys
 from nvcli.messages import SlotSampling, TokenLogprobs
-from nvcli.models.group import TensorParallelGroup
 from nvcli.runner.slot_table import SlotTable
 
 

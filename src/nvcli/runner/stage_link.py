@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nvcli.models.group import StageState
+from nvcli.distributed.process_group import RankGroups
+from nvcli.distributed.tensor_parallel import StageState
 from nvcli.runner.graph_runner import unowned
-from nvcli.runner.process_group import RankGroups
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache
+from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.messages import StepInput, StepOutput
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.group import StageState
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
 from nvcli.runner.sampler import PendingLogprobs, Sampler

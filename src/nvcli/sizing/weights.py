@@ -5,8 +5,8 @@ Held to the models themselves by tests/models/test_sizes.py.
 
 from __future__ import annotations
 
+from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
-from nvcli.models.stage import WHOLE, Stage
 
 _MOST_SHARED_BYTES = 80 << 20
 """Of one rank's part of a sum that goes through memory which the ranks share: there are four buffers of it, and what

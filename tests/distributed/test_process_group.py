@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fake_runners import engine_config
-from nvcli.models.group import TensorParallelGroup
-from nvcli.runner.process_group import World, divide_ranks
+from nvcli.distributed.process_group import World, divide_ranks
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 
 
 def test_engine_is_the_first_to_give_up_on_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:

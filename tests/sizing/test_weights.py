@@ -10,12 +10,12 @@ import torch
 
 from checkpoints import write_tiny_qwen3
 from nvcli.bench.shapes import write_shape
+from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
-from nvcli.models.group import TensorParallelGroup
 from nvcli.models.registry import build_model
-from nvcli.models.sizes import kv_bytes_per_token, weight_elements
-from nvcli.models.stage import WHOLE, Stage
 from nvcli.runner.memory import weight_groups
+from nvcli.sizing.weights import kv_bytes_per_token, weight_elements
 
 
 def group_of(rank: int, size: int) -> TensorParallelGroup:

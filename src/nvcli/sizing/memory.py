@@ -7,11 +7,11 @@ Weights and the KV cache's blocks are exact. The other items follow formulas who
 from __future__ import annotations
 
 from nvcli.config import DTYPE_BYTES, EngineConfig
+from nvcli.distributed.stage import Stage
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.models.sizes import kv_bytes_per_token, rows_of_shared_sums, weight_elements
-from nvcli.models.stage import Stage
-from nvcli.runner.graph_sizes import decode_sizes, mixed_sizes, most_captured_tokens
+from nvcli.sizing.graph_sizes import decode_sizes, mixed_sizes, most_captured_tokens
+from nvcli.sizing.weights import kv_bytes_per_token, rows_of_shared_sums, weight_elements
 
 _CONTEXT_BYTES = 800_000_000
 """CUDA context, libraries and loaded kernels of one process."""

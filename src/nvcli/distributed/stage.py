@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of `count` stages, which share a model's layers in order; the whole model unless said otherwise.
+    """One of `count` pipeline stages, which share a model's layers in order. The default is the whole model.
 
-    The first one has the embedding too, the last one the final norm and the LM head.
+    The first stage also has the embedding, and the last one the final norm and the LM head.
     """
 
     index: int = 0
@@ -24,11 +24,14 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Numbers of its layers. Where they do not divide, earlier stages have one more: the last has the LM head."""
+        """The numbers of this stage's layers, of a model that has `num_layers`.
+
+        Where the layers do not divide evenly, earlier stages have one more, because the last one has the LM head.
+        """
         size, extra = divmod(num_layers, self.count)
         first = self.index * size + min(self.index, extra)
         return range(first, first + size + (self.index < extra))
 
 
 WHOLE = Stage()
-"""The only one."""
+"""The only stage of a model that is not divided."""
