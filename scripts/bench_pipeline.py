@@ -30,17 +30,17 @@ from nvcli.config import EngineConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.engine.protocol import AddRequests
 from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.job_run.generate import generate
+from nvcli.job_run.progress.display import Progress
+from nvcli.job_run.progress.summary import Summary
+from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, JobResult, Usage
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
-from nvcli.jobs.writer import ResultWriter, Sink
+from nvcli.jobs.output.writer import ResultWriter, Sink
+from nvcli.jobs.rows.parser import RowParser
 from nvcli.messages import EngineReady, pack
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.generate import generate
-from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
-from nvcli.pipeline.progress import Progress
-from nvcli.pipeline.summary import Summary
-from nvcli.pipeline.tokenizer import Tokenizer
 
 ANSWER = pack(range(20, 28))
 FORMS = ("prompt", "chat", "no-id", "huge")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from demo_tasks import raw_prompt, sample_lookups
 from nvcli.config import JobConfig, RunConfig
-from nvcli.pipeline.generate import generate
-from nvcli.pipeline.progress import Progress
+from nvcli.job_run.generate import generate
+from nvcli.job_run.progress.display import Progress
 
 
 def main() -> None:
