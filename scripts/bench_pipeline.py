@@ -202,7 +202,7 @@ def measure_stages(path: Path, num_rows: int, model: Path, max_num_seqs: int, ra
     summary, engine = show("all", lambda: run_all([str(path)], model, os.devnull, max_num_seqs, rate))
     assert summary.rows == num_rows
     assert not summary.errors, summary.errors
-    seconds = summary.generation_seconds
+    seconds = summary.times.generating
     starved = engine.starved_seconds / seconds
     print(f"  generating   {num_rows / seconds:>10,.0f}, engine starved {starved:.1%} of the time")
 
@@ -241,7 +241,7 @@ def run_child(output: str, model: Path, max_num_seqs: int) -> None:
     Tokenizer.load(model)  # what is imported counts as before the first row
     ready = _peak_bytes()
     summary, _ = run_all(["-"], model, output, max_num_seqs)
-    report = {"rows": summary.rows, "seconds": summary.generation_seconds, "ready": ready, "peak": _peak_bytes()}
+    report = {"rows": summary.rows, "seconds": summary.times.generating, "ready": ready, "peak": _peak_bytes()}
     print(json.dumps(report))
 
 

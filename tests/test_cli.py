@@ -221,13 +221,13 @@ def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     script = """
 import os, signal, sys
-from nvcli.job_run import generate
+from nvcli.job_run import resolve
 def resolve_model(name):
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except Exception:
         raise AssertionError("a library took it for an error")
-generate.resolve_model = resolve_model
+resolve.resolve_model = resolve_model
 sys.argv = ["nvcli", "generate", "in.jsonl", "-m", "demo", "--progress-file", "progress.json"]
 from nvcli.cli.main import main
 main()

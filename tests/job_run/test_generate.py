@@ -110,7 +110,7 @@ def test_each_row_is_answered_once_with_its_own_answer(run: Runs) -> None:
     assert run.engines[0].max_held == 16  # twice max_num_seqs, and never more
     assert run.summary is not None
     assert (run.summary.rows, run.summary.errors) == (500, {})
-    assert run.summary.completion_tokens == sum(row["usage"]["completion_tokens"] for row in rows)
+    assert run.summary.counts.completion_tokens == sum(row["usage"]["completion_tokens"] for row in rows)
 
 
 def test_input_order(run: Runs) -> None:
@@ -426,8 +426,8 @@ def test_equal_rows_are_computed_once_and_answered_each(run: Runs, order: str) -
         assert row["usage"]["completion_tokens"] == 4
         assert row["usage"]["cached_tokens"] in (3, 4)  # 4 is what the fake engine says of rows that it answers
     assert run.summary is not None
-    assert (run.summary.rows, run.summary.rows_deduplicated) == (3005, 2993)
-    assert run.summary.completion_tokens == 12 * 4  # of rows that were computed
+    assert (run.summary.rows, run.summary.counts.rows_deduplicated) == (3005, 2993)
+    assert run.summary.counts.completion_tokens == 12 * 4  # of rows that were computed
 
 
 def test_equal_rows_share_an_error(run: Runs) -> None:
@@ -523,9 +523,9 @@ def test_the_rows_of_a_dead_replica_are_computed_by_the_others(run: Runs, order:
         assert [row["index"] for row in rows] == list(range(401))
     assert by_index(rows) == whole
     (warning,) = [note for note in run.progress.notes if "a copy of the model died" in note]
-    assert "replica 1: rank 0 (pid 1) was killed by signal 9" in warning
+    assert "copy 1 of the model: rank 0 (pid 1) was killed by signal 9" in warning
     assert run.summary is not None
-    assert run.summary.num_lost_engines == 1
+    assert run.summary.counts.num_lost_replicas == 1
     computed_twice = sum(len(engine.requests) for engine in run.engines) - len(
         {(request.row, request.sample) for engine in run.engines for request in engine.requests}
     )
@@ -536,17 +536,19 @@ def test_a_replica_that_does_not_start_is_done_without(run: Runs) -> None:
     settings = {"data_parallel_size": 2, "job": JobConfig(keep_going=True)}
     start = replicas(run, {"load_error": CapacityError("GPU 0 is full")}, {})
     assert len(run([{"prompt": f"p{number}"} for number in range(50)], config=settings, start=start)) == 50
-    assert any("its 0 unfinished rows go to the others: replica 0: GPU 0 is full" in n for n in run.progress.notes)
+    assert any(
+        "its 0 unfinished rows go to the others: copy 0 of the model: GPU 0 is full" in n for n in run.progress.notes
+    )
 
 
 def test_the_last_replica_ends_the_run(run: Runs) -> None:
     rows: list[dict[str, Any] | str] = [{"prompt": f"p{number}"} for number in range(400)]
     settings = {"data_parallel_size": 2, "job": JobConfig(keep_going=True)}
     start = replicas(run, {"dies_after_polls": 9}, {"dies_after_polls": 3})
-    with pytest.raises(WorkerError, match="replica 0: rank 0"):
+    with pytest.raises(WorkerError, match="copy 0 of the model: rank 0"):
         run(rows, config=settings, start=start)
     assert 0 < len(run.output()) < 400
-    with pytest.raises(WorkerError, match="replica 1: rank 0"):  # without --keep-going the first one does
+    with pytest.raises(WorkerError, match="copy 1 of the model: rank 0"):  # without --keep-going the first one does
         run(rows, config={"data_parallel_size": 2}, start=start)
     assert sum("a copy of the model died" in note for note in run.progress.notes) == 1
 

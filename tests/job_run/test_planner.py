@@ -26,9 +26,9 @@ def make_planner(**changes: object) -> Planner:
     return Planner(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def take_all(planner: Planner, lane: int = 0) -> list[PreparedRow]:
+def take_all(planner: Planner, replica: int = 0) -> list[PreparedRow]:
     taken = []
-    while (row := planner.take(lane)) is not None:
+    while (row := planner.take(replica)) is not None:
         taken.append(row)
     return taken
 
@@ -45,15 +45,15 @@ moves = st.lists(st.tuples(prompts, lengths) | st.integers(0, 2), max_size=120)
 
 @given(moves, st.sampled_from([0, 1, 3, 10, 10**6]), st.integers(1, 3), st.sampled_from([None, BLOCK_SIZE]))
 def test_each_row_once_and_none_passed_over_too_often(
-    moves: list[tuple[list[int], int | None] | int], max_passed_over: int, num_lanes: int, block_size: int | None
+    moves: list[tuple[list[int], int | None] | int], max_passed_over: int, num_replicas: int, block_size: int | None
 ) -> None:
-    planner = make_planner(max_passed_over=max_passed_over, num_lanes=num_lanes, block_size=block_size)
+    planner = make_planner(max_passed_over=max_passed_over, num_replicas=num_replicas, block_size=block_size)
     waiting: dict[int, PreparedRow] = {}
     passed_over: dict[int, int] = {}
     num_rows = 0
 
-    def take(lane: int) -> None:
-        row = planner.take(lane)
+    def take(replica: int) -> None:
+        row = planner.take(replica)
         planner.check_integrity()
         if row is None:
             assert not waiting
@@ -67,7 +67,7 @@ def test_each_row_once_and_none_passed_over_too_often(
 
     for move in moves:
         if isinstance(move, int):
-            take(move % num_lanes)
+            take(move % num_replicas)
         else:
             prompt, max_tokens = move
             waiting[num_rows] = prepared_row(num_rows, prompt, max_tokens=max_tokens)
@@ -76,14 +76,14 @@ def test_each_row_once_and_none_passed_over_too_often(
             planner.check_integrity()
             num_rows += 1
     while waiting:
-        take(len(waiting) % num_lanes)
+        take(len(waiting) % num_replicas)
     assert (planner.num_rows, planner.num_bytes) == (0, 0)
     assert planner.take() is None
 
 
 @given(moves)
 def test_without_a_plan_rows_keep_their_order(moves: list[tuple[list[int], int | None] | int]) -> None:
-    planner = make_planner(block_size=None, longest_first=False, num_lanes=3)
+    planner = make_planner(block_size=None, longest_first=False, num_replicas=3)
     taken, num_rows = [], 0
     for move in moves:
         if isinstance(move, int):
@@ -158,7 +158,7 @@ def test_long_answers_start_first_and_equals_keep_their_order() -> None:
 
 
 def test_replicas_keep_to_their_prefixes_and_none_is_left_without_work() -> None:
-    planner = make_planner(num_lanes=2)
+    planner = make_planner(num_replicas=2)
     for index in range(40):
         planner.add(prepared_row(index, [index % 2, 1, index]))
     taken = {0: [], 1: []}  # type: dict[int, list[int]]

@@ -13,12 +13,12 @@ import pytest
 
 from nvcli.engine.request import EngineStats
 from nvcli.errors import ConfigError, WorkerError
-from nvcli.job_run.counts import Counts
+from nvcli.job_run.counts import Counts, RowTotals
 from nvcli.job_run.progress.display import BarProgress, PlainProgress, Progress, format_seconds, make_progress
-from nvcli.job_run.progress.forecast import RowTotals, work_done, work_left
+from nvcli.job_run.progress.forecast import work_done, work_left
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.status_file import StatusFile
-from nvcli.job_run.progress.summary import Summary, format_summary
+from nvcli.job_run.progress.summary import RunTimes, Summary, format_summary
 from nvcli.jobs.job import ErrorInfo, JobResult, Usage
 from prepared_rows import prepared_row
 
@@ -83,7 +83,7 @@ def make_view(
         num_running=3,
         num_waiting=1,
     )
-    counts.engines = [stats] * 2
+    counts.replicas = [stats] * 2
     reader: Any = FakeReader()
     reader.bytes_total = bytes_total
     reader.rows_read += rows_resumed
@@ -314,23 +314,24 @@ def test_seconds(seconds: float, text: str) -> None:
 
 
 def test_summary() -> None:
+    counts = Counts()
+    counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens = 12345, 300, 50000
+    counts.rows_deduplicated, counts.deduplicated_tokens = 17, 1234
+    counts.replicas = [EngineStats(num_preemptions=2)]
+    counts.seconds.update({"writing": 1.5, "waiting for the engines": 40.0, "detokenizing": 0.001})
     summary = Summary(
         output="out.jsonl",
         rows=1000,
         errors={"invalid_json": 1, "prompt_too_long": 4},
-        prompt_tokens=12345,
-        cached_tokens=300,
-        completion_tokens=50000,
-        total_seconds=75.0,
-        generation_seconds=50.0,
-        startup={"load weights": 2.0},
-        tokenizer_load_seconds=3.0,
-        reading_seconds=0.5,
-        tokenizing_seconds=0.7,
-        loop_seconds={"writing": 1.5, "waiting for the engines": 40.0, "detokenizing": 0.001},
-        num_preemptions=2,
-        rows_deduplicated=17,
-        deduplicated_tokens=1234,
+        counts=counts,
+        times=RunTimes(
+            total=75.0,
+            generating=50.0,
+            startup={"load weights": 2.0},
+            loading_tokenizer=3.0,
+            reading=0.5,
+            tokenizing=0.7,
+        ),
     )
     text = format_summary(summary)
     assert text.splitlines()[0] == "995 of 1,000 rows answered in 1m15s → out.jsonl"

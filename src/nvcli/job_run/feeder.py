@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from nvcli.job_run.progress.forecast import RowTotals
+from nvcli.job_run.counts import RowTotals
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.reader import RowReader

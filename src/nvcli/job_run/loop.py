@@ -1,9 +1,9 @@
-"""The parent's loop: rows from the feeder through the plan to the engines, their outputs to the writer.
+"""The parent's loop: rows from the feeder through the plan to the replicas, their outputs to the writer.
 
-Keeps each engine supplied with about twice the requests that it can run, so that it never waits for the parent, and
-with little more, so that engines take rows as they get on with them and the plan can still change. An engine that dies
-ends the run, or its unfinished rows go back to the plan: an answer does not depend on who computes it. Knows no files
-and no flags.
+It keeps each replica supplied with about twice the requests that it can run, so that a replica never waits for the
+parent. It gives little more, so that replicas take rows as they get on with them and the plan can still change. A
+replica that dies ends the run, or its unfinished rows go back to the plan: an answer does not depend on who computes
+it. The loop knows no files and no flags.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from nvcli.jobs.output.writer import ResultWriter
 from nvcli.messages import EngineReady
 
 LONG_WAIT = 0.1
-"""Seconds that the loop sleeps at most; bounds how late a signal or a dead engine is noticed."""
+"""The loop sleeps at most this many seconds, which bounds how late a signal or a dead replica is noticed."""
 SHORT_WAIT = 0.01
-"""The same while engines have room and rows are still being tokenized."""
+"""The loop sleeps at most this many seconds while replicas have room and rows are still being tokenized."""
 
 MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
-"""Of rows that one engine holds, what they pass through included; a row that is larger goes alone."""
+"""Bound on the rows that one replica holds, with what they pass through; a row that is larger goes alone."""
 
 
 class Engine(Protocol):
-    """What the loop needs of an engine replica; `engine.client.EngineClient` is the real one."""
+    """What the loop needs of a replica's engine; `engine.client.EngineClient` is the real one."""
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None: ...
     def add(self, requests: list[Request]) -> None: ...
@@ -51,11 +51,24 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
 
+class Observer(Protocol):
+    """Who is told what happens in the loop, beside the counts."""
+
+    def replica_ready(self, ready: EngineReady) -> None:
+        """A replica has loaded the model. This is called once for each replica."""
+
+    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
+        """A replica has died of `error`, and its `num_rows` unfinished rows go to the others."""
+
+    def note(self, line: str) -> None:
+        """A replica has something to say to the user."""
+
+
 _DEATHS = (WorkerError, CapacityError)
-"""What an engine ends with that the others need not share."""
+"""Errors that end one replica and need not end the others."""
 
 
-class _Lane:
+class _Replica:
     """One engine and what it has been given."""
 
     def __init__(self, number: int, engine: Engine, capacity: int) -> None:
@@ -65,24 +78,30 @@ class _Lane:
         """Requests to keep it supplied with."""
         self.ready: EngineReady | None = None
         self.rows: dict[int, OpenRow] = {}
-        """By id of each request whose answer is not complete."""
+        """The row of each request whose answer is not complete, by request id."""
         self.num_bytes = 0
-        """Of those rows."""
+        """The bytes of those rows."""
 
     @property
     def room(self) -> int:
-        """Requests that it should be given; not above 0: none."""
+        """Requests that it should be given now; none if this is not above 0."""
         return self.capacity - len(self.rows) if self.num_bytes < MAX_BYTES_IN_FLIGHT else 0
 
+    def give(self, row: OpenRow) -> None:
+        """Note that it has been given all requests of a row."""
+        self.num_bytes += row.prepared.num_bytes
+        for request_id in row.request_ids:
+            self.rows[request_id] = row
+
     def finish(self, row: OpenRow, request_id: int) -> None:
-        """A request of a row needs no more of the engine."""
+        """Note that a request of a row needs no more of the engine."""
         del self.rows[request_id]
         row.num_open -= 1
         if row.num_open == 0:
             self.num_bytes -= row.prepared.num_bytes
 
 
-class Pipeline:
+class JobLoop:
     """One run over one stream of rows."""
 
     def __init__(
@@ -93,36 +112,32 @@ class Pipeline:
         duplicates: Duplicates | None,
         writer: ResultWriter,
         counts: Counts,
+        observer: Observer,
         *,
         seed: int,
         max_num_seqs: int,
-        keep_going: bool = False,
-        on_ready: Callable[[EngineReady], None] = lambda ready: None,
-        on_lost: Callable[[int, NvcliError, int], None] = lambda number, error, num_rows: None,
-        on_note: Callable[[str], None] = lambda note: None,
+        keep_going: bool,
     ) -> None:
-        """`duplicates`: None: every row is computed. `counts` is kept up to date for whoever shows progress;
-        `on_ready` is called once for each engine, `on_note` with what an engine has for the log. `keep_going`: while
-        one engine is left, another's death does not end the run; `on_lost` is then told its number, why, and how many
-        rows the others get.
+        """Take one engine for each replica.
+
+        With `duplicates` None every row is computed. `counts` is kept up to date for whoever shows progress. With
+        `keep_going` the death of a replica does not end the run while another one is left.
         """
-        self._lanes = [_Lane(number, engine, 2 * max_num_seqs) for number, engine in enumerate(engines)]
+        self._replicas = [_Replica(number, engine, 2 * max_num_seqs) for number, engine in enumerate(engines)]
+        self._num_started = len(self._replicas)
+        self._stats_of_lost: list[EngineStats] = []
         self._feeder = feeder
         self._planner = planner
         self._duplicates = duplicates
         self._writer = writer
         self._counts = counts
+        self._observer = observer
         self._seed = seed
         self._keep_going = keep_going
-        self._on_ready = on_ready
-        self._on_lost = on_lost
-        self._num_engines = len(self._lanes)
-        self._stats_of_lost: list[EngineStats] = []
-        self._on_note = on_note
         self._next_request_id = 0
 
-    def run(self, each_round: Callable[[], None] = lambda: None) -> None:
-        """Until every row is answered and handed to the writer.
+    def run(self, each_round: Callable[[], None]) -> None:
+        """Go on until every row is answered and handed to the writer.
 
         `each_round` is called at least ten times a second and may raise to end the run. Raises what the engines, the
         reader or the tokenizer raise; rows that were answered before are with the writer by then.
@@ -131,13 +146,17 @@ class Pipeline:
             each_round()
             with self._timed("planning and sending rows"):
                 self._take_rows()
-                self._feed()
-            if self._feeder.ended and not self._planner.num_rows and not any(lane.rows for lane in self._lanes):
+                self._send_rows()
+            if self._is_done():
                 break
+            self._wait()
             self._collect()
             with self._timed("writing"):
                 self._writer.tick()
         self._feeder.raise_error()
+
+    def _is_done(self) -> bool:
+        return self._feeder.ended and not self._planner.num_rows and not any(each.rows for each in self._replicas)
 
     def _take_rows(self) -> None:
         """Move rows from the feeder into the window of the plan, and results of rows that failed to the writer."""
@@ -154,118 +173,136 @@ class Pipeline:
             self._finish(failed)
             self._finish_duplicates()
 
-    def _feed(self) -> None:
-        """Give rows to the engines that have most room. All samples of a row go to one engine."""
-        lanes = {lane.number: lane for lane in self._lanes if lane.ready is not None}
-        room = {number: lane.room for number, lane in lanes.items()}
-        given: dict[int, list[Request]] = {}
+    def _send_rows(self) -> None:
+        """Give rows to the replicas that have most room. All samples of a row go to one replica."""
+        ready = {replica.number: replica for replica in self._replicas if replica.ready is not None}
+        room = {number: replica.room for number, replica in ready.items()}
+        requests: dict[int, list[Request]] = {}
         while room and self._planner.num_rows:
             number = max(room, key=room.__getitem__)
             if room[number] <= 0:
                 break
-            lane = lanes[number]
             prepared = self._planner.take(number)
             assert prepared is not None
-            lane.num_bytes += prepared.num_bytes
             row = OpenRow(prepared, self._next_request_id)
             self._next_request_id += len(row.samples)
-            for request_id in row.request_ids:
-                lane.rows[request_id] = row
-            room[number] = lane.room
-            given.setdefault(number, []).extend(row.requests(self._seed))
-        for number, requests in given.items():
+            ready[number].give(row)
+            room[number] = ready[number].room
+            requests.setdefault(number, []).extend(row.requests(self._seed))
+        for number, batch in requests.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
             try:
-                lanes[number].engine.add(requests)
+                ready[number].engine.add(batch)
             except _DEATHS as error:
-                self._lose(lanes[number], error)
+                self._drop_replica(ready[number], error)
+
+    def _wait(self) -> None:
+        """Sleep until a replica has something to say, or rows may have come for one that has room."""
+        rows_may_come = not self._feeder.ended
+        has_room = any(replica.ready and replica.room > 0 for replica in self._replicas)
+        if not any(replica.ready for replica in self._replicas):
+            waits_for = "start-up"
+        elif rows_may_come and any(replica.ready and not replica.rows for replica in self._replicas):
+            waits_for = "engines waiting for rows"
+        else:
+            waits_for = "waiting for the engines"
+        with self._timed(waits_for):
+            connection.wait(
+                [replica.engine.fileno() for replica in self._replicas],
+                SHORT_WAIT if rows_may_come and has_room else LONG_WAIT,
+            )
 
     def _collect(self) -> None:
-        """Wait for engines to say something, and take it."""
-        counts = self._counts
-        wants_rows = not self._feeder.ended and any(lane.ready and lane.room > 0 for lane in self._lanes)
-        is_starved = not self._feeder.ended and any(lane.ready and not lane.rows for lane in self._lanes)
-        is_starting = not any(lane.ready for lane in self._lanes)
-        wait = "start-up" if is_starting else "engines waiting for rows" if is_starved else "waiting for the engines"
-        with self._timed(wait):
-            connection.wait([lane.engine.fileno() for lane in self._lanes], SHORT_WAIT if wants_rows else LONG_WAIT)
-        rows: list[OpenRow] = []
-        deaths: list[tuple[_Lane, NvcliError]] = []
+        """Take what the replicas say: answers to the writer, dead replicas out of the run."""
+        complete: list[OpenRow] = []
+        deaths: list[tuple[_Replica, NvcliError]] = []
         with self._timed("taking answers"):
-            for lane in self._lanes:  # those that say nothing too: it may be for ever
+            for replica in self._replicas:  # those that say nothing too: a replica may be silent because it is dead
                 try:
-                    self._listen(lane, rows)
+                    self._poll_replica(replica, complete)
                 except _DEATHS as error:
-                    deaths.append((lane, error))
-        if rows:
-            with self._timed("detokenizing"):
-                results = results_of(rows, self._feeder.tokenizer)
-            self._finish([(row.prepared, result) for row, result in zip(rows, results, strict=True)])
-            if self._duplicates is not None:
-                for row, result in zip(rows, results, strict=True):
-                    self._duplicates.finish(row.prepared, result, row.error)
-                self._finish_duplicates()
-        for lane, death in deaths:  # after the answers of the others are safe
-            self._lose(lane, death)
-        counts.engines = [*(lane.engine.stats for lane in self._lanes), *self._stats_of_lost]
-        counts.num_planned = self._planner.num_rows + (self._duplicates.num_rows if self._duplicates else 0)
+                    deaths.append((replica, error))
+        if complete:
+            self._finish_rows(complete)
+        for replica, death in deaths:  # after the answers of the others are safe
+            self._drop_replica(replica, death)
+        self._counts.replicas = [*(replica.engine.stats for replica in self._replicas), *self._stats_of_lost]
+        self._counts.num_planned = self._planner.num_rows + (self._duplicates.num_rows if self._duplicates else 0)
 
-    def _listen(self, lane: _Lane, complete: list[OpenRow]) -> None:
-        """Take what one engine says, and add the rows that are complete with it. Raises what the engine ended with."""
-        if lane.ready is None:
-            lane.ready = lane.engine.wait_ready(0)
-            if lane.ready is not None:
-                self._on_ready(lane.ready)
+    def _poll_replica(self, replica: _Replica, complete: list[OpenRow]) -> None:
+        """Take what one replica says, and add the rows that it completes. Raises what the replica died of."""
+        if replica.ready is None:
+            replica.ready = replica.engine.wait_ready(0)
+            if replica.ready is not None:
+                self._observer.replica_ready(replica.ready)
             return
         to_abort: list[int] = []
-        outputs = lane.engine.poll(0)
-        for note in lane.engine.take_notes():
-            self._on_note(note)
+        outputs = replica.engine.poll(0)
+        for note in replica.engine.take_notes():
+            self._observer.note(note)
         for output in outputs:
-            request_id = output.request_id
-            row = lane.rows.get(request_id)
+            row = replica.rows.get(output.request_id)
             if row is None:
-                continue  # ended by a stop string or an error of its row; the engine's last words
-            sample = row.sample_of(request_id)
-            if not sample.take(output, row.prepared.sampling, self._feeder.tokenizer):
-                continue
-            lane.finish(row, request_id)
-            if output.finish_reason is None:
-                to_abort.append(request_id)
-            elif sample.finish_reason in ("error", "abort"):
-                row.error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
-                others = [other for other in row.request_ids if other in lane.rows]
-                for other in others:
-                    lane.finish(row, other)
-                to_abort += others
+                continue  # a stop string or an error of its row has ended this request meanwhile
+            to_abort += self._take_output(replica, row, output)
             if row.num_open == 0:
                 complete.append(row)
         if to_abort:
-            lane.engine.abort(to_abort)
+            replica.engine.abort(to_abort)
 
-    def _lose(self, lane: _Lane, error: NvcliError) -> None:
-        """An engine is dead. Its unfinished rows go back to the plan; raises `error` where the run ends with it."""
-        if self._num_engines > 1:
-            error = reworded(error, f"replica {lane.number}: {error}")
-        if not self._keep_going or len(self._lanes) == 1:
+    def _take_output(self, replica: _Replica, row: OpenRow, output: RequestOutput) -> list[int]:
+        """Add an output to its row. Return the requests that the engine need not go on with."""
+        sample = row.sample_of(output.request_id)
+        if not sample.take(output, row.prepared.sampling, self._feeder.tokenizer):
+            return []
+        replica.finish(row, output.request_id)
+        if output.finish_reason is None:
+            return [output.request_id]  # a stop string ended it, of which the engine knows nothing
+        if sample.finish_reason not in ("error", "abort"):
+            return []
+        row.error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
+        others = [other for other in row.request_ids if other in replica.rows]
+        for other in others:
+            replica.finish(row, other)
+        return others
+
+    def _drop_replica(self, replica: _Replica, error: NvcliError) -> None:
+        """Take a dead replica out and put its unfinished rows back into the plan.
+
+        Raises `error` where the run ends with it.
+        """
+        if self._num_started > 1:
+            error = reworded(error, f"copy {replica.number} of the model: {error}")
+        if not self._keep_going or len(self._replicas) == 1:
             raise error
-        self._lanes.remove(lane)
-        rows = {id(row): row.prepared for row in lane.rows.values()}.values()  # the samples of a row are one row
+        self._replicas.remove(replica)
+        rows = {id(row): row.prepared for row in replica.rows.values()}.values()  # the samples of a row are one row
         for prepared in rows:
             self._planner.add(prepared)
-        # What it computed was computed; nothing runs or waits in it any more.
+        # What it computed still counts; nothing runs or waits in it any more.
         self._stats_of_lost.append(
-            msgspec.structs.replace(lane.engine.stats, num_running=0, num_waiting=0, num_blocks=0, num_used_blocks=0)
+            msgspec.structs.replace(replica.engine.stats, num_running=0, num_waiting=0, num_blocks=0, num_used_blocks=0)
         )
-        lane.engine.close()
-        self._counts.num_lost_engines += 1
-        self._on_lost(lane.number, error, len(rows))
+        replica.engine.close()
+        self._counts.num_lost_replicas += 1
+        self._observer.replica_lost(error, len(rows))
+
+    def _finish_rows(self, rows: Sequence[OpenRow]) -> None:
+        """Turn complete rows into results, for themselves and for the rows that are equal to them."""
+        with self._timed("detokenizing"):
+            results = results_of(rows, self._feeder.tokenizer)
+        self._finish([(row.prepared, result) for row, result in zip(rows, results, strict=True)])
+        if self._duplicates is not None:
+            for row, result in zip(rows, results, strict=True):
+                self._duplicates.finish(row.prepared, result, row.error)
+            self._finish_duplicates()
 
     def _finish_duplicates(self) -> None:
         if self._duplicates is not None and (ready := self._duplicates.take_ready()):
             self._finish(ready, computed=False)
 
     def _finish(self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool = True) -> None:
+        """Count and write results, each with its row as `Counts.add` takes it."""
         if not results:
             return
         for prepared, result in results:

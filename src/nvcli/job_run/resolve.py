@@ -1,24 +1,112 @@
-"""RunConfig + checkpoint + machine → what an engine and a row are told. Imports no torch: see `detect_device`."""
+"""What a job is: from the configuration, the files and the checkpoint to a `ResolvedJob`, with every choice made.
+
+Everything that can be checked without a process is checked here. Imports no torch: see `detect_device`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError
+from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.planning.layout import Layout, choose_layout
+from nvcli.job_run.text.prepare import ModelLimits
+from nvcli.job_run.text.tokenizer import check_tokenizer_files
+from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
+from nvcli.jobs.input.digests import describe_inputs, is_repeatable
+from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.output.manifest import Manifest
+from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
-from nvcli.models.config import ModelConfig
+from nvcli.jobs.rows.parser import RowParser
+from nvcli.models.checkpoint import resolve_model
+from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import InvalidValue, convert
 from nvcli.versions import torch_build
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedJob:
+    """One job: which rows are answered, by which model, with which settings, and into which output."""
+
+    run: RunConfig
+    inputs: tuple[str, ...]
+    """The input files by name, patterns expanded; `-` is standard input."""
+    output: str
+    """The output's name; `-` is standard output."""
+    limit: int | None
+    """Only so many rows of the inputs are read; None: all."""
+    model_path: Path
+    model: ModelConfig
+    config: EngineConfig
+    """What `run` comes to for this checkpoint; the layout is still to be chosen (`job_run.plan`)."""
+    sampling_defaults: Mapping[str, Any]
+    """What a row's own `sampling` lies over."""
+    can_continue: bool
+    """Whether the inputs can be read again, so that another run may continue the output."""
+    manifest: Manifest
+    """What the answers depend on, to be kept beside the output."""
+
+    @property
+    def model_limits(self) -> ModelLimits:
+        """What the model and its configuration allow a row."""
+        return ModelLimits(
+            max_model_len=self.config.max_model_len,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            on_too_long=self.run.job.on_too_long,
+        )
+
+    def make_reader(self, answered: AnsweredRows) -> RowReader:
+        """Make a reader of the inputs that passes over the rows that are `answered`."""
+        parser = RowParser(self.sampling_defaults, row_keys(self.run.job))
+        return RowReader(self.inputs, parser, limit=self.limit, answered=answered)
+
+
+def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
+    """Resolve a job from the names and settings that the user gave. Raises ConfigError and LoadError.
+
+    `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
+    inputs.
+    """
+    names = expand_inputs(inputs, output)
+    check_inputs(names)
+    output = choose_output(names, output)
+    check_output(names, output)
+    model_path = resolve_model(run.model)
+    model = load_model_config(model_path)
+    check_tokenizer_files(model_path)
+    config = resolve_engine_config(run, model_path, model)
+    defaults = sampling_defaults(run, model)
+    can_continue = is_repeatable(names)
+    manifest = Manifest(
+        created=int(time.time()),
+        model=run.model,
+        facts=job_facts(run, config, defaults, model_path=model_path),
+        inputs=list(zip(names, describe_inputs(names), strict=True)) if can_continue else [],
+    )
+    return ResolvedJob(
+        run=run,
+        inputs=tuple(names),
+        output=output,
+        limit=limit,
+        model_path=model_path,
+        model=model,
+        config=config,
+        sampling_defaults=defaults,
+        can_continue=can_continue,
+        manifest=manifest,
+    )
 
 
 class ModelFacts(Protocol):
@@ -39,8 +127,8 @@ def resolve_engine_config(
 ) -> EngineConfig:
     """Replace every `auto` and null that can be decided here. Raises ConfigError.
 
-    An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device`: what `device: auto` stands
-    for; None: look.
+    An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is what `device: auto`
+    stands for; None: look for a GPU.
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     model.check_tensor_parallel(tensor_parallel_size)
@@ -75,7 +163,7 @@ def resolve_engine_config(
 
 
 def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:
-    """Whether `resolve_layout` has something to choose, and so asks for the GPUs."""
+    """Tell whether `resolve_layout` has something to choose, and so asks for the GPUs."""
     return config.device == "cuda" and "auto" in (run.tensor_parallel_size, run.data_parallel_size)
 
 
@@ -88,11 +176,10 @@ def resolve_layout(
     report: SmiReport | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Layout:
-    """Numbers for `tensor_parallel_size` and `data_parallel_size`; `auto` is 1 where nothing can be chosen.
-    `pipeline_parallel_size` is what was given.
+    """Choose numbers for `tensor_parallel_size` and `data_parallel_size`; `auto` is 1 where nothing can be chosen.
 
-    `config`: what `run` comes to otherwise. `num_requests`: of the job; None: many. `report`: what nvidia-smi says;
-    None: ask it. Raises ConfigError and CapacityError.
+    `pipeline_parallel_size` stays as it was given. `config` is what `run` comes to otherwise. `num_requests` is the
+    size of the job; None: many. `report` is what nvidia-smi says; None: ask it. Raises ConfigError and CapacityError.
     """
     given = layout_as_given(run)
     if not chooses_layout(run, config):
@@ -111,7 +198,7 @@ def resolve_layout(
 
 
 def layout_as_given(run: RunConfig) -> Layout:
-    """Nothing chosen: `auto` is 1."""
+    """Return the layout that was given, with 1 for every `auto`."""
     tp, dp = run.tensor_parallel_size, run.data_parallel_size
     return Layout(
         tensor_parallel_size=1 if tp == "auto" else tp,
@@ -121,16 +208,16 @@ def layout_as_given(run: RunConfig) -> Layout:
 
 
 def attention_choice(choice: str | AttentionBackends) -> str:
-    """`EngineConfig.attention_backend`."""
+    """Return `EngineConfig.attention_backend` for the choice that a RunConfig holds."""
     if isinstance(choice, str):
         return choice
     return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
 
 
 def sampling_defaults(run: RunConfig, model: ModelFacts) -> dict[str, Any]:
-    """What a row's `sampling` lies over: the config's `sampling`, over the checkpoint's generation_config.
+    """Return what a row's `sampling` lies over: the config's `sampling`, over the checkpoint's generation_config.
 
-    Only keys that somebody set. Raises ConfigError.
+    Holds only keys that somebody set. Raises ConfigError.
     """
     own = dict(model.generation_defaults) if run.generation_config == "auto" else {}
     defaults = {**own, **run.sampling}
@@ -145,12 +232,12 @@ def sampling_defaults(run: RunConfig, model: ModelFacts) -> dict[str, Any]:
 
 
 def row_keys(job: JobConfig) -> RowKeys:
-    """Under which keys a row has what is nvcli's."""
+    """Return the keys under which a row says something to nvcli."""
     return RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
 
 
 def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> Literal["cpu", "cuda"]:
-    """cuda where the NVIDIA driver shows a GPU, none are hidden, and the installed torch was built for CUDA."""
+    """Return cuda where the driver shows a GPU that is not hidden and the installed torch was built for CUDA."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     is_hidden = visible is not None and visible.strip() in ("", "-1")
     has_gpu = any(re.fullmatch(r"nvidia\d+", entry.name) for entry in dev.glob("nvidia*")) or (dev / "dxg").exists()

@@ -33,7 +33,7 @@ class Planner:
         max_rows: int,
         max_bytes: int,
         max_passed_over: int,
-        num_lanes: int = 1,
+        num_replicas: int = 1,
         longest_first: bool = True,
     ) -> None:
         """`block_size`: tokens in a KV block; None: prefixes do not matter. `max_bytes`: of `PreparedRow.num_bytes`."""
@@ -44,8 +44,8 @@ class Planner:
         self._max_bytes = max_bytes
         self._max_passed_over = max_passed_over
         self._longest_first = longest_first
-        self._last: list[tuple[bytes, int] | None] = [None] * num_lanes
-        """For each lane, the prompt that it took last and its shareable blocks."""
+        self._last: list[tuple[bytes, int] | None] = [None] * num_replicas
+        """For each replica, the prompt that it took last and its shareable blocks."""
         self._in_order: deque[WaitingRow[PreparedRow]] = deque()
         """By arrival; rows taken meanwhile are dropped when they come to the front."""
         self._num_added = 0
@@ -67,20 +67,20 @@ class Planner:
         self.num_rows += 1
         self.num_bytes += row.num_bytes
 
-    def take(self, lane: int = 0) -> PreparedRow | None:
+    def take(self, replica: int = 0) -> PreparedRow | None:
         """The row that a replica should be given next; None if there is none."""
         if not self.num_rows:
             return None
-        waiting = self._choose(lane)
+        waiting = self._choose(replica)
         if waiting.node is not None:
-            waiting.node.lane = lane
-        self._last[lane] = (waiting.prompt_ids, waiting.num_blocks) if waiting.num_blocks else None
+            waiting.node.replica = replica
+        self._last[replica] = (waiting.prompt_ids, waiting.num_blocks) if waiting.num_blocks else None
         row = self._tree.remove(waiting)
         self.num_rows -= 1
         self.num_bytes -= row.num_bytes
         return row
 
-    def _choose(self, lane: int) -> WaitingRow[PreparedRow]:
+    def _choose(self, replica: int) -> WaitingRow[PreparedRow]:
         in_order = self._in_order
         while in_order[0].item is None:
             in_order.popleft()
@@ -89,11 +89,11 @@ class Planner:
         num_taken = self._num_added - self.num_rows
         if num_taken - oldest.rank[1] >= self._max_passed_over:
             return oldest
-        last = self._last[lane]
+        last = self._last[replica]
         node = self._tree.root if last is None else self._tree.deepest(*last)
         if isinstance(node, WaitingRow):
             return node
-        return self._tree.best(node, lane=lane if len(self._last) > 1 else None, max_passed=_MAX_CANDIDATES)
+        return self._tree.best(node, replica=replica if len(self._last) > 1 else None, max_passed=_MAX_CANDIDATES)
 
     def check_integrity(self) -> None:
         """Assert that counts and indexes agree."""

@@ -42,7 +42,7 @@ class WaitingRow(Generic[T]):
 class Node(Generic[T]):
     """A prefix of `num_blocks` whole blocks, and every waiting row that begins with it."""
 
-    __slots__ = ("children", "heap", "lane", "num_blocks", "num_waiting", "parent", "prefix_ids")
+    __slots__ = ("children", "heap", "num_blocks", "num_waiting", "parent", "prefix_ids", "replica")
 
     def __init__(self, prefix_ids: bytes, num_blocks: int, parent: Node[T] | None) -> None:
         self.prefix_ids = prefix_ids
@@ -53,7 +53,7 @@ class Node(Generic[T]):
         self.heap: list[tuple[Rank, WaitingRow[T]]] = []
         """All rows below; those taken meanwhile are dropped when they come up, or when they are many."""
         self.num_waiting = 0
-        self.lane: int | None = None
+        self.replica: int | None = None
         """The replica that took a row from here last."""
 
     def push(self, row: WaitingRow[T]) -> None:
@@ -121,20 +121,20 @@ class PrefixTree(Generic[T]):
             node = child
         return node
 
-    def best(self, node: Node[T], *, lane: int | None = None, max_passed: int = 0) -> WaitingRow[T]:
+    def best(self, node: Node[T], *, replica: int | None = None, max_passed: int = 0) -> WaitingRow[T]:
         """The row of the smallest rank below a node that has any.
 
-        With a lane, up to `max_passed` rows are passed over whose prefix another lane has taken up.
+        With a replica, up to `max_passed` rows are passed over whose prefix another replica has taken up.
         """
         node.drop_taken()
         row = node.heap[0][1]
-        if lane is None or not _belongs_elsewhere(row, node, lane):
+        if replica is None or not _belongs_elsewhere(row, node, replica):
             return row
         passed: list[tuple[Rank, WaitingRow[T]]] = []
         while len(passed) < max_passed and node.heap:
             passed.append(heapq.heappop(node.heap))
             node.drop_taken()
-            if node.heap and not _belongs_elsewhere(node.heap[0][1], node, lane):
+            if node.heap and not _belongs_elsewhere(node.heap[0][1], node, replica):
                 row = node.heap[0][1]
                 break
         for entry in passed:
@@ -160,7 +160,7 @@ class PrefixTree(Generic[T]):
             child.drop_taken()
             joint.heap = child.heap.copy()
             joint.num_waiting = child.num_waiting
-            joint.lane = child.lane
+            joint.replica = child.replica
         return joint
 
     def _block(self, ids: bytes, number: int) -> bytes:
@@ -208,6 +208,6 @@ class PrefixTree(Generic[T]):
         return set(waiting)
 
 
-def _belongs_elsewhere(row: WaitingRow[T], node: Node[T], lane: int) -> bool:
-    """Whether a row below `node` begins with a longer prefix that another lane has taken up."""
-    return row.node is not node and row.node is not None and row.node.lane not in (None, lane)
+def _belongs_elsewhere(row: WaitingRow[T], node: Node[T], replica: int) -> bool:
+    """Whether a row below `node` begins with a longer prefix that another replica has taken up."""
+    return row.node is not node and row.node is not None and row.node.replica not in (None, replica)

@@ -2,105 +2,135 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
+from nvcli.job_run.counts import Counts
 from nvcli.job_run.progress.display import format_seconds
+from nvcli.jobs.output.manifest import Finished
 
 _SHOWN_SECONDS = 0.05
 """Parts of the start-up and of the loop that took less are left out."""
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a finished run. Seconds are wall-clock; parts may overlap."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTimes:
+    """Where a run's time went, in wall-clock seconds; parts may overlap."""
+
+    total: float
+    generating: float = 0.0
+    """From the first request to the last answer."""
+    startup: dict[str, float] = field(default_factory=dict)
+    """The start-up of the slowest replica, by part."""
+    loading_tokenizer: float = 0.0
+    reading: float = 0.0
+    """Reading and parsing in the background, with waiting for the input."""
+    tokenizing: float = 0.0
+    """Tokenizing in the background."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a finished run did."""
 
     output: str
     rows: int
-    """Of the whole output, those of earlier runs included."""
-    rows_resumed: int = 0
-    """Answered by earlier runs; all figures but `rows` and `errors` leave them out."""
+    """Rows of the whole output, with those of earlier runs."""
     errors: dict[str, int]
-    """Failed rows by error type, those of earlier runs included."""
+    """Failed rows of the whole output by error type."""
+    counts: Counts
+    """What this run did."""
+    times: RunTimes
     was_complete: bool = False
-    """There was nothing to do."""
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    total_seconds: float
-    generation_seconds: float
-    """From the first request to the last answer."""
-    startup: dict[str, float]
-    """Of the slowest engine, by part."""
-    tokenizer_load_seconds: float
-    reading_seconds: float
-    """Reading and parsing, in the background; with waiting for the input."""
-    tokenizing_seconds: float = 0.0
-    """In the background."""
-    loop_seconds: dict[str, float] = {}
-    """The time of the loop between rows and engines, by part; `pipeline.Pipeline` names them."""
-    num_preemptions: int = 0
-    num_lost_engines: int = 0
-    """Copies of the model that died, and whose rows others took over."""
-    rows_deduplicated: int = 0
-    """Answered with the answer of an equal row; not in the token counts."""
-    deduplicated_tokens: int = 0
-    """Prompt and answer of those rows."""
+    """The output was complete before, and there was nothing to do."""
 
     @property
     def rows_failed(self) -> int:
         return sum(self.errors.values())
 
 
+def summary_of_complete_job(output: str, finished: Finished, seconds: float) -> Summary:
+    """Make the summary of a run that found its output complete, after so many seconds."""
+    return Summary(
+        output=output,
+        rows=finished.rows,
+        errors=finished.errors,
+        counts=Counts(),
+        times=RunTimes(total=seconds),
+        was_complete=True,
+    )
+
+
 def format_summary(summary: Summary) -> str:
-    """A few lines of plain text."""
+    """Return the summary as a few lines of plain text."""
+    lines = [_first_line(summary), *_error_lines(summary)]
+    if not summary.was_complete:
+        lines += [*_token_lines(summary), *_time_lines(summary), *_notes(summary.counts)]
+    return "\n".join(lines)
+
+
+def _first_line(summary: Summary) -> str:
     answered = summary.rows - summary.rows_failed
     if summary.was_complete:
-        lines = [f"{summary.output} is complete: {answered:,} of {summary.rows:,} rows answered; nothing to do"]
-    else:
-        lines = [f"{answered:,} of {summary.rows:,} rows answered in {format_seconds(summary.total_seconds)}"]
-        lines[0] += f" ({summary.rows_resumed:,} by an earlier run)" if summary.rows_resumed else ""
-        lines[0] += "" if summary.output == "-" else f" → {summary.output}"
+        return f"{summary.output} is complete: {answered:,} of {summary.rows:,} rows answered; nothing to do"
+    resumed = summary.counts.rows_resumed
+    line = f"{answered:,} of {summary.rows:,} rows answered in {format_seconds(summary.times.total)}"
+    line += f" ({resumed:,} by an earlier run)" if resumed else ""
+    return line if summary.output == "-" else f"{line} → {summary.output}"
+
+
+def _error_lines(summary: Summary) -> Iterator[str]:
     if summary.errors:
         by_type = sorted(summary.errors.items(), key=lambda item: -item[1])
-        lines.append("  failed    " + ", ".join(f"{name} {count:,}" for name, count in by_type))
-        lines.append("            --retry-errors tries these rows again")
-    if summary.was_complete:
-        return "\n".join(lines)
+        yield "  failed    " + ", ".join(f"{name} {count:,}" for name, count in by_type)
+        yield "            --retry-errors tries these rows again"
+
+
+def _token_lines(summary: Summary) -> Iterator[str]:
+    counts, seconds = summary.counts, summary.times.generating
     cached = ""
-    if summary.cached_tokens:
-        share = summary.cached_tokens / summary.prompt_tokens
-        cached = f" ({summary.cached_tokens:,} from the prefix cache, {share:.0%})"
-    lines.append(f"  tokens    prompt {summary.prompt_tokens:,}{cached}, generated {summary.completion_tokens:,}")
-    if summary.rows_deduplicated:
-        rows = "row" if summary.rows_deduplicated == 1 else "rows"
-        lines.append(
-            f"  equal     {summary.rows_deduplicated:,} {rows} answered with the answer of an equal row "
-            f"({summary.deduplicated_tokens:,} tokens not computed)"
+    if counts.cached_tokens:
+        share = counts.cached_tokens / counts.prompt_tokens
+        cached = f" ({counts.cached_tokens:,} from the prefix cache, {share:.0%})"
+    yield f"  tokens    prompt {counts.prompt_tokens:,}{cached}, generated {counts.completion_tokens:,}"
+    if counts.rows_deduplicated:
+        rows = "row" if counts.rows_deduplicated == 1 else "rows"
+        yield (
+            f"  equal     {counts.rows_deduplicated:,} {rows} answered with the answer of an equal row "
+            f"({counts.deduplicated_tokens:,} tokens not computed)"
         )
-    if summary.generation_seconds > 0:
-        seconds = summary.generation_seconds
-        lines.append(
-            f"  speed     {summary.completion_tokens / seconds:,.0f} generated and "
-            f"{summary.prompt_tokens / seconds:,.0f} prompt tokens/s, "
-            f"{(summary.rows - summary.rows_resumed) / seconds:,.1f} rows/s"
+    if seconds > 0:
+        yield (
+            f"  speed     {counts.completion_tokens / seconds:,.0f} generated and "
+            f"{counts.prompt_tokens / seconds:,.0f} prompt tokens/s, "
+            f"{(summary.rows - counts.rows_resumed) / seconds:,.1f} rows/s"
         )
-    parts = {part: seconds for part, seconds in summary.startup.items() if seconds >= _SHOWN_SECONDS}
-    startup = ", ".join(f"{part} {format_seconds(seconds)}" for part, seconds in parts.items())
-    lines.append(
-        f"  time      generating {format_seconds(summary.generation_seconds)}"
+
+
+def _time_lines(summary: Summary) -> Iterator[str]:
+    times = summary.times
+    startup = ", ".join(_shown_parts(times.startup.items()))
+    yield (
+        f"  time      generating {format_seconds(times.generating)}"
         + (f", start-up ({startup})" if startup else "")
-        + f"; meanwhile tokenizer import {format_seconds(summary.tokenizer_load_seconds)}, "
-        f"reading {format_seconds(summary.reading_seconds)}, tokenizing {format_seconds(summary.tokenizing_seconds)}"
+        + f"; meanwhile tokenizer import {format_seconds(times.loading_tokenizer)}, "
+        f"reading {format_seconds(times.reading)}, tokenizing {format_seconds(times.tokenizing)}"
     )
-    loop = sorted(summary.loop_seconds.items(), key=lambda item: -item[1])
-    shown = [f"{part} {format_seconds(seconds)}" for part, seconds in loop if seconds >= _SHOWN_SECONDS]
-    if shown:
-        lines.append(f"  parent    {', '.join(shown)}")
-    if summary.num_lost_engines:
-        lost = "1 copy of the model" if summary.num_lost_engines == 1 else f"{summary.num_lost_engines} copies"
-        lines.append(f"  note      {lost} died on the way; the others took over, and all answers are as they would be")
-    if summary.num_preemptions:
-        lines.append(
-            f"  note      {summary.num_preemptions:,} preemptions: the KV cache was full; "
+    loop = _shown_parts(sorted(summary.counts.seconds.items(), key=lambda item: -item[1]))
+    if loop:
+        yield f"  parent    {', '.join(loop)}"
+
+
+def _shown_parts(parts: Iterable[tuple[str, float]]) -> list[str]:
+    return [f"{part} {format_seconds(seconds)}" for part, seconds in parts if seconds >= _SHOWN_SECONDS]
+
+
+def _notes(counts: Counts) -> Iterator[str]:
+    if counts.num_lost_replicas:
+        lost = "1 copy of the model" if counts.num_lost_replicas == 1 else f"{counts.num_lost_replicas} copies"
+        yield f"  note      {lost} died on the way; the others took over, and all answers are as they would be"
+    if counts.num_preemptions:
+        yield (
+            f"  note      {counts.num_preemptions:,} preemptions: the KV cache was full; "
             "more memory or a smaller `max_num_seqs` avoids computing these twice"
         )
-    return "\n".join(lines)
