@@ -42,7 +42,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if there was a signal."""
+        """Raise KeyboardInterrupt if there was a signal."""
         if self._pending:
             raise KeyboardInterrupt
 
@@ -53,9 +53,10 @@ class Interrupts:
 
 
 def keep_traceback(error: NvcliError, output: str | None = None) -> NvcliError:
-    """The error whose message names the file that its traceback was added to; one that has none as it is.
+    """Add an error's traceback to a file, and return the error with a message that names the file.
 
-    `output`: the run's; without one, or where nothing can be written there, the file is a temporary one.
+    An error without a traceback is returned as it is. The file lies beside `output`; without one, or where nothing can
+    be written there, it is a temporary file.
     """
     if not isinstance(error, WorkerError) or not error.traceback:
         return error
@@ -68,7 +69,7 @@ def keep_traceback(error: NvcliError, output: str | None = None) -> NvcliError:
 
 
 def _append(text: str, output: str | None) -> Path | None:
-    """The file; None where there is room nowhere."""
+    """Append to the traceback file and return its path; None where nothing can be written anywhere."""
     if output is not None and output != STREAM:
         path = Path(f"{output}.traceback.txt")
         try:
@@ -88,10 +89,10 @@ def _append(text: str, output: str | None) -> Path | None:
 
 
 def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | None, started: float) -> str:
-    """One or two lines.
+    """Return one or two lines that say what was answered, and what to type to go on.
 
-    `argv`: the command line of this run; `inputs` and `output`: as they were given; `started`: when it began, in
-    seconds since 1970.
+    `argv` is the command line of this run, `inputs` and `output` are as they were given, and `started` is when the run
+    began, in seconds since 1970.
     """
     try:
         name = choose_output(expand_inputs(inputs, output), output)
@@ -111,7 +112,7 @@ def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | Non
 
 
 def resume_command(argv: Sequence[str]) -> str:
-    """This run's command, quoted for a shell, without what would undo what it has done."""
+    """Return this run's command, quoted for a shell, without the flags that would undo what it has done."""
     return _command([word for word in argv if word not in ("--overwrite", "--retry-errors")])
 
 

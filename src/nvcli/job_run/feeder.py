@@ -1,4 +1,4 @@
-"""Reads and tokenizes ahead of the engine, in a background thread, within bounds of rows and bytes."""
+"""Reads and tokenizes ahead of the replicas, in a background thread, within bounds of rows and bytes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from nvcli.jobs.job import JobResult
 
 MAX_ROWS_AHEAD = 1024
 MAX_BYTES_AHEAD = 16 * 1024 * 1024
-"""Bounds of what waits to be taken, which is a buffer between two threads: the window in which rows are planned is the
-pipeline's. One batch more is in the making; a batch is one row or at most 4 MiB of the input (`jobs.reader`)."""
+"""Bounds on the rows that wait to be taken.
+
+They are a buffer between two threads; the window in which rows are planned belongs to the loop. One batch more is in
+the making; a batch is one row or at most 4 MiB of the input (`jobs.input.reader`).
+"""
 
 Batch = list[PreparedRow | JobResult]
 
 
 class Feeder:
-    """The thread, and the queue between it and the pipeline.
+    """The thread, and the queue between it and the loop.
 
     The tokenizer is loaded in the thread, before the first row is read; `tokenizer` may be used once a batch was taken.
     """
@@ -34,17 +37,17 @@ class Feeder:
         self._tokenizer: Tokenizer | None = None
         self._changed = threading.Condition()
         self._batches: deque[tuple[Batch, int]] = deque()
-        """With their bytes."""
+        """The batches that wait to be taken, each with its bytes."""
         self._rows_ahead = 0
         self._bytes_ahead = 0
         self._ended = False
         self._stopped = False
         self._error: BaseException | None = None
         self.read = RowTotals()
-        """The rows that were prepared, those included that wait to be taken."""
+        """Totals of the rows that were prepared, with those that wait to be taken."""
         self.load_seconds = 0.0
         self.read_seconds = 0.0
-        """Reading and parsing; includes waiting for the input, and not for the pipeline."""
+        """The time of reading and parsing. It includes waiting for the input, and not waiting for the loop."""
         self.tokenize_seconds = 0.0
         # A daemon: a read of standard input can wait for ever, and must not keep an interrupted run from ending.
         self._thread = threading.Thread(target=self._run, name="nvcli-feeder", daemon=True)
@@ -58,7 +61,7 @@ class Feeder:
         self._thread.start()
 
     def take(self, timeout: float) -> Batch | None:
-        """The next batch; None if none comes within `timeout` seconds, or ever (`ended`)."""
+        """Return the next batch; None if none comes within `timeout` seconds, or ever (`ended`)."""
         with self._changed:
             if not self._batches and timeout > 0 and not self._ended:
                 self._changed.wait(timeout)
@@ -72,13 +75,13 @@ class Feeder:
 
     @property
     def ended(self) -> bool:
-        """No batch is left and none will come."""
+        """Whether no batch is left and none will come."""
         with self._changed:
             return self._ended and not self._batches
 
     @property
     def all_read(self) -> bool:
-        """The input is read to its end; batches may be left."""
+        """Whether the input is read to its end; batches may be left."""
         return self._ended and self._error is None
 
     def raise_error(self) -> None:
@@ -117,7 +120,7 @@ class Feeder:
                 self._changed.notify_all()
 
     def _put(self, batch: Batch) -> bool:
-        """Wait for room, then hand over; False if nobody wants more."""
+        """Wait for room, then hand the batch over; False if nobody wants more."""
         num_bytes = 0
         for row in batch:
             if isinstance(row, PreparedRow):

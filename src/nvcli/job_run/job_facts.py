@@ -1,7 +1,7 @@
-"""What the answers of a job depend on beside its inputs, so that nothing else continues its output.
+"""The facts that a job's answers depend on beside its inputs, so that no other job continues its output.
 
-That is the model's files, and the part of the configuration that says which tokens are chosen. How fast they are
-computed (batch sizes, processes, memory) is left out.
+They are the model's files, and the part of the configuration that says which tokens are chosen. How fast the answers
+are computed (batch sizes, processes, memory) is left out.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from nvcli.models.checkpoint import weight_files
 Fact = str | int | float | bool | None
 
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "spiece.model", "*.tiktoken", "merges.txt")
-"""Configuration, tokenizer and chat template, told apart by what they hold; weights by name and size."""
+"""Configuration, tokenizer and chat template are told apart by their bytes; weights by name and size."""
 _NOT_READ = {"model.safetensors.index.json", "trainer_state.json"}
 
 
 def job_facts(
     run: RunConfig, config: EngineConfig, sampling_defaults: Mapping[str, Any], *, model_path: Path
 ) -> dict[str, Fact]:
-    """By names that a user knows. `config` and `sampling_defaults`: what `run` and the checkpoint come to.
+    """Return the facts of a job, under names that a user knows.
 
-    Raises LoadError for a file of the checkpoint that cannot be read.
+    `config` and `sampling_defaults` are what `run` and the checkpoint come to. Raises LoadError for a file of the
+    checkpoint that cannot be read.
     """
     small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
     facts: dict[str, Fact] = {}
@@ -58,7 +59,10 @@ def job_facts(
 
 
 def _fact(value: Any) -> Fact:
-    """JSON for lists and mappings. YAML has keys that are numbers (`logit_bias: {5: 1}`), the same as in quotes."""
+    """Return a value as a fact: lists and mappings become JSON.
+
+    YAML has keys that are numbers (`logit_bias: {5: 1}`); they mean the same as in quotes.
+    """
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, dict):

@@ -20,7 +20,7 @@ from nvcli.sampling_params import SamplingParams
 
 
 class OpenRow:
-    """A row whose samples are on their way."""
+    """A row that was given to a replica, with its samples as far as they have come."""
 
     __slots__ = ("error", "num_open", "prepared", "request_ids", "samples")
 
@@ -35,7 +35,10 @@ class OpenRow:
         return self.samples[request_id - self.request_ids.start]
 
     def requests(self, run_seed: int) -> list[Request]:
-        """One for each sample. A row's own seed makes its answer independent of the run's seed and of its index."""
+        """Return one request for each sample.
+
+        A row's own seed makes its answer independent of the run's seed and of the row's index.
+        """
         prepared = self.prepared
         seed = prepared.sampling.seed
         return [
@@ -69,16 +72,19 @@ class Sample:
 
     @property
     def text_before_stop(self) -> str | None:
-        """The text, if a stop string ended it."""
+        """The text of the sample if a stop string ended it, else None."""
         return self._detector.text if self._detector is not None else None
 
     @property
     def text_ids(self) -> array[int]:
-        """The tokens that are text: all but a stop token that ended the answer."""
+        """The tokens that become text: all but a stop token that ended the answer."""
         return self.token_ids[:-1] if self.stopped_by_id else self.token_ids
 
     def take(self, output: RequestOutput, sampling: SamplingParams, tokenizer: Tokenizer) -> bool:
-        """Add what has come; True if the answer is complete with it, by the engine's word or by a stop string."""
+        """Add an output of the engine.
+
+        Returns True if the sample is complete with it, because the engine says so or because a stop string is complete.
+        """
         self.token_ids.frombytes(output.token_ids)
         if output.logprobs:
             self.logprobs += output.logprobs
@@ -101,7 +107,7 @@ class Sample:
 
 
 def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]:
-    """The results of rows that have finished, decoded together."""
+    """Return the results of rows that have finished; their tokens are decoded together."""
     undecoded = [
         sample for row in rows if row.error is None for sample in row.samples if sample.text_before_stop is None
     ]
@@ -110,7 +116,7 @@ def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]
 
 
 def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobResult:
-    """`texts`: of the samples that no stop string ended, in their order."""
+    """Make one row's result. `texts` gives the texts of the samples that no stop string ended, in their order."""
     prepared = row.prepared
     if row.error is not None:
         return failed(prepared.place, row.error)

@@ -1,17 +1,17 @@
-"""Which rows an output answers already, one bit a row."""
+"""Sets of row numbers, one bit a row: the rows that an output answers already."""
 
 from __future__ import annotations
 
 
 class RowSet:
-    """Row numbers from 0, one bit each up to the largest."""
+    """A set of row numbers from 0 that takes one bit for each number up to the largest."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
         self.count = 0
 
     def add(self, index: int) -> bool:
-        """False if it was there."""
+        """Add a number. Returns False if it was in the set before."""
         byte, bit = index >> 3, 1 << (index & 7)
         if byte >= len(self._bits):
             self._bits.extend(bytes(byte + 1 - len(self._bits)))
@@ -26,7 +26,7 @@ class RowSet:
         return byte < len(self._bits) and bool(self._bits[byte] & 1 << (index & 7))
 
     def minus(self, other: RowSet) -> RowSet:
-        """These without those, every one of which is in here."""
+        """Return this set without the numbers of `other`, which must all be in it."""
         rest = RowSet()
         rest._bits = bytearray(self._bits)
         for byte, bits in enumerate(other._bits):
@@ -35,7 +35,7 @@ class RowSet:
         return rest
 
     def next_missing(self, index: int) -> int:
-        """The first number from `index` on that is not in the set."""
+        """Return the first number from `index` on that is not in the set."""
         while index in self:
             if not index & 7:
                 while self._bits[index >> 3 : (index >> 3) + 1] == b"\xff":
@@ -46,7 +46,7 @@ class RowSet:
         return index
 
     def next_present(self, index: int) -> int:
-        """The first number from `index` on that is in the set; behind the largest one, a number that is not."""
+        """Return the first number from `index` on that is in the set; behind the largest, a number that is not."""
         while index >> 3 < len(self._bits) and index not in self:
             rest_of_byte = self._bits[index >> 3] >> (index & 7)
             index += 1 if rest_of_byte else 8 - (index & 7)
@@ -54,14 +54,14 @@ class RowSet:
 
 
 class AnsweredRows:
-    """Rows with a line in the output: all of them, and those whose line is an error."""
+    """The rows that have a line in the output, and among them those whose line is an error."""
 
     def __init__(self) -> None:
         self.all = RowSet()
         self.failed = RowSet()
 
     def without_failed(self) -> AnsweredRows:
-        """As if the failed ones had no line."""
+        """Return the same without the failed rows."""
         rest = AnsweredRows()
         rest.all = self.all.minus(self.failed)
         return rest

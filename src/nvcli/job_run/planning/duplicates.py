@@ -1,6 +1,6 @@
 """Rows with equal answers are computed once.
 
-Which rows those are, their `answer_key` says. While one of them waits or runs, the others wait for it; the latest
+Rows with the same `answer_key` have equal answers. While one of them waits or runs, the others wait for it; the latest
 answers are kept for rows that come later, within bounds.
 """
 
@@ -28,32 +28,36 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class Duplicates:
-    """Who waits for whose answer. Not thread-safe."""
+    """The rows that wait for the answer of an equal row, and answers kept for rows to come. Not thread-safe."""
 
     def __init__(self, *, max_rows: int, max_bytes: int, max_kept_bytes: int) -> None:
-        """`max_rows`, `max_bytes`: of rows that wait for another's answer; `max_kept_bytes`: of answers that are kept
-        for rows to come. Bytes are estimates.
+        """`max_rows` and `max_bytes` bound the rows that wait for another row's answer.
+
+        `max_kept_bytes` bounds the answers that are kept for rows to come. Bytes are estimates.
         """
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._max_kept_bytes = max_kept_bytes
         self._followers: dict[bytes, list[tuple[Place, int]]] = {}
-        """By answer key, the rows that wait for the one that is computed, with their bytes."""
+        """The rows that wait for the one that is computed, with their bytes, by answer key."""
         self._kept: OrderedDict[bytes, _Answer] = OrderedDict()
-        """Least recently used first."""
+        """Kept answers by answer key, the least recently used first."""
         self._kept_bytes = 0
         self._ready: list[tuple[PreparedRow, JobResult]] = []
         self.num_rows = 0
-        """That wait for another row's answer."""
+        """Rows that wait for another row's answer."""
         self.num_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        """Rows should not be admitted before some are answered. One that is admitted all the same is kept."""
+        """Whether rows should wait before they are admitted. A row that is admitted all the same is kept."""
         return self.num_rows >= self._max_rows or self.num_bytes >= self._max_bytes
 
     def admit(self, row: PreparedRow) -> bool:
-        """True: this row is to be computed, and `finish` called. False: its result comes from `take_ready`."""
+        """Tell whether a row is to be computed.
+
+        True: compute it, and then call `finish`. False: its result comes from `take_ready`.
+        """
         key = row.answer_key
         if key is None:
             return True
@@ -73,7 +77,7 @@ class Duplicates:
         return False
 
     def finish(self, row: PreparedRow, result: JobResult, error: RowError | None) -> None:
-        """The result of a row that was admitted; `error`: what its error is, without its place."""
+        """Take the result of a row that was admitted. `error` is the row's error without its place in the input."""
         key = row.answer_key
         if key is None:
             return
@@ -87,7 +91,10 @@ class Duplicates:
             self._ready.append((row, answer.for_row(place) if error is None else failed(place, error)))
 
     def take_ready(self) -> list[tuple[PreparedRow, JobResult]]:
-        """Results of rows that were not computed, once each; with the row itself or the equal one that was computed."""
+        """Return the results of rows that were not computed, each of them once.
+
+        Each result comes with the row itself or the equal one that was computed.
+        """
         ready, self._ready = self._ready, []
         return ready
 
@@ -100,7 +107,7 @@ class Duplicates:
 
 
 def _num_bytes(choices: Iterable[Choice]) -> int:
-    """About what an answer takes in memory."""
+    """Estimate what an answer takes in memory."""
     total = 500
     for choice in choices:
         total += 200 + 2 * len(choice.text) + 40 * len(choice.token_ids or ())

@@ -1,16 +1,16 @@
-"""How many copies of a model (dp) on how many GPUs each (tp): chosen for the shortest time of one job.
+"""How many replicas of a model run (dp), each on how many GPUs (tp): chosen for the shortest time of one job.
 
 `choose_layout` is a function of its arguments alone. A layout must fit by `runner.estimate`, with what other programs
-hold of each GPU left out; one whose KV cache holds a request of `max_model_len` goes before one that does not. Of
-those, the one with the least seconds by this model, for one copy and added up over copies:
+hold of each GPU left out; one whose KV cache holds a request of `max_model_len` goes before one that does not. Among
+these the layout with the least seconds is chosen. Its time is worked out for one replica and added up over replicas:
 
     decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
                     and values; a fixed time for each layer and for each request; tp > 1: two all-reduces for each
                     layer. With stages: all of them work at a time, each on a share of the requests
-    requests a step no more than `max_num_seqs`, the copy's share of the job, and what the KV cache holds. Answers
+    requests a step no more than `max_num_seqs`, the replica's share of the job, and what the KV cache holds. Answers
                     are of all lengths up to twice the usual one: the last to run end one by one, in ever smaller steps
     prompts         matrix time and all-reduces
-    start           each process, each copy's weights, and NCCL: what makes many copies too much for a small job
+    start           each process, each replica's weights, and NCCL: what makes many replicas too much for a small job
 
 Lengths are not known before the job is read: requests are taken to have `_USUAL_TOKENS` of prompt and of answer. The
 constants were read off H200s; what counts are their ratios. Pipeline stages are taken where they are asked for, and
@@ -35,32 +35,32 @@ from nvcli.runner.estimate import block_bytes, estimate, largest_stage, tokens_i
 
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64
-"""A job of unknown size has this many times the requests that the machine could run at a time."""
+"""A job of unknown size is taken to have this many times the requests that the machine can run at a time."""
 _LEFT = (0.875, 0.625, 0.375, 0.125)
-"""Of the last requests to run, in each quarter of the time that they take to end."""
+"""The share of the last requests that still run, in each quarter of the time that they take to end."""
 _LAYER_SECONDS = 30e-6
-"""Of a decode step, beside bytes and operations: the small kernels and the gaps between them."""
+"""What each layer adds to a decode step beside bytes and operations: small kernels and the gaps between them."""
 _PIECE_LOSS = 0.03
-"""By how much longer an operation takes with each halving of the matrices."""
+"""The share by which operations get slower with each halving of the matrices."""
 _ROW_SECONDS = 3e-6
-"""Of each request in a decode step, beside them: the sampler, and what prompts that share steps cost."""
+"""What each request adds to a decode step: the sampler, and prompts that share the step."""
 _PROCESS_SECONDS = 0.2
 _LOAD_BYTES_PER_SECOND = 40e9
-"""Of all copies together, from the page cache."""
+"""The speed at which all replicas together load weights from the page cache."""
 _NCCL_SECONDS = 1.5
 _ESTIMATE_ERROR = 0.02
-"""Of a GPU's memory: where less is missing, the ranks are left to find out."""
+"""The estimate's error as a share of a GPU's memory: where less is missing, the ranks are left to find out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """dp × pp × tp in numbers."""
+    """The numbers of replicas (dp), of stages (pp) and of ranks in each stage (tp), and the GPUs they use."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1
     data_parallel_size: int
     gpus: tuple[int, ...] = ()
-    """`EngineConfig.gpus`."""
+    """The GPUs to use, as `EngineConfig.gpus` has them; empty: the first ones."""
     why: str = ""
     """One line for the user; empty where nothing was chosen."""
 
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Of all copies."""
+        """The number of ranks of all replicas."""
         return self.data_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
@@ -87,11 +87,11 @@ def choose_layout(
     tensor_parallel_size: ParallelSize = "auto",
     data_parallel_size: ParallelSize = "auto",
 ) -> Layout:
-    """`gpus`: those that a process sees, in its order. `num_requests`: of the job; None: many.
+    """Choose the layout that finishes the job soonest.
 
-    Of `config`, the tensor-parallel size is not looked at, and the number of stages is kept. Raises ConfigError where
-    there are too few GPUs for the sizes that are given, and CapacityError with the itemised plan where the model fits
-    nowhere.
+    `gpus` are those that a process sees, in its order. `num_requests` is the size of the job; None: many. The number of
+    stages in `config` is kept, and its tensor-parallel size is not looked at. Raises ConfigError where there are too
+    few GPUs for the sizes that are given, and CapacityError with the itemised plan where the model fits nowhere.
     """
     dtype_bytes = DTYPE_BYTES[config.dtype]
     known_requests = num_requests
@@ -131,13 +131,13 @@ class _Candidate:
     dp: int
     gpus: tuple[int, ...]
     weight_bytes: int
-    """Of one GPU."""
+    """Bytes of weights on one GPU."""
     room: int
-    """Bytes for the KV cache of the rank that has least; negative: they are missing."""
+    """Bytes for the KV cache of the rank that has least room; negative: so many are missing."""
     num_tokens: int
-    """That the KV cache of the copy with least room holds; 0: the model does not fit."""
+    """Tokens that the KV cache of the replica with least room holds; 0: the model does not fit."""
     seconds: float
-    """Of the job, the start included."""
+    """The estimated time of the job, start-up included."""
 
     @property
     def num_gpus(self) -> int:
@@ -145,7 +145,7 @@ class _Candidate:
 
     @property
     def gpus_each(self) -> int:
-        """Of a copy."""
+        """The number of GPUs of each replica."""
         return self.pp * self.tp
 
     @property
@@ -156,9 +156,9 @@ class _Candidate:
 def _sizes(
     num_gpus: int, model: ModelConfig, num_requests: int, tp_given: ParallelSize, dp_given: ParallelSize
 ) -> Iterator[tuple[int, int]]:
-    """Every tp and dp that the model can be cut into, the GPUs allow, and that is not more copies than requests.
+    """Yield every (tp, dp) that the model and the GPUs allow, with no more replicas than requests.
 
-    `num_gpus`: for each pipeline stage.
+    `num_gpus` is the number of GPUs for each pipeline stage.
     """
     for tp in range(1, num_gpus + 1) if tp_given == "auto" else [tp_given]:
         if not model.divides_by(tp):
@@ -194,7 +194,7 @@ def _candidate(
         speeds = [_speed(gpus[index].name) for index in group]
         slowest = min(speeds, key=lambda speed: speed.bytes_per_second)
         if num_tokens:
-            rate += share / _copy_seconds(model, config, slowest, share, num_tokens, dtype_bytes)
+            rate += share / _replica_seconds(model, config, slowest, share, num_tokens, dtype_bytes)
     start = (each * dp - 1) * _PROCESS_SECONDS + (dp - 1) * each * weights / _LOAD_BYTES_PER_SECOND
     if each > 1:
         start += _NCCL_SECONDS
@@ -211,7 +211,7 @@ def _candidate(
 
 
 def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
-    """Bytes that a rank's KV cache could have."""
+    """Return the bytes that a rank's KV cache could have on this GPU; negative: so many are missing."""
     plan = estimate(config, model, gpu.total_bytes)
     fixed = plan.beside_cache + gpu.used_bytes
     if config.kv_cache_memory is None:
@@ -220,10 +220,10 @@ def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
     return config.kv_cache_memory if config.kv_cache_memory <= left else left - config.kv_cache_memory
 
 
-def _copy_seconds(
+def _replica_seconds(
     model: ModelConfig, config: EngineConfig, speed: _Speed, num_requests: int, num_tokens: int, dtype_bytes: int
 ) -> float:
-    """One copy's time for its share of the job."""
+    """Return the seconds that one replica takes for its share of the job."""
     tp, pp, stage = config.tensor_parallel_size, config.pipeline_parallel_size, largest_stage(config, model)
     num_layers = len(stage.layers(model.num_layers))
     usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
@@ -251,16 +251,16 @@ def _copy_seconds(
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """What a kind of GPU gives, about."""
+    """Roughly what a kind of GPU can do."""
 
     bytes_per_second: float
-    """Of its memory."""
+    """The speed of its memory."""
     flops_per_second: float
-    """Dense matrices, 16 bits."""
+    """The speed of dense matrix products with 16 bits."""
     link_bytes_per_second: float
-    """To other GPUs."""
+    """The speed of its links to other GPUs."""
     link_seconds: float
-    """The least that an all-reduce of two takes."""
+    """The least time that an all-reduce between two GPUs takes."""
 
     def all_reduce_seconds(self, num_ranks: int, num_bytes: float) -> float:
         if num_ranks == 1:
@@ -278,7 +278,7 @@ _SPEEDS = {
     "A100": _Speed(1.6e12, 250e12, **_NVLINK),
     "L40": _Speed(0.75e12, 200e12, **_PCIE),
 }
-"""By a part of the name."""
+"""The speeds of known GPUs, by a part of their name."""
 _OTHER_SPEED = _Speed(0.75e12, 130e12, **_PCIE)
 
 
@@ -289,7 +289,10 @@ def _speed(name: str) -> _Speed:
 def _nearest(
     candidates: Sequence[_Candidate], gpus: Sequence[SmiGpu], model: ModelConfig, config: EngineConfig
 ) -> _Candidate:
-    """The one that misses least, where that may be an error of the estimate; else raises CapacityError."""
+    """Return the layout that misses least memory, where that may be an error of the estimate.
+
+    Raises CapacityError where more is missing.
+    """
     nearest = max(candidates, key=lambda one: (one.room, -one.num_gpus))
     config = msgspec.structs.replace(config, tensor_parallel_size=nearest.tp, gpus=())
     worst = min((gpus[index] for index in nearest.gpus), key=lambda gpu: _room(gpu, model, config))

@@ -1,13 +1,14 @@
-"""Which row goes to an engine next: planned over the rows that were read ahead, without an engine, clock or file.
+"""Chooses the row that goes to a replica next, among the rows that were read ahead.
 
-- Rows that begin alike go one after the other to one engine, so that their prefix is computed once and need not
+- Rows that begin alike go one after the other to one replica, so that their prefix is computed once and need not
   outlive others in the KV cache. The longest common prefix goes on first.
 - Otherwise rows with a large `max_tokens` go first, so that a run does not end with a few long answers. Lengths are
   compared by their order of magnitude; a row without `max_tokens` may become the longest. Equals keep their order.
 - No row is passed over by more than `max_passed_over` later ones.
 
-What is there is taken at once; nothing waits for the window to fill. A row's answer does not depend on when it is
-computed, so a plan changes the speed of a run and the order of its output, and nothing else.
+Rows that are there are given out at once; nothing waits for the window to fill. A row's answer does not depend on when
+it is computed, so a plan changes the speed of a run and the order of its output, and nothing else. The planner knows no
+engine, clock or file.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from nvcli.job_run.planning.prefix_tree import PrefixTree, WaitingRow
 from nvcli.job_run.text.prepare import PreparedRow
 
 _MAX_LENGTH_CLASS = 64
-"""That of rows without `max_tokens`."""
+"""The length class of rows without `max_tokens`."""
 _MAX_CANDIDATES = 8
-"""Rows of another replica's prefixes that a replica looks past before it takes one of them."""
+"""A replica looks past this many rows with prefixes of another replica before it takes one of them."""
 
 
 class Planner:
-    """The rows that wait for an engine. Not thread-safe."""
+    """The rows that wait for a replica. Not thread-safe."""
 
     def __init__(
         self,
@@ -36,7 +37,11 @@ class Planner:
         num_replicas: int = 1,
         longest_first: bool = True,
     ) -> None:
-        """`block_size`: tokens in a KV block; None: prefixes do not matter. `max_bytes`: of `PreparedRow.num_bytes`."""
+        """`block_size` is the number of tokens in a KV block; None: prefixes do not matter.
+
+        `max_rows` and `max_bytes` (by `PreparedRow.num_bytes`) say when the planner is full; `max_passed_over` is the
+        most later rows that may go before a row.
+        """
         assert max_passed_over >= 0
         self._tree: PrefixTree[PreparedRow] = PrefixTree(block_size or 1)
         self._shares_prefixes = block_size is not None
@@ -47,14 +52,14 @@ class Planner:
         self._last: list[tuple[bytes, int] | None] = [None] * num_replicas
         """For each replica, the prompt that it took last and its shareable blocks."""
         self._in_order: deque[WaitingRow[PreparedRow]] = deque()
-        """By arrival; rows taken meanwhile are dropped when they come to the front."""
+        """Waiting rows in the order of their arrival; rows taken meanwhile are dropped when they come to the front."""
         self._num_added = 0
         self.num_rows = 0
         self.num_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        """Rows should not be added before some are taken. What is added all the same is kept."""
+        """Whether rows should wait before they are added. A row that is added all the same is kept."""
         return self.num_rows >= self._max_rows or self.num_bytes >= self._max_bytes
 
     def add(self, row: PreparedRow) -> None:
@@ -68,7 +73,7 @@ class Planner:
         self.num_bytes += row.num_bytes
 
     def take(self, replica: int = 0) -> PreparedRow | None:
-        """The row that a replica should be given next; None if there is none."""
+        """Take out and return the row that a replica should be given next; None if there is none."""
         if not self.num_rows:
             return None
         waiting = self._choose(replica)
@@ -104,6 +109,6 @@ class Planner:
 
 
 def _length_class(row: PreparedRow) -> int:
-    """The order of magnitude of the longest answer that a row may get."""
+    """Return the order of magnitude of the longest answer that a row may get."""
     asked = row.sampling.max_tokens
     return _MAX_LENGTH_CLASS if asked is None else min(asked.bit_length(), _MAX_LENGTH_CLASS - 1)

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 Rank = tuple[int, int]
-"""What is taken first among rows that begin alike: the smallest. Unique among the rows of a tree."""
+"""Among rows that begin alike the one of the smallest rank is taken first. Ranks are unique in a tree."""
 
 TOKEN_BYTES = 4
 """Token ids come packed as int32."""
@@ -23,20 +23,20 @@ _MAX_STALE = 64
 
 
 class WaitingRow(Generic[T]):
-    """A row in the tree."""
+    """A row that waits in the tree."""
 
     __slots__ = ("item", "node", "num_blocks", "prompt_ids", "rank")
 
     def __init__(self, item: T, prompt_ids: bytes, num_blocks: int, rank: Rank) -> None:
         self.item: T | None = item
-        """None once the row is taken: lists that have not noticed yet must not keep it in memory."""
+        """The row itself; None once it is taken, so that lists that have not noticed yet do not keep it in memory."""
         self.prompt_ids = prompt_ids
-        """Packed."""
+        """The prompt's token ids, packed as int32."""
         self.num_blocks = num_blocks
-        """Leading blocks that it can share; 0 where prefixes do not matter."""
+        """Leading KV blocks that the row can share; 0 where prefixes do not matter."""
         self.rank = rank
         self.node: Node[T] | None = None
-        """The deepest node that holds it."""
+        """The deepest node that holds the row."""
 
 
 class Node(Generic[T]):
@@ -49,9 +49,9 @@ class Node(Generic[T]):
         self.num_blocks = num_blocks
         self.parent = parent
         self.children: dict[bytes, Node[T] | WaitingRow[T]] = {}
-        """By the block that follows the prefix."""
+        """The nodes and rows below, by the block that follows the prefix."""
         self.heap: list[tuple[Rank, WaitingRow[T]]] = []
-        """All rows below; those taken meanwhile are dropped when they come up, or when they are many."""
+        """All rows below as a heap; rows taken meanwhile are dropped when they come up, or when they are many."""
         self.num_waiting = 0
         self.replica: int | None = None
         """The replica that took a row from here last."""
@@ -61,7 +61,7 @@ class Node(Generic[T]):
         self.num_waiting += 1
 
     def drop_taken(self) -> None:
-        """The first of the heap is a waiting row afterwards."""
+        """Drop taken rows until the first one of the heap is a waiting row."""
         heap = self.heap
         if len(heap) > 2 * self.num_waiting + _MAX_STALE:
             heap[:] = [entry for entry in heap if entry[1].item is not None]
@@ -71,7 +71,7 @@ class Node(Generic[T]):
 
 
 class PrefixTree(Generic[T]):
-    """Rows come with `add` and go with `remove`; `deepest` and `best` look."""
+    """The tree. Rows come with `add` and go with `remove`; `deepest` and `best` look for one."""
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
@@ -110,7 +110,7 @@ class PrefixTree(Generic[T]):
         return item
 
     def deepest(self, prompt_ids: bytes, num_blocks: int) -> Node[T] | WaitingRow[T]:
-        """Where the rows are that share most blocks with the first `num_blocks` of a prompt; the root if none does."""
+        """Find the rows that share most blocks with the first `num_blocks` of a prompt; the root if none does."""
         node = self.root
         while node.num_blocks < num_blocks:
             child = node.children.get(self._block(prompt_ids, node.num_blocks))
@@ -122,9 +122,9 @@ class PrefixTree(Generic[T]):
         return node
 
     def best(self, node: Node[T], *, replica: int | None = None, max_passed: int = 0) -> WaitingRow[T]:
-        """The row of the smallest rank below a node that has any.
+        """Return the row of the smallest rank below a node that has any.
 
-        With a replica, up to `max_passed` rows are passed over whose prefix another replica has taken up.
+        Where `replica` is given, up to `max_passed` rows are passed over whose prefix another replica has taken up.
         """
         node.drop_taken()
         row = node.heap[0][1]
@@ -142,7 +142,7 @@ class PrefixTree(Generic[T]):
         return row
 
     def _join(self, node: Node[T], key: bytes, child: Node[T] | WaitingRow[T], row: WaitingRow[T]) -> Node[T]:
-        """The node below `node` for what `child` and `row` have in common; made if it is not there yet."""
+        """Return the node for what `child` and `row` have in common below `node`; make it if it is not there yet."""
         other_ids = child.prompt_ids if isinstance(child, WaitingRow) else child.prefix_ids
         most = min(child.num_blocks, row.num_blocks)
         shared = self._num_common(other_ids, row.prompt_ids, node.num_blocks + 1, most)
@@ -167,7 +167,7 @@ class PrefixTree(Generic[T]):
         return ids[number * self._block_bytes : (number + 1) * self._block_bytes]
 
     def _num_common(self, a: bytes, b: bytes, least: int, most: int) -> int:
-        """Leading blocks that two prompts have in common, known to be from `least` to `most`."""
+        """Count the leading blocks that two prompts have in common, known to be from `least` to `most`."""
         while least < most:
             middle = (least + most + 1) // 2
             part = slice(least * self._block_bytes, middle * self._block_bytes)
@@ -209,5 +209,5 @@ class PrefixTree(Generic[T]):
 
 
 def _belongs_elsewhere(row: WaitingRow[T], node: Node[T], replica: int) -> bool:
-    """Whether a row below `node` begins with a longer prefix that another replica has taken up."""
+    """Tell whether a row below `node` begins with a longer prefix that another replica has taken up."""
     return row.node is not node and row.node is not None and row.node.replica not in (None, replica)

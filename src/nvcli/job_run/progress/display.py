@@ -22,25 +22,25 @@ PLAIN_SECONDS = 10.0
 BAR_SECONDS = 0.2
 BAR_WIDTH = 16
 _WITHOUT_CURSOR = ("dumb", "unknown")
-"""Terminals that a bar is not drawn on."""
+"""Kinds of terminals on which no bar is drawn."""
 
 
 class Progress:
-    """Base of the three kinds, and the one that shows no progress. `note` lines are shown by all."""
+    """The base of all displays, and the one that shows no progress. All of them show `note` lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def note(self, line: str) -> None:
-        """Say something that is not progress: what was chosen, what to look out for."""
+        """Show one line that is not progress, such as what was chosen or what to look out for."""
         self._stream.write(f"nvcli: {line}\n")
         self._stream.flush()
 
     def update(self, view: RunView) -> None:
-        """Call as often as you like."""
+        """Show how the run stands. Calls may come as often as they like."""
 
     def close(self) -> None:
-        """Leave the stream so that others can write to it. Idempotent."""
+        """Leave the stream in a state in which others can write to it. Idempotent."""
 
     def __enter__(self) -> Progress:
         return self
@@ -48,11 +48,11 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """The run is over, and `error` is what ended it early."""
+        """Take note that the run is over. `error` is what ended it early, if anything did."""
 
 
 class PlainProgress(Progress):
-    """One line every ten seconds."""
+    """The display for logs: one line every ten seconds."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
@@ -69,7 +69,7 @@ class PlainProgress(Progress):
 
 
 class BarProgress(Progress):
-    """A bar in the last line of the terminal."""
+    """The display for terminals: a bar in the last line."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -126,7 +126,7 @@ class BarProgress(Progress):
 
 
 def make_progress(mode: ProgressMode, stream: TextIO, *, environ: Mapping[str, str] = os.environ) -> Progress:
-    """auto: a bar on a terminal whose cursor can be moved, else plain lines."""
+    """Make a display. `auto` is a bar on a terminal whose cursor can be moved, else plain lines."""
     if mode == "auto":
         mode = "bar" if stream.isatty() and environ.get("TERM", "").lower() not in _WITHOUT_CURSOR else "plain"
     kinds: dict[str, type[Progress]] = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
@@ -134,7 +134,7 @@ def make_progress(mode: ProgressMode, stream: TextIO, *, environ: Mapping[str, s
 
 
 def rows_text(status: RunStatus) -> str:
-    """200/400 rows (3 failed)"""
+    """Return the number of rows as text, such as `200/400 rows (3 failed)`."""
     rows = status.rows
     done = f"{rows.done + rows.resumed:,}" if rows.total is None else f"{rows.done + rows.resumed:,}/{rows.total:,}"
     failed = f" ({rows.failed:,} failed)" if rows.failed else ""
@@ -142,7 +142,7 @@ def rows_text(status: RunStatus) -> str:
 
 
 def rates_text(status: RunStatus) -> str:
-    """What matters most comes first: a narrow terminal cuts the end off."""
+    """Return time left, rates and load as text. What matters most comes first: a narrow terminal cuts off the end."""
     if status.state == "starting":
         return "loading the model"
     rates = status.rates
@@ -157,7 +157,7 @@ def rates_text(status: RunStatus) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """8.2s, 3m05s, 2h07m"""
+    """Return a time as text, such as `8.2s`, `3m05s` or `2h07m`."""
     if seconds < 10:
         return f"{seconds:.1f}s"
     whole = round(seconds)

@@ -1,7 +1,7 @@
 """How a run stands: the figures that progress shows, taken together at one moment.
 
-The time that is left goes by tokens (`pipeline.forecast`): by what is known of the rows that were read, and by the
-bytes of the input that were not. Rates are of the last minute.
+The time that is left is estimated in tokens (`progress.forecast`), from what is known of the rows that were read and
+from the bytes of the input that were not. Rates are those of the last minute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nvcli.job_run.progress.forecast import work_done, work_left
 from nvcli.jobs.input.reader import RowReader
 
 State = Literal["starting", "running", "done", "failed", "interrupted"]
-"""starting: no row was given to an engine yet; done: every row has its line, some of them perhaps an error."""
+"""starting: no row was given to a replica yet; done: every row has its line, which may be an error."""
 
 RATE_SECONDS = 60.0
 _SAMPLE_SECONDS = 1.0
@@ -29,30 +29,30 @@ _SAMPLE_SECONDS = 1.0
 
 class RowFigures(msgspec.Struct, frozen=True, kw_only=True):
     total: int | None = None
-    """None: the input is not read to its end yet."""
+    """Rows of the input; None: it is not read to its end yet."""
     done: int = 0
-    """By this run; failed and deduplicated ones included."""
+    """Rows that this run finished; failed and deduplicated ones are included."""
     failed: int = 0
     left: int | None = None
     resumed: int = 0
-    """Answered by an earlier run."""
+    """Rows that an earlier run answered."""
     deduplicated: int = 0
-    """Answered with the answer of an equal row."""
+    """Rows that got the answer of an equal row."""
     errors: dict[str, int] = {}
     """Failed rows by error type."""
 
 
 class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of rows that are done and of running ones, as far as the engines have told."""
+    """Tokens of rows that are done and of running ones, as far as the replicas have told."""
 
     prompt: int = 0
     cached: int = 0
-    """Of the prompt tokens, those found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     generated: int = 0
 
 
 class RateFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the last minute."""
+    """Rates of the last minute."""
 
     rows_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
@@ -60,35 +60,35 @@ class RateFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a run; the JSON of `--progress-file`."""
+    """One look at a run. `--progress-file` holds it as JSON."""
 
     state: State
     output: str | None = None
-    """None: the run has not come so far."""
+    """The output's name; None: the run has not come so far."""
     pid: int
     started_at: str
-    """ISO 8601, UTC, as is the next."""
+    """When the run began, in ISO 8601 and UTC; `updated_at` likewise."""
     updated_at: str
     elapsed_seconds: float = 0.0
     rows: RowFigures = RowFigures()
     tokens: TokenFigures = TokenFigures()
     rates: RateFigures = RateFigures()
     share_done: float | None = None
-    """0 to 1, of the work in tokens; None where it cannot be told yet."""
+    """The share of the work, in tokens, that is done, from 0 to 1; None where it cannot be told yet."""
     eta_seconds: float | None = None
     kv_use: float = 0.0
-    """Share of the KV cache's blocks that running requests hold."""
+    """The share of the KV cache's blocks that running requests hold."""
     prefix_hit_rate: float = 0.0
-    """Share of the prompt tokens that were found in the prefix cache."""
+    """The share of the prompt tokens that were found in the prefix cache."""
     running: int = 0
     waiting: int = 0
-    """Requests in the engines that do not run yet, and rows that were read ahead."""
+    """Requests in the replicas that do not run yet, and rows that were read ahead."""
     message: str | None = None
-    """With `failed`: what ended the run."""
+    """What ended the run, where `state` is `failed`."""
 
 
 def bare_status(state: State, started: datetime.datetime, message: str | None = None) -> RunStatus:
-    """Of a run of which there is nothing to see yet."""
+    """Return the status of a run that has no figures yet."""
     now = datetime.datetime.now(datetime.UTC)
     return RunStatus(
         state=state, pid=os.getpid(), started_at=iso_time(started), updated_at=iso_time(now), message=message
@@ -104,7 +104,7 @@ class _Sample(NamedTuple):
 
 
 class RunView:
-    """Looks at the parts of a run, which go on meanwhile in other threads: figures may be a moment apart."""
+    """Reads a run's figures from its parts. The parts go on in other threads, so figures may be a moment apart."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class RunView:
         output: str = "-",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`started_at` by `clock`."""
+        """`started_at` is when the run began, by `clock`."""
         self._counts = counts
         self._reader = reader
         self._feeder = feeder
@@ -129,7 +129,7 @@ class RunView:
         self._samples: deque[_Sample] = deque()
 
     def status(self, state: State | None = None, message: str | None = None) -> RunStatus:
-        """`state`: None: the run goes on."""
+        """Return how the run stands. `state` says how it ended; None: it goes on."""
         counts = self._counts
         now = self._clock()
         first, last = self._sample(now)
@@ -175,7 +175,7 @@ class RunView:
         )
 
     def _sample(self, now: float) -> tuple[_Sample, _Sample]:
-        """The oldest figures of the last minute, or those at the first request, and the present ones."""
+        """Return the oldest figures of the last minute, or those at the first request, and the present ones."""
         counts = self._counts
         finished = counts.finished
         present = _Sample(
@@ -204,7 +204,7 @@ class RunView:
         )
 
     def _share_read(self) -> float | None:
-        """Of the rows that this run has to answer; None where the input's size is not known."""
+        """Return the share of this run's rows that was read; None where the input's size is not known."""
         reader = self._reader
         if self._feeder.all_read:
             return 1.0
@@ -217,7 +217,7 @@ class RunView:
         return rows_read / max(rows_read, rows_to_read, 1)
 
     def _share_of_input(self) -> float | None:
-        """That was read; None where its size is not known."""
+        """Return the share of the input that was read; None where its size is not known."""
         reader = self._reader
         shares = []
         if reader.bytes_total:

@@ -24,7 +24,7 @@ WRITE_SECONDS = 1.0
 
 
 class StatusFile(Progress):
-    """Keeps a file up to date beside what `shown` shows."""
+    """A display that keeps a file up to date beside another display, `shown`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class StatusFile(Progress):
         taken: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`taken`: files that it must not replace. Raises ConfigError where the file cannot be written."""
+        """`taken` are files of the job, which `path` must not replace. Raises ConfigError for a bad `path`."""
         self._path = path
         self._shown = shown
         self._clock = clock

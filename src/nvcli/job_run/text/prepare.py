@@ -1,4 +1,4 @@
-"""Jobs → what the engine needs of them: token ids that fit the model, and how many tokens the answer may have."""
+"""Prepares jobs for a replica: token ids that fit the model, and how many tokens the answer may have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nvcli.messages import pack
 from nvcli.sampling_params import SamplingParams
 
 _ROW_BYTES = 1000
-"""About what a prepared row takes in memory beside its prompt and what it passes through."""
+"""Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,16 +34,19 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
 
     place: Place
     prompt_ids: bytes
-    """Packed (`messages.pack`)."""
+    """The prompt's token ids, packed by `messages.pack`."""
     num_prompt_tokens: int
     max_tokens: int
     stop_ids: list[int]
     sampling: SamplingParams
     answer_key: bytes | None = None
-    """Equal for rows whose answers are equal: greedy or with a seed of their own, and the same token ids and sampling.
-    None where the answer depends on the row's place in the file, too."""
+    """A key that is equal for rows whose answers are equal.
+
+    Such rows are greedy or have a seed of their own, and have the same token ids and sampling. None where the answer
+    also depends on the row's place in the file.
+    """
     num_bytes: int = 0
-    """About what the row takes in memory while it waits."""
+    """Roughly what the row takes in memory while it waits."""
 
 
 class Preparer:
@@ -59,12 +62,12 @@ class Preparer:
         self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
         """Whether every id that the tokenizer gives is one of the model's."""
         self._sampling: SamplingParams | None = None
-        """That of the last row, with what follows from it: most rows have the defaults."""
+        """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
         self._answers_follow_from: bytes | None = None
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
-        """One entry for each row, in their order; results (rows that failed before) are handed on as they are."""
+        """Return one entry for each row, in their order. Results of rows that failed before are handed on."""
         prompts: dict[int, list[int] | RowError] = {}
         plain: dict[int, str] = {}
         chats: dict[int, str] = {}
@@ -128,9 +131,9 @@ class Preparer:
             return failed(job.place, error)
 
     def _follow(self, sampling: SamplingParams, under: str) -> None:
-        """Work out what is the same for all rows with this sampling. `under`: the key that holds its keys in the row.
+        """Work out what is the same for all rows with this sampling. Raises RowError.
 
-        Raises RowError.
+        `under` is the key that holds the sampling's keys in the row.
         """
         self._sampling = None
         _check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
@@ -144,7 +147,10 @@ class Preparer:
         self._sampling = sampling
 
     def _is_hopeless(self, text: str) -> bool:
-        """Too long whatever its tokens: not worth the memory that they take (a line of 50 MB is 12 million)."""
+        """Tell whether a text is too long whatever its tokens.
+
+        Tokenizing it would not be worth the memory (a line of 50 MB is 12 million tokens).
+        """
         most = self._tokenizer.max_token_chars
         return (
             most is not None
@@ -162,7 +168,7 @@ class Preparer:
 
 
 def _num_bytes(value: Any) -> int:
-    """About what decoded JSON takes in memory."""
+    """Estimate what decoded JSON takes in memory."""
     total = sys.getsizeof(value)
     if isinstance(value, Mapping):
         total += sum(_num_bytes(key) + _num_bytes(inner) for key, inner in value.items())
@@ -179,7 +185,7 @@ def _check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> Non
 
 
 def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str) -> tuple[list[int], int]:
-    """The prompt, cut if need be and allowed, and the most tokens that its answer may have. Raises RowError."""
+    """Return the prompt, cut where that is needed and allowed, and the most tokens of its answer. Raises RowError."""
     max_len = limits.max_model_len
     asked = sampling.max_tokens
     room = max_len - len(ids)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""What a decoder shows for bytes that are not a whole character (yet)."""
+"""The character that a decoder shows for bytes that are not a whole character (yet)."""
 
 MAX_PENDING_TOKENS = 8
-"""A character has at most four bytes: tokens beyond this will never become one."""
+"""A character has at most four bytes: more pending tokens than this will never become one."""
 
 
 class StopStringDetector:
@@ -21,7 +21,7 @@ class StopStringDetector:
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], *, min_tokens: int = 0
     ) -> None:
-        """`decode` gives the text of token ids; `min_tokens`: a stop string that is complete earlier is just text."""
+        """`decode` gives the text of token ids. A stop string that is complete before `min_tokens` is just text."""
         assert stop_strings
         assert all(stop_strings)
         self._decode = decode
@@ -47,7 +47,7 @@ class StopStringDetector:
         return len(self._ids)
 
     def push(self, token_ids: Iterable[int]) -> bool:
-        """Take more tokens, up to the one that completes a stop string; True if there is one."""
+        """Take more tokens, up to the one that completes a stop string. Returns True if there is one."""
         assert self.text is None, "the answer has ended"
         for token_id in token_ids:
             self._ids.append(token_id)
@@ -57,7 +57,7 @@ class StopStringDetector:
         return False
 
     def _next_piece(self) -> str:
-        """The text that the last token added, without a character that is incomplete."""
+        """Return the text that the last token added, without a character that is incomplete."""
         text = self._decode(self._ids[self._context :])
         is_incomplete = text.endswith(REPLACEMENT)
         is_pending = is_incomplete and len(self._ids) - self._read < MAX_PENDING_TOKENS

@@ -15,13 +15,13 @@ from typing import Any
 from nvcli.errors import LoadError, RowError
 
 MAX_INLINE_TOKENS = 8192
-"""So many are decoded right here, in a millisecond: in the threads that encode, too, they would wait for a batch."""
+"""Up to so many tokens are decoded right here, in a millisecond: a thread that encodes would make them wait."""
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
 
 
 def check_tokenizer_files(model_path: Path) -> None:
-    """Raises LoadError where there is no tokenizer: transformers would make an empty one for some families."""
+    """Raise LoadError where there is no tokenizer: transformers would make an empty one for some families."""
     if not any(any(model_path.glob(pattern)) for pattern in _FILES):
         raise LoadError(f"{model_path}: no tokenizer (such as tokenizer.json); copy the model's tokenizer files there")
 
@@ -30,9 +30,9 @@ _PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenize
 
 
 def _is_plain(model_path: Path) -> bool:
-    """Whether the checkpoint's tokenizer is what its tokenizer.json describes and nothing else.
+    """Tell whether the checkpoint's tokenizer is what its tokenizer.json describes and nothing else.
 
-    AutoTokenizer gives the same ids, but its import brings torch into this process, for seconds.
+    AutoTokenizer gives the same ids, but its import brings torch into this process, which takes seconds.
     """
     try:
         config = json.loads((model_path / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -43,9 +43,10 @@ def _is_plain(model_path: Path) -> bool:
 
 
 def _keeps_every_character(backend: Any) -> bool:
-    """Whether each byte of a text ends up in a token's own text: byte-level BPE that drops, merges and strips nothing.
+    """Tell whether each byte of a text ends up in the text of a token.
 
-    NFC, the one normalizer that such tokenizers have, composes at most four characters into one.
+    That holds for byte-level BPE that drops, merges and strips nothing. NFC, the one normalizer that such tokenizers
+    have, composes at most four characters into one.
     """
     model = backend.model
     return (
@@ -62,7 +63,7 @@ class Tokenizer:
     """A loaded tokenizer. Used by one thread for encoding and by another for decoding."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: any of transformers' tokenizer objects."""
+        """`tokenizer` is any of transformers' tokenizer objects."""
         self._tokenizer = tokenizer
         # The Rust object below the Python one: no offsets, masks and dictionaries that nobody reads.
         self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
@@ -71,9 +72,9 @@ class Tokenizer:
             self._backend.no_truncation()
         self._token_texts: dict[int, str] = {}
         self.vocab_size: int | None = None
-        """Every id that it gives is below; None: not known."""
+        """Every id that it gives is below this; None: not known."""
         self.max_token_chars: int | None = None
-        """No token stands for more characters of a text; None: not known."""
+        """No token stands for more characters of a text than this; None: not known."""
         if self._backend is not None:
             vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
             self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -82,7 +83,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_path: Path) -> Tokenizer:
-        """Raises LoadError that names the folder."""
+        """Load the tokenizer of a checkpoint. Raises LoadError that names the folder."""
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
@@ -102,7 +103,10 @@ class Tokenizer:
         return eos if isinstance(eos, int) else None
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int] | RowError]:
-        """Ids of each text, or why this one text has none. `add_special_tokens`: as the tokenizer does by default."""
+        """Return the token ids of each text, or the error of a text that has none.
+
+        `add_special_tokens` adds those that the tokenizer adds by default.
+        """
         try:
             return [*self._encode(texts, add_special_tokens)]
         except Exception as error:
@@ -118,7 +122,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt text of a conversation, up to where the answer begins. Raises RowError."""
+        """Return the prompt text of a conversation, up to where the answer begins. Raises RowError."""
         if not self._tokenizer.chat_template:
             raise RowError("no_chat_template", "this model has no chat template for `messages`; give `prompt` instead")
         try:
@@ -129,7 +133,7 @@ class Tokenizer:
         return text
 
     def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each answer, special tokens left out."""
+        """Return the text of each answer, without special tokens."""
         if self._backend is None:
             return [self.decode_one(ids) for ids in answers]
         if sum(map(len, answers)) <= MAX_INLINE_TOKENS:
@@ -142,7 +146,7 @@ class Tokenizer:
         return str(decode(list(ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, special tokens too; bytes that are no text show as U+FFFD."""
+        """Return the text of one token, special tokens too; bytes that are no text show as U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
             decode = self._tokenizer.decode if self._backend is None else self._backend.decode

@@ -1,4 +1,4 @@
-"""What files hold, told apart in an instant whatever their size."""
+"""Digests that tell files apart in an instant, whatever their size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ WHOLE_BYTES = 8 * 1024 * 1024
 """Files up to this size are read from end to end."""
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
-"""Larger ones are read at this many places, evenly spread, the first and the last bytes among them."""
+"""Larger files are read in `NUM_SAMPLES` places of so many bytes, evenly spread from the first to the last."""
 
 
 def digest_file(path: Path) -> str:
-    """Of the size and of what the file holds. A change that keeps the size and misses all places is not seen."""
+    """Return a digest of a file's size and bytes.
+
+    In a large file, a change that keeps the size and misses all places that are read is not seen.
+    """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())
@@ -34,12 +37,12 @@ def digest_file(path: Path) -> str:
 
 
 def is_repeatable(inputs: Sequence[str]) -> bool:
-    """Whether the same inputs can be read again: files can, standard input and pipes cannot."""
+    """Tell whether the same inputs can be read again: files can, standard input and pipes cannot."""
     return all(name != STREAM and stat.S_ISREG(os.stat(name).st_mode) for name in inputs)
 
 
 def describe_inputs(inputs: Sequence[str]) -> list[str]:
-    """For each input its size and digest, as a manifest holds them. Raises ConfigError."""
+    """Return each input's size and digest as a manifest holds them. Raises ConfigError."""
     descriptions = []
     for name in inputs:
         try:

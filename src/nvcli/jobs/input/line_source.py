@@ -21,10 +21,10 @@ class LineSource:
     def __init__(self, name: str) -> None:
         self.name = name
         self.bytes_read = 0
-        """On disk, compressed where it is."""
+        """Bytes that were read, as they are on disk."""
 
     def lines(self) -> Iterator[Line | None]:
-        """Without their newline and the file's BOM; None before each read that may have to wait for a writer.
+        """Yield the lines, without newlines and the file's BOM, and None before each read that may have to wait.
 
         Raises OSError or CompressionError where the input cannot be read on, after the lines before that place.
         """

@@ -15,15 +15,15 @@ _BATCH_ROWS = 256
 
 
 class ParquetSource:
-    """The rows of one file, a batch at a time. A null is as good as an absent key, in nested values too."""
+    """The rows of one file, read a batch at a time. Keys whose value is null are left out, in nested values too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.bytes_read = 0
-        """Of the file's size the share of its rows that was read."""
+        """The share of the file's bytes that belongs to the rows that were read."""
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Raises OSError where the file cannot be read on, ConfigError where it is no Parquet."""
+        """Yield the rows. Raises OSError where the file cannot be read on, ConfigError where it is no Parquet."""
         size = self._path.stat().st_size
         try:
             with pyarrow.parquet.ParquetFile(self._path) as file:

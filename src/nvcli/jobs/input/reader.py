@@ -1,7 +1,8 @@
 """The input as a stream of rows: files, standard input and tables, one after the other.
 
-Holds one chunk and one batch at a time, whatever the size of the input. What a row holds never raises; an input that
-cannot be read to its end does (ConfigError), after all rows before that place were given out.
+The reader holds one chunk and one batch at a time, whatever the size of the input. It never raises for what a row
+holds; for an input that cannot be read to its end it raises ConfigError, after all rows before that place were given
+out.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.parser import Row, RowParser
 
 FIRST_BATCH_ROWS = 8
-"""So that the engine has something to do while the next batch is read; batches double from here."""
+"""The first batch is small, so that replicas soon have work; batches double from here."""
 MAX_BATCH_ROWS = 256
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 
 
 class _Source(Protocol):
-    """One input: its rows, and how far it was read."""
+    """One input: its rows, and how many bytes of it were read."""
 
     @property
     def bytes_read(self) -> int: ...
@@ -43,7 +44,7 @@ class RowReader:
         limit: int | None = None,
         answered: AnsweredRows | None = None,
     ) -> None:
-        """`limit`: read this many rows and no more. `answered`: rows to pass over; they count as read."""
+        """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read."""
         self._inputs = list(inputs)
         self._parser = parser
         self._limit = limit
@@ -52,20 +53,20 @@ class RowReader:
         self._bytes_before = 0
         self.rows_read = 0
         self.rows_passed_over = 0
-        """Of those, rows that were answered already."""
+        """Rows among `rows_read` that were answered already."""
         self.all_read = False
-        """Every input was read to its end, and not as far as the limit only."""
+        """Whether every input was read to its end, and not just to the limit."""
         self.bytes_total = _total_bytes(self._inputs)
-        """On disk, compressed where they are; None: not known, as with standard input."""
+        """Bytes of all inputs as they are on disk; None: not known, as with standard input."""
 
     @property
     def bytes_read(self) -> int:
-        """On disk, compressed where they are. Read by another thread, so a little behind or ahead at times."""
+        """Bytes that were read, as they are on disk. Another thread sees it a little behind or ahead at times."""
         source = self._source
         return self._bytes_before + (source.bytes_read if source is not None else 0)
 
     def batches(self) -> Iterator[list[Job | JobResult]]:
-        """Rows in order. A batch is given out when it is full, and before a read that may have to wait."""
+        """Yield the rows in order. A batch comes when it is full, and before a read that may have to wait."""
         batch: list[Job | JobResult] = []
         batch_bytes = 0
         target = FIRST_BATCH_ROWS
@@ -113,7 +114,7 @@ class RowReader:
             yield batch
 
     def _row(self, line: Row, name: str, number: int, line_id: int) -> Job | JobResult | None:
-        """None for a row that is answered already."""
+        """Parse one row; None for a row that is answered already."""
         index = self.rows_read
         if index in self._answered.all:
             self._parser.skip(line, line_id=line_id, is_good=index not in self._answered.failed)

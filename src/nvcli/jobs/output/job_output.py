@@ -31,11 +31,11 @@ from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.output_row import OutputForm
 
 _DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
-"""What is in there stands for something else, such as /dev/stdout for a file that the shell has opened."""
+"""Files in these folders stand for something else, such as /dev/stdout for a file that the shell has opened."""
 
 
 class JobOutput:
-    """What every kind of output gives a run."""
+    """The part that all kinds of output have in common."""
 
     sink: Sink
 
@@ -44,28 +44,31 @@ class JobOutput:
         self.answered = AnsweredRows()
         """Rows that the output held when it was opened."""
         self.errors: Counter[str] = Counter()
-        """The failed ones among them, by error type."""
+        """The failed rows among them, by error type."""
         self.finished: Finished | None = None
-        """The job came to its end before; there is nothing to do."""
+        """How the job ended, if it came to its end before and there is nothing to do."""
         self.notes: list[str] = []
-        """What was found and done, for the user."""
+        """Lines that tell the user what was found and done."""
 
     @property
     def folder(self) -> Path | None:
-        """Where temporary files of its size belong; None: where the system has them."""
+        """The folder for temporary files of the output's size; None: the system's own."""
         return None
 
     def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
-        """Every row that was read is answered and the sink closed. `rows` and `errors` are of the whole output, which
-        may hold later rows too. Raises OutputError."""
+        """Finish the output once every row that was read is answered and the sink is closed. Raises OutputError.
+
+        `rows` and `errors` count the whole output, which may hold later rows too. `rows_read` and `all_read` say how
+        far the inputs were read.
+        """
 
     def close(self) -> None:
-        """Give it up to others. Idempotent."""
+        """Give the output up, so that others may have it. Idempotent."""
         self.sink.close()
 
 
 class StreamOutput(JobOutput):
-    """Standard output, a pipe or a device: written once, and not continued."""
+    """An output that is written once and not continued: standard output, a pipe or a device."""
 
     def __init__(self, sink: Sink, form: OutputForm) -> None:
         super().__init__(form)
@@ -73,7 +76,7 @@ class StreamOutput(JobOutput):
 
 
 class FileOutput(JobOutput):
-    """A regular file. Raises ConfigError where it is of another job."""
+    """An output that is a regular file and may be continued."""
 
     def __init__(
         self,
@@ -87,7 +90,10 @@ class FileOutput(JobOutput):
         limit: int | None = None,
         reorder_bytes: int = 1 << 28,
     ) -> None:
-        """`job`: what the output is made from now. `can_continue`: its inputs can be read again."""
+        """Open the file and find out what it holds. Raises ConfigError where another job made it, and OutputError.
+
+        `job` says what the output is made from now; `can_continue` says whether its inputs can be read again.
+        """
         self._path = path
         self._job = job
         self._order = order
@@ -106,7 +112,7 @@ class FileOutput(JobOutput):
             if not is_new:
                 self._continue(retry_errors=retry_errors, limit=limit)
         except BaseException as error:
-            self._leave(is_unused=True)
+            self._release(is_unused=True)
             if isinstance(error, OSError):
                 raise OutputError(f"the output {path} cannot be written: {error.strerror}") from None
             raise
@@ -148,16 +154,19 @@ class FileOutput(JobOutput):
         try:
             super().close()
         finally:
-            self._leave(is_unused=not self.sink.is_started or self.finished is not None)
+            self._release(is_unused=not self.sink.is_started or self.finished is not None)
 
-    def _leave(self, *, is_unused: bool) -> None:
-        """Give up the file and its lock; a new one that nothing was written to is removed."""
+    def _release(self, *, is_unused: bool) -> None:
+        """Give up the file and its lock, and remove a new file that nothing was written to."""
         if is_unused and self._file.is_new:
             self._file.path.unlink(missing_ok=True)
         self._file.close()
 
     def _begin(self) -> None:
-        """Before the first write to a new output. Its old rows go first: they must never meet the new manifest."""
+        """Prepare a new output for its first write.
+
+        Old rows go before the new manifest comes: they must never be together.
+        """
         self._file.truncate(0)
         if is_parquet(self._path):
             self._path.unlink(missing_ok=True)
@@ -168,7 +177,7 @@ class FileOutput(JobOutput):
             sync_folder(self._path.parent)
 
     def _check_job(self) -> Manifest:
-        """The manifest of the output that is there, if it is of this job. Raises ConfigError."""
+        """Return the manifest of the output that is there. Raises ConfigError where it is of another job."""
         way_out = "start it anew with --overwrite, or name another with -o"
         manifest = load_manifest(self._path)
         if manifest is None:
@@ -185,7 +194,7 @@ class FileOutput(JobOutput):
         return manifest
 
     def _continue(self, *, retry_errors: bool, limit: int | None) -> None:
-        """Find out what is there, and make it sound."""
+        """Find out which rows the output holds, and drop lines that are damaged or to be tried again."""
         finished = self._job.finished
         if finished is not None and self._is_untouched(finished):
             is_enough = finished.all_read or (limit is not None and limit <= finished.rows_read)
@@ -220,7 +229,7 @@ class FileOutput(JobOutput):
         return self._path.exists() and self._path.stat().st_size == finished.output_bytes
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """These lines (without newline) instead of what is there."""
+        """Replace the rows of the output by these lines, which have no newline."""
         self._file.replace(map(self._pack, in_chunks(lines)))
 
     def _write_parquet(self) -> None:
@@ -248,7 +257,7 @@ def open_output(
     limit: int | None = None,
     reorder_bytes: int = 1 << 28,
 ) -> JobOutput:
-    """The output `name` (`-`: standard output) for a job. Raises ConfigError."""
+    """Open the output `name` (`-`: standard output) for a job. Raises ConfigError and OutputError."""
     form = OutputForm(created=job.created, model=job.model)
     if name == STREAM:
         if sys.__stdout__ is None:
@@ -274,7 +283,7 @@ def open_output(
 
 
 def rows_path(output: Path) -> Path:
-    """The file that rows are appended to: the output itself, or a working file beside one that cannot be continued."""
+    """Return the file that rows are appended to: the output itself, or the working file beside a Parquet output."""
     return output.with_name(output.name + WORKING_SUFFIX) if is_parquet(output) else output
 
 

@@ -15,12 +15,12 @@ _CHUNK_BYTES = 1024 * 1024
 
 
 class LockedFile:
-    """An open output, with its lock: gone with the process, however that ends. Nothing beside the file is needed."""
+    """An open file with a lock that goes with the process, however that ends. No other file is needed for the lock."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file if need be. Raises ConfigError where it cannot be opened or another run holds it."""
+        """Open the file or make it. Raises ConfigError where it cannot be opened or another run holds it."""
         self.path = path = Path(os.path.realpath(path)) if path.is_symlink() else path
-        """Behind a symbolic link, so that the link stays."""
+        """The file itself, behind a symbolic link, so that the link stays."""
         self.is_new = not path.exists()
         try:
             self.fd = _open_locked(path)
@@ -36,12 +36,12 @@ class LockedFile:
         return os.fstat(self.fd).st_size
 
     def truncate(self, size: int) -> None:
-        """Cut off what follows, and have that on disk."""
+        """Cut the file off at `size`, and wait until that is on disk."""
         os.ftruncate(self.fd, size)
         os.fsync(self.fd)
 
     def replace(self, chunks: Iterable[bytes]) -> None:
-        """Write the file anew: after a crash there is the old one or the new one. The lock is kept throughout."""
+        """Write the file anew. After a crash there is the old file or the new one. The lock is kept throughout."""
         temporary = rewrite_path(self.path)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
@@ -66,12 +66,12 @@ class LockedFile:
 
 
 def rewrite_path(path: Path) -> Path:
-    """Where a new version of the file is written; what a crash left there is of no use."""
+    """Return where a new version of the file is written; what a crash left there is of no use."""
     return path.with_name(f".{path.name}.new")
 
 
 def in_chunks(lines: Iterable[bytes]) -> Iterable[bytes]:
-    """Lines (without newline) joined to chunks of about a mebibyte."""
+    """Join lines, which have no newline, to chunks of about a mebibyte."""
     chunk = bytearray()
     for line in lines:
         chunk += line

@@ -1,4 +1,4 @@
-"""`<output>.manifest.json`: what an output was made from, so that only the same job continues it."""
+"""`<output>.manifest.json` says what an output was made from, so that only the same job continues it."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ VERSION = 1
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The job came to its end, and the output was this then."""
+    """How the output was when the job came to its end."""
 
     rows: int
     errors: dict[str, int]
     """Failed rows by error type."""
     all_read: bool
-    """The inputs were read to their end; else as far as `--limit` went."""
+    """Whether the inputs were read to their end; else they were read as far as `--limit` went."""
     output_bytes: int
     rows_read: int = 0
-    """Of the inputs: rows from here on may be unanswered, unless all were read."""
+    """Rows of the inputs from this number on may be unanswered, unless all were read."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Values are compared as they are; names of inputs are for messages."""
+    """What an output is made from. Facts and descriptions of inputs are compared; names are for messages."""
 
     version: int = VERSION
     created: int
     """When the job began, in seconds since 1970."""
     model: str
-    """As it was named."""
+    """The model as it was named."""
     facts: dict[str, str | int | float | bool | None]
-    """Of model and configuration: everything that an answer depends on."""
+    """Everything of the model and the configuration that an answer depends on."""
     inputs: list[tuple[str, str]]
-    """Name and description of each."""
+    """The name and the description of each input."""
     finished: Finished | None = None
 
     def differences(self, other: Manifest) -> list[str]:
-        """One line for each thing that differs, from this one to `other`."""
+        """Return one line for each thing that differs between this manifest and `other`."""
         lines = [
             f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}"
             for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]
@@ -74,7 +74,7 @@ def manifest_path(output: Path) -> Path:
 
 
 def load_manifest(output: Path) -> Manifest | None:
-    """None where there is none. Raises ConfigError for one that cannot be read."""
+    """Read the manifest of an output; None where there is none. Raises ConfigError for one that cannot be read."""
     path = manifest_path(output)
     way_out = f"start anew with --overwrite, or name another output than {output} with -o"
     try:
@@ -93,7 +93,7 @@ def load_manifest(output: Path) -> Manifest | None:
 
 
 def save_manifest(output: Path, manifest: Manifest) -> None:
-    """At once and for good: after a power loss there is the old one or the new one. Raises OSError."""
+    """Write the manifest of an output. After a power loss there is the old one or the new one. Raises OSError."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     path = manifest_path(output)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -110,7 +110,7 @@ def save_manifest(output: Path, manifest: Manifest) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes new and renamed files in it outlast a power loss."""
+    """Make new and renamed files in a folder outlast a power loss. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

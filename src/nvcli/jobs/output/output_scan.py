@@ -1,4 +1,4 @@
-"""Reads an output that is there already, as a stream: which rows it answers, and where what is sound of it ends."""
+"""Reads an output that exists: which rows it answers, and where its sound part ends."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from nvcli.jobs.rows.output_row import WrittenRow, read_output_row
 
 
 class OutputScan:
-    """What was found. Lines are judged one by one, so that a damaged one costs its own row and no other."""
+    """The findings. Lines are judged one by one, so that a damaged one costs its own row and no other."""
 
     def __init__(self) -> None:
         self.answered = AnsweredRows()
         self.errors: Counter[str] = Counter()
         """Failed rows by error type."""
         self.sound_bytes = 0
-        """Where the last sound line ends, or in a compressed file its member; what follows can be cut off."""
+        """Where the last sound line ends, or in a compressed file its member; bytes behind it can be cut off."""
         self.num_damaged = 0
-        """Lines before that place that are no rows, or rows that an earlier line answers."""
+        """Lines before `sound_bytes` that are no rows, or that repeat the row of an earlier line."""
         self.is_in_order = True
-        """The sound lines are those of rows 0, 1, 2 and so on, without a gap."""
+        """Whether the sound lines are those of rows 0, 1, 2 and so on, without a gap."""
 
     @property
     def num_rows(self) -> int:
@@ -32,7 +32,7 @@ class OutputScan:
 
 
 def scan_output(path: Path) -> OutputScan:
-    """Never raises for what the file holds. OSError where it cannot be read."""
+    """Scan an output. Never raises for what the file holds; raises OSError where it cannot be read."""
     scan = OutputScan()
     num_bad = 0  # since the last sound line
     for lines, end in _blocks(path):
@@ -53,7 +53,7 @@ def scan_output(path: Path) -> OutputScan:
 
 
 def sound_lines(path: Path) -> Iterator[tuple[WrittenRow, bytes]]:
-    """The lines (without newline) that a scan counts as rows, in the order of the file; of each row the first."""
+    """Yield the lines (without newline) that a scan counts as rows, in the order of the file."""
     seen = RowSet()
     for lines, _ in _blocks(path):
         for line in lines:
@@ -63,10 +63,10 @@ def sound_lines(path: Path) -> Iterator[tuple[WrittenRow, bytes]]:
 
 
 def _blocks(path: Path) -> Iterator[tuple[list[bytes], int]]:
-    """Complete lines, and where in the file the smallest part of it that holds them ends.
+    """Yield complete lines, and where in the file the smallest part that holds them ends.
 
-    That is the line itself, or in a compressed file the member that it is in. Lines of a torn member are not given
-    out. Holds one member: those of an output are about as large as a flush.
+    That part is the line itself, or in a compressed file the member that it is in. Lines of a torn member are not given
+    out. One member is held at a time; the members of an output are about as large as a flush.
     """
     compression = compression_of(path.name)
     with path.open("rb", buffering=0) as file:

@@ -1,7 +1,7 @@
-"""An output's rows → a Parquet file, a batch at a time. Needs pyarrow.
+"""Writes an output's rows to a Parquet file, a batch at a time. Needs pyarrow.
 
-nvcli's own keys have fixed types. Of others it is seen in a first pass whether every row has a number, a truth value
-or a text there; all that is nested or mixed, and OpenAI's `response`, becomes JSON text.
+nvcli's own keys have fixed types. For each other key a first pass finds out whether every row has a number, a truth
+value or a text there. All that is nested or mixed, and OpenAI's `response`, becomes JSON text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OWN_TYPES = {
 
 
 class _LargeInt:
-    """The kind of an integer that a column of floats does not hold exactly."""
+    """The kind of integers that a column of floats does not hold exactly."""
 
 
 _SCALARS = {
@@ -54,12 +54,12 @@ _SCALARS = {
     str: pyarrow.string(),
 }
 _NUMBERS = ({int, float}, {int, _LargeInt})
-"""Kinds that a column of numbers holds together."""
+"""Sets of kinds that one column of numbers can hold."""
 _MAX_FLOAT_INT = 1 << 53
 
 
 def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
-    """`lines`: begins a pass over the rows. Raises OSError."""
+    """Write rows to a file. `lines` begins a pass over the rows and is called twice. Raises OSError."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     kinds: dict[str, set[type]] = {}
     is_native = True
@@ -97,7 +97,7 @@ def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
 
 
 def _kind(value: Any) -> type:
-    """`object` for what no column of scalars can hold."""
+    """Return the kind of a value; `object` where no column of scalars can hold it."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _MAX_FLOAT_INT:
         return _LargeInt if -(1 << 63) <= value < 1 << 63 else object
     return type(value)
@@ -116,5 +116,5 @@ def _column_type(kinds: set[type]) -> pyarrow.DataType:
 
 
 def _as_text(value: Any) -> str | None:
-    """Text as it is, anything else as JSON."""
+    """Return a text as it is, and anything else as JSON."""
     return value if isinstance(value, str | None) else msgspec.json.encode(value).decode()

@@ -1,7 +1,7 @@
-"""Puts lines into the order of their rows. What must wait long waits in a temporary file, not in memory.
+"""Puts lines into the order of their rows. Lines that must wait long wait in a temporary file, not in memory.
 
-An external merge: lines wait in memory up to a bound, then go to the file as one sorted run. A run is read back from
-its beginning, so what is remembered of it is one place and one row, however many lines it holds.
+This is an external merge: lines wait in memory up to a bound, then go to the file as one sorted run. A run is read back
+from its beginning, so only one place and one row of it are remembered, however many lines it holds.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from nvcli.errors import OutputError
 
 _HEADER = struct.Struct("<QI")
-"""Before each line in the file: its row and its length."""
+"""The row and the length of a line, which stand before it in the file."""
 _READ_BYTES = 128 * 1024
 _OVERHEAD = 150
-"""About what Python takes for a waiting line beside its bytes."""
+"""Roughly what Python takes for a waiting line beside its bytes."""
 
 
 class ReorderBuffer:
-    """Lines in, in any order; lines out, each after all rows before it."""
+    """Takes lines in any order, and gives each out after the lines of all rows before it."""
 
     def __init__(
         self, next_row: Callable[[int], int] = lambda index: index, *, max_bytes: int, folder: Path | None = None
     ) -> None:
-        """`next_row(i)`: the first row from `i` on that will come. `folder`: of the temporary file; None: TMPDIR."""
+        """`next_row(i)` is the first row from `i` on that will come. `folder` holds the file; None: TMPDIR does."""
         self._next_row = next_row
         self._max_bytes = max_bytes
         self._folder = folder
@@ -36,7 +36,7 @@ class ReorderBuffer:
         self._held: dict[int, bytes] = {}
         self._held_bytes = 0
         self._runs: list[tuple[int, _Run]] = []
-        """A heap, by the row that each run has next."""
+        """The runs as a heap, by the row that each run has next."""
         self._fd: int | None = None
         self._file_bytes = 0
 
@@ -48,14 +48,14 @@ class ReorderBuffer:
         return self._file_bytes
 
     def add(self, index: int, line: bytes) -> None:
-        """Raises OutputError when the temporary file cannot be written."""
+        """Take the line of a row. Raises OutputError when the temporary file cannot be written."""
         self._held[index] = line
         self._held_bytes += len(line) + _OVERHEAD
         if self._held_bytes > self._max_bytes and index != self._next:
             self._spill()
 
     def take(self) -> Iterator[bytes]:
-        """The lines whose turn has come."""
+        """Yield the lines whose turn has come."""
         while True:
             line = self._held.pop(self._next, None)
             if line is not None:
@@ -86,7 +86,7 @@ class ReorderBuffer:
         return line
 
     def _spill(self) -> None:
-        """The lines in memory become a run of the file."""
+        """Move the lines in memory to the file as a new run."""
         indices = sorted(self._held)
         try:
             if self._fd is None:
@@ -148,6 +148,6 @@ class _Run:
 
 
 def _open_temporary(folder: Path | None) -> int:
-    """A file without a name: gone when it is closed, however the process ends."""
+    """Open a file without a name, which is gone when it is closed, however the process ends."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())

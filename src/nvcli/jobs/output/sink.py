@@ -1,4 +1,4 @@
-"""Where an output's bytes go: appended in whole chunks, synced to disk by a thread of its own."""
+"""The sink of an output's bytes: it appends whole chunks, and a thread of its own syncs them to disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OutputClosed(Exception):
 
 
 class Sink:
-    """An open file descriptor and what compresses for it. One thread writes; syncing never holds it up."""
+    """An open file descriptor and its compression. One thread writes; syncing never holds it up."""
 
     def __init__(
         self,
@@ -27,14 +27,14 @@ class Sink:
         pack: Callable[[bytes], bytes] = bytes,
         before_first_write: Callable[[], None] | None = None,
     ) -> None:
-        """`pack` makes a complete compressed member of a chunk. Takes over the descriptor."""
+        """Take over a descriptor. `pack` makes a complete compressed member of a chunk."""
         self._fd = fd
         self._name = name
         self._pack = pack
         self._before_first_write = before_first_write
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self.is_started = before_first_write is None
-        """What had to be done before the first write is done."""
+        """Whether `before_first_write` was called, or there is none."""
         self._wake = threading.Condition()
         self._sync_wanted = False
         self._closing = False
@@ -42,7 +42,7 @@ class Sink:
         self._syncer: threading.Thread | None = None
 
     def start(self) -> None:
-        """Do what comes before the first write, if that was not made. Raises OutputError."""
+        """Call `before_first_write` if that was not done yet. Raises OutputError."""
         if self._before_first_write is not None and not self.is_started:
             self.is_started = True
             try:
@@ -51,7 +51,7 @@ class Sink:
                 raise self._failed(error) from error
 
     def write(self, data: bytes) -> None:
-        """All of it, after that of an earlier failed sync was told. Raises OutputClosed or OutputError."""
+        """Write all of `data`, unless an earlier sync failed. Raises OutputClosed or OutputError."""
         self.start()
         if self._sync_error is not None:
             raise self._failed(self._sync_error)
@@ -72,7 +72,7 @@ class Sink:
             raise self._failed(error) from error
 
     def sync(self) -> None:
-        """Have everything written so far put on disk, soon."""
+        """Ask that everything written so far be put on disk soon. Does not wait."""
         if not self._is_file or not self.is_started:
             return
         if self._syncer is None:
@@ -84,7 +84,7 @@ class Sink:
             self._wake.notify()
 
     def close(self) -> None:
-        """Everything on disk, and the descriptor closed. Raises OutputError. Idempotent."""
+        """Put everything on disk and close the descriptor. Raises OutputError. Idempotent."""
         if self._closing:
             return
         with self._wake:

@@ -1,7 +1,7 @@
-"""Results → lines of the output, whole lines only, on disk soon after they come.
+"""Writes results as lines of the output: whole lines only, and on disk soon after they come.
 
 Lines are gathered and handed to the system together: when a mebibyte has come, when the oldest has waited long enough
-(`tick`) and at the end. With `order="input"` results wait for those before them, the most of them in a file.
+(`tick`) and at the end. With `order="input"` results wait for those before them, most of them in a file.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class ResultWriter:
         reorder: ReorderBuffer | None = None,
         sync_seconds: float = SYNC_SECONDS,
     ) -> None:
-        """`reorder`: what keeps the order of the input; None: rows are written as they come. `sync_seconds`: how long
-        a row may take to the disk."""
+        """`reorder` keeps the order of the input; None: rows are written as they come.
+
+        `sync_seconds` is how long a row may take to the disk.
+        """
         self._sink = sink
         self._form = form or OutputForm()
         self._encode = msgspec.json.Encoder(enc_hook=str).encode  # tables hold values that JSON does not have
@@ -44,7 +46,7 @@ class ResultWriter:
         self._is_closed = False
 
     def write(self, results: Iterable[JobResult]) -> None:
-        """Raises OutputError or OutputClosed."""
+        """Take results, and write the lines whose turn has come. Raises OutputError or OutputClosed."""
         reorder = self._reorder
         for result in results:
             line = self._encode(output_row(result, self._form))
@@ -57,7 +59,7 @@ class ResultWriter:
                 self._append(line)
 
     def tick(self) -> None:
-        """Call often: writes and syncs what has waited long enough."""
+        """Write and sync lines that have waited long enough. Call this often."""
         if self._lines and time.monotonic() - self._oldest_since >= self._flush_seconds:
             self.flush()
 
@@ -68,14 +70,14 @@ class ResultWriter:
             self._sink.sync()
 
     def close(self) -> None:
-        """The job came to its end: write what is there, and sync. Idempotent."""
+        """End the output of a job that came to its end: write what is left, and sync. Idempotent."""
         assert not self._reorder, "results are missing before those that wait for their turn"
         if not self._is_closed:
             self._sink.start()  # a job without rows has an output too
         self.close_early()
 
     def close_early(self) -> None:
-        """The job was cut short: save what can be saved. Does nothing after `close`."""
+        """End the output of a job that was cut short: save what can be saved. Does nothing after `close`."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""`messages` as chat templates expect them. Raises InvalidValue that names the message and its key."""
+"""Checks `messages` and brings them into the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from nvcli.validation import InvalidValue, convert, show
 
 
 def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A role for each message, and text parts of a content joined to one text. `under`: where `value` stands."""
+    """Return messages that each have a role, with the text parts of a content joined to one text.
+
+    `under` is where `value` stands in the row. Raises InvalidValue that names the message and its key.
+    """
     messages = convert(value, list[dict[str, Any]], under=under)
     name = ".".join(under)
     if not messages:

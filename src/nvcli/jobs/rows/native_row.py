@@ -1,4 +1,4 @@
-"""nvcli's own form of a row → a `Job`. Raises RowError."""
+"""Makes a `Job` of a row in nvcli's own form. Raises RowError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvcli.validation import InvalidValue, convert, show
 
 
 class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Under which keys a row says something to nvcli; every other key is passed through."""
+    """The keys under which a row says something to nvcli; every other key is passed through."""
 
     prompt: str = "prompt"
     messages: str = "messages"
@@ -33,15 +33,15 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowDefaults:
-    """The defaults of `sampling`, and a row's own keys over them."""
+    """The defaults of `sampling`, over which a row's own keys go."""
 
     def __init__(self, defaults: Mapping[str, Any]) -> None:
-        """The defaults are valid as SamplingParams."""
+        """`defaults` are valid as SamplingParams."""
         self._values = dict(defaults)
         self._sampling = convert(self._values, SamplingParams)
 
     def sampling(self, own: Mapping[str, Any], *, under: str) -> SamplingParams:
-        """`under`: where the row's keys stand, for messages. Raises RowError."""
+        """Return the sampling of a row. `under` is where its keys stand in the row. Raises RowError."""
         if not own:
             return self._sampling
         try:

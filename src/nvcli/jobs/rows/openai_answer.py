@@ -1,7 +1,7 @@
-"""A result → a row of OpenAI's batch output file (platform.openai.com/docs/api-reference/batch/request-output).
+"""Makes a row of OpenAI's batch output file of a result.
 
-Every value follows from the row, its answer and the job: a job that was interrupted and continued gives the same rows
-as one that was not.
+The form is that of platform.openai.com/docs/api-reference/batch/request-output. Every value follows from the row, its
+answer and the job: a job that was interrupted and continued gives the same rows as one that was not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
 
 BATCH_ID = "batch_req_"
-"""With the row's index: the id of its output row."""
+"""The id of an output row is this and the row's index."""
 
 _OURS = ("aborted", "kv_cache_too_small", "tokenizer_error")
 """Error types that are not the request's fault: status 500, where others are 400."""
@@ -108,7 +108,7 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _offsets(tokens: list[str]) -> list[int]:
-    """Where each token begins in the text that the tokens make."""
+    """Return where each token begins in the text that the tokens make."""
     offsets, at = [], 0
     for token in tokens:
         offsets.append(at)

@@ -1,4 +1,4 @@
-"""A row of an OpenAI batch file → a `Job`. Raises RowError that names the key.
+"""Makes a `Job` of a row of an OpenAI batch file. Raises RowError that names the key.
 
 Parameters of the request body are those of the API's reference (platform.openai.com/docs/api-reference: chat,
 completions, batch), as far as they say how tokens are chosen, and the additions that vLLM's server takes. A parameter
@@ -37,9 +37,9 @@ _SAME = (
     "ignore_eos",
     "stop_token_ids",
 )
-"""Body parameters that `sampling` knows by the same name."""
+"""Parameters of the body that `sampling` knows by the same name."""
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-"""Say nothing about the answer; `model` is repeated in it."""
+"""Parameters that say nothing about the answer; `model` is repeated in it."""
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
@@ -57,12 +57,15 @@ _COMPLETION_KEYS = ("prompt", "logprobs", "best_of")
 
 
 def looks_like_openai(row: dict[str, Any]) -> bool:
-    """Whether a row without a prompt of nvcli's own form is meant as one of a batch file."""
+    """Tell whether a row without a prompt of nvcli's own form is meant as a row of a batch file."""
     return ("custom_id" in row) + ("url" in row) + ("body" in row) >= 2
 
 
 def openai_form(row: dict[str, Any]) -> RowForm:
-    """By the url; COMPLETION for none that is served, whose error takes no part of a chat's form."""
+    """Return the form that a row's url asks for.
+
+    It is COMPLETION for a url that is not served: the error row has no part that a chat's form has alone.
+    """
     url = row.get("url")
     return URLS.get(url, RowForm.COMPLETION) if isinstance(url, str) else RowForm.COMPLETION
 

@@ -1,4 +1,4 @@
-"""A result → its output row, in the form of its input row, and back to what a later run must know of it."""
+"""Makes the output row of a result, in the form of its input row, and reads back what a later run must know."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
 
 
 class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rows of one output have in common; the same for every run that continues it."""
+    """Values that all rows of one output share; they are the same for every run that continues it."""
 
     created: int = 0
-    """When the job began, in seconds since 1970: `created` of OpenAI's objects."""
+    """When the job began, in seconds since 1970; `created` of OpenAI's objects."""
     model: str = ""
     """The model's name, for rows that name none."""
 
 
 class WrittenRow(msgspec.Struct, frozen=True):
-    """What a line of an output says about its row."""
+    """The part of an output's line that a later run must know."""
 
     index: int
     error_type: str | None
 
 
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
-    """Keys of the row's form first, then what the input row passed through."""
+    """Return the output row: the keys of its form first, then what the input row passed through."""
     place = result.place
     is_native = place.form is RowForm.NATIVE
     if not is_native:
@@ -61,7 +61,7 @@ _line_decoder = msgspec.json.Decoder(_Line)
 
 
 def read_output_row(line: bytes) -> WrittenRow | None:
-    """None for what is no whole row of an output: a torn line, or what a lost write left."""
+    """Read a line of an output; None for a line that is no whole row, such as a torn one."""
     if not line.endswith(b"}") or b"\0" in line:
         return None
     try:

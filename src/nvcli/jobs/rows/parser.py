@@ -1,4 +1,4 @@
-"""One row of the input → a `Job`, or the typed error of that row. Never raises for what a row holds."""
+"""Makes a `Job` of each row of the input, or the typed error of that row. Never raises for what a row holds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nvcli.jobs.rows.seen_ids import SeenIds
 from nvcli.validation import show
 
 Row = Line | dict[str, Any]
-"""A line of JSON, or what a table's row holds."""
+"""A row as it is read: a line of JSON, or the values of a table's row."""
 
 MAX_LEVELS = 400
-"""Of objects and lists within each other in a row: whoever handles it later, on whatever stack, has room for them."""
+"""The most levels of objects and lists in a row, so that whoever handles it later does not run out of stack."""
 
 
 class RowParser:
-    """Holds what rows are judged by: their keys, the defaults of `sampling`, and the ids that were seen."""
+    """Parses rows. It holds the keys of rows, the defaults of `sampling`, and the ids that were seen."""
 
     def __init__(self, sampling_defaults: Mapping[str, Any], keys: RowKeys | None = None) -> None:
-        """The defaults are valid as SamplingParams; a row's own keys go over them."""
+        """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them."""
         self._keys = keys or RowKeys()
         self._own_keys = self._keys.all
         self._defaults = RowDefaults(sampling_defaults)
@@ -39,7 +39,7 @@ class RowParser:
         ).decode
 
     def parse(self, row: Row, *, index: int, line_id: int, where: str) -> Job | JobResult:
-        """`line_id` is the id of a row without one, `where` names the line in messages."""
+        """Parse one row. `line_id` is the id of a row without one, and `where` names the line in messages."""
         row_id: JobId = line_id
         form = RowForm.NATIVE
         model = None
@@ -70,7 +70,7 @@ class RowParser:
             return failed(place, error)
 
     def skip(self, row: Row, *, line_id: int, is_good: bool) -> None:
-        """Take note of a row that is answered already: its id is taken. `is_good`: its answer was no error."""
+        """Take note of the id of a row that is answered already. `is_good` says that its answer was no error."""
         if is_good and isinstance(row, bytes) and b'"custom_id"' not in row:
             try:
                 row_id = self._decode_id(row).id
@@ -106,7 +106,7 @@ def _nested_too_deep() -> RowError:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether there are more levels of objects and lists. Does not recurse."""
+    """Tell whether there are more than `levels` levels of objects and lists. Does not recurse."""
     level = [value]
     for _ in range(levels + 1):
         level = [inner for inner in level if isinstance(inner, dict | list)]
@@ -117,7 +117,10 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _explain_bad_json(line: bytes, reason: str) -> str:
-    """`reason` is msgspec's. Python's laxer parser finds the key of a number that JSON does not have."""
+    """Say why a line is not JSON, in words that help to find the place.
+
+    `reason` is msgspec's. Python's laxer parser finds the key of a number that JSON does not have.
+    """
     try:
         key = _find_non_finite(json.loads(line), "")
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which row ids were taken, in little memory."""
+"""The set of row ids that were taken, in little memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bisect import bisect_right
 from nvcli.jobs.job import JobId
 
 _NUM_TABLES = 1024
-_FIRST_SLOTS = 4
+_FIRST_CELLS = 4
 _MASK = (1 << 64) - 1
 
 
@@ -26,7 +26,10 @@ class SeenIds:
         self._range_ends = array("q")
 
     def add(self, row_id: JobId, *, given: bool) -> bool:
-        """False if it was taken already. `given`: the row brought it; else a line number, in ascending order."""
+        """Take an id; False if it was taken already.
+
+        `given` says that the row brought the id; else it is a line number, and line numbers come in ascending order.
+        """
         if isinstance(row_id, str):
             return self._hashes.add(hash(row_id) & _MASK)
         if self._is_line(row_id):
@@ -54,40 +57,40 @@ class _HashSet:
     """64-bit hashes in open addressing: many small tables, so that growing one takes no time worth noticing."""
 
     def __init__(self) -> None:
-        self._tables = [array("Q", bytes(8 * _FIRST_SLOTS)) for _ in range(_NUM_TABLES)]
+        self._tables = [array("Q", bytes(8 * _FIRST_CELLS)) for _ in range(_NUM_TABLES)]
         self._sizes = array("Q", bytes(8 * _NUM_TABLES))
 
     def add(self, hashed: int) -> bool:
-        """False if it was there."""
-        hashed = hashed or 1  # 0 marks a free slot
+        """Add a hash. Returns False if it was in the set before."""
+        hashed = hashed or 1  # 0 marks a free cell
         number = hashed % _NUM_TABLES
         table = self._tables[number]
-        slot = _free_slot(table, hashed)
-        if slot is None:
+        cell = _free_cell(table, hashed)
+        if cell is None:
             return False
-        table[slot] = hashed
+        table[cell] = hashed
         self._sizes[number] += 1
         if 4 * self._sizes[number] > 3 * len(table):
             larger = array("Q", bytes(16 * len(table)))
             for old in table:
                 if old:
-                    slot = _free_slot(larger, old)
-                    assert slot is not None
-                    larger[slot] = old
+                    cell = _free_cell(larger, old)
+                    assert cell is not None
+                    larger[cell] = old
             self._tables[number] = larger
         return True
 
     def __contains__(self, hashed: int) -> bool:
         hashed = hashed or 1
-        return _free_slot(self._tables[hashed % _NUM_TABLES], hashed) is None
+        return _free_cell(self._tables[hashed % _NUM_TABLES], hashed) is None
 
 
-def _free_slot(table: array[int], hashed: int) -> int | None:
-    """Where `hashed` goes; None if it is there."""
+def _free_cell(table: array[int], hashed: int) -> int | None:
+    """Return the cell where `hashed` goes; None if it is in the table."""
     last = len(table) - 1
-    slot = (hashed // _NUM_TABLES) & last
-    while (held := table[slot]) != 0:
+    cell = (hashed // _NUM_TABLES) & last
+    while (held := table[cell]) != 0:
         if held == hashed:
             return None
-        slot = (slot + 1) & last
-    return slot
+        cell = (cell + 1) & last
+    return cell
