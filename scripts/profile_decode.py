@@ -31,9 +31,9 @@ from nvcli.config import EngineConfig, RunConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.messages import StepInput, StepOutput
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config
 from nvcli.runner.interface import PendingOutput, RankContext
 from nvcli.runner.model_runner import ModelRunner
 

@@ -13,7 +13,7 @@ from checkpoints import write_tiny_qwen3
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.messages import unpack
 from nvcli.runner.graph_runner import GraphRunner
-from nvcli.runner.graph_sizes import decode_sizes, graph_sizes
+from nvcli.sizing.graph_sizes import decode_sizes, graph_sizes
 from nvcli.runner.model_runner import ModelRunner
 from nvcli.sampling_params import SamplingParams
 from one_rank import make_runner, make_scheduler

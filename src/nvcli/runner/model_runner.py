@@ -27,7 +27,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.loader import init_random_weights, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.device import import_kernels, open_device
-from nvcli.runner.graph_sizes import graph_sizes, launch_bound_tokens
+from nvcli.sizing.graph_sizes import graph_sizes, launch_bound_tokens
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import (
