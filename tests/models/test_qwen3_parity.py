@@ -85,8 +85,8 @@ def test_shared_prefix(checkpoint: Path) -> None:
     driver = ModelDriver(checkpoint, block_size=4)
     prefix, tails = ids_of(32), [ids_of(11, seed=1), ids_of(19, seed=2)]
     first = RequestState()
-    driver.blocks.grow(first.table, 32, 4)
-    second = RequestState(length=32, table=list(first.table))
+    driver.blocks.grow(first.tables[0], 32, 4)
+    second = RequestState(length=32, tables={0: list(first.tables[0])})
     logits_first, logits_second = driver.step((first, prefix + tails[0]), (second, tails[1]))
     assert_close(logits_first, reference_logits(checkpoint, prefix + tails[0]))
     assert_close(logits_second, reference_logits(checkpoint, prefix + tails[1])[32:])

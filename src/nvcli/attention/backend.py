@@ -12,10 +12,9 @@ A step, as the runner drives it:
 
 Plans are made once a step for each distinct `AttentionSpec`, not for each layer.
 
-A step may be captured where `can_capture` says so, after `prepare_capture(batch)`. The graph then serves any lengths, as
-long as the batch's tensors stay where they are; `plan` before a replay is given the batch that was captured, with the
-host values of the step. What padding rows and tokens are is said in `forward_batch.py`: they get finite values that
-nobody reads.
+A step may be captured where `can_capture` says so, after `prepare_capture(batch)`. The graph then serves any lengths,
+as long as the batch's tensors stay where they are; `plan` before a replay is given the batch that was captured, with
+the host values of the step. What padding rows and tokens are is said in `forward_batch.py`: they get finite values.
 
 A backend implements two halves, rows of one token and prefill chunks, so that two backends can share a run
 (`hybrid.py`). Decode rows of several tokens count as chunks.
@@ -63,7 +62,11 @@ class AttentionCase:
 
 
 class AttentionBackend(ABC):
-    """The attention of one run. It keeps nothing between steps but what the plans prepare, and is used on one stream."""
+    """The attention of one run. It keeps nothing between steps but what the plans prepare, and is used on one stream.
+
+    All blocks hold finite values. A backend may read keys that no token of the batch sees, of the null block or of
+    another request, if it masks them.
+    """
 
     name: str
 
@@ -107,6 +110,8 @@ class AttentionBackend(ABC):
         token's heads contiguous. → [T, num_heads, head_dim], contiguous.
         """
         num_single = batch.num_single_rows
+        if batch.shape.num_rows == 0:
+            return new_or(None, q)
         if num_single == batch.shape.num_rows:
             return self.decode(spec, layer, q, batch, None)
         if num_single == 0:

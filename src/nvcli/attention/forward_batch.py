@@ -7,8 +7,9 @@ Decode rows come first, then prefill chunks. Every token's keys and values are s
 layer, so a chunk may attend to blocks which another chunk of the same batch fills.
 
 A batch may be padded to the shape of a captured graph. Padding decode rows belong to the padding slot, whose blocks
-are all the null block, and have a length of 1. Padding prefill rows have no tokens and a length of 0. Tokens behind the
-last row's belong to nobody: they are stored to the null block, and what attention gives for them is never read.
+are all the null block, and have a length of 1. Padding prefill rows come last and have no tokens and a length of 0.
+Tokens behind the last row's belong to nobody: they are stored to the null block. What attention gives for padding is
+finite, so that the null block stays so, and is read by nobody.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class BatchShape:
     def num_tokens(self) -> int:
         return self.decode_tokens + self.prefill_tokens
 
+    @property
+    def num_single_rows(self) -> int:
+        """Leading rows that compute one token each, which backends may serve by a kernel of their own."""
+        return self.decode_rows if self.tokens_per_row == 1 else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
@@ -65,7 +71,7 @@ class ForwardBatch:
     """[R] int64, each row's slot: its row of the block tables."""
     block_tables: Tensor
     """[G, slots, max_blocks] int32, the KV block ids of every slot, by KV group. Entries that hold no block of the
-    request, or one that its window has left behind, are 0 (the null block) or stale, and are not read."""
+    request, or one that its window has left behind, are 0 (the null block) or stale: ids of other requests' blocks."""
     seq_lens: Tensor
     """[R] int32, tokens of each row's request in the cache once this step is stored."""
     query_start_loc: Tensor
@@ -86,8 +92,7 @@ class ForwardBatch:
 
     @property
     def num_single_rows(self) -> int:
-        """Leading rows that compute one token each, which backends may serve by a kernel of their own."""
-        return self.shape.decode_rows if self.shape.tokens_per_row == 1 else 0
+        return self.shape.num_single_rows
 
     def gather_block_tables(self, group: int, rows: slice, num_columns: int) -> Tensor:
         """A copy of the block tables of some rows: → [rows, num_columns] int32."""
