@@ -19,6 +19,9 @@ from nvcli.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
 MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
 """Most ids that a request may stop on: its own and the model's end-of-sequence ids."""
 
+MAX_KV_GROUPS = 8
+"""Most KV groups that a model may have: the step channel is made before a rank can say how many there are."""
+
 
 def pack(ids: Iterable[int]) -> bytes:
     """int32 in native byte order."""
@@ -195,6 +198,9 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     weight_bytes: int
     """Of rank 0."""
     attention_backend: str
+    group_windows: list[int | None] = msgspec.field(default_factory=lambda: [None])
+    """For each KV group the window of its layers, in tokens; None: they attend to all tokens before them. At most
+    `MAX_KV_GROUPS`."""
     seconds: dict[str, float]
     """Start-up by part, of rank 0: imports, process group, load, warmup, kv cache, graphs."""
     notes: list[str] = []
