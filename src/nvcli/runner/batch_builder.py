@@ -27,7 +27,7 @@ class Batch:
     """[N] int64, slots of the requests that sample."""
     positions: Tensor
     """[N] int32, of the tokens to be sampled."""
-    sampling_slots_host: tuple[int, ...]
+    sampling_slots_host: np.ndarray
 
 
 def build_batch(
@@ -87,5 +87,5 @@ def build_batch(
         forward=forward,
         sampling_slots=slots[sampling],
         positions=seq_lens[sampling],
-        sampling_slots_host=tuple(host_slots[host_sampling_rows].tolist()),
+        sampling_slots_host=host_slots[host_sampling_rows],
     )

@@ -32,7 +32,7 @@ class DecodeOutput:
     logits: Tensor
     """[B, M] of this rank's part of the vocabulary."""
     ids: Tensor | None
-    """[B] int32, by `Sampler.sample_simply`, and in the slot table already; None where not asked for."""
+    """[B] int32, by `Sampler.sample`, and in the slot table already; None where not asked for."""
     positions: Tensor
     """[B] int32, of the tokens to be sampled."""
 
@@ -111,6 +111,6 @@ class DecodeStep:
         logits = self._model.compute_logits(hidden)
         if not sample:
             return DecodeOutput(logits, None, batch.seq_lens)
-        ids = self._sampler.sample_simply(logits, slots, batch.seq_lens)
+        ids = self._sampler.sample(logits, slots, batch.seq_lens)
         self._table.keep(slots, batch.seq_lens, ids)
         return DecodeOutput(logits, ids, batch.seq_lens)

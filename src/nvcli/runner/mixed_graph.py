@@ -118,7 +118,7 @@ class MixedGraphs:
         """Rows of tokens of the graph that serves the step."""
         return self._num_decodes + self._size_for(len(step.token_ids) // 4)
 
-    def replay(self, step: StepInput) -> tuple[MixedOutput | PassedOn, Tensor, tuple[int, ...]]:
+    def replay(self, step: StepInput) -> tuple[MixedOutput | PassedOn, Tensor, np.ndarray]:
         """Run the step: (output, its rows of the requests that sample in the order of the batch, their slots)."""
         table, first = self._table, self._num_decodes
         decode_slots = unpack_ids(step.decode_slots)
@@ -155,7 +155,7 @@ class MixedGraphs:
         self._seq_lens[rows].copy_(slices.seq_lens)
         self._block_tables[rows, : slices.block_tables.shape[1]].copy_(slices.block_tables)
         self._backend.plan_captured_extend(first, slices.extend_lens, slices.seq_lens_host, size, MAX_SLICES)
-        return self._graphs[size].replay(), rows_there.long(), tuple(slots[sampling_rows].tolist())
+        return self._graphs[size].replay(), rows_there.long(), slots[sampling_rows]
 
     def _size_for(self, num_tokens: int) -> int:
         return self.sizes[bisect_left(self.sizes, num_tokens)]
@@ -177,7 +177,7 @@ class MixedGraphs:
             return PassedOn(hidden)
         logits = self._model.compute_logits(hidden[self._logits_rows])
         positions = self._seq_lens[: len(self._slots)]
-        ids = self._sampler.sample_simply(logits, self._slots, positions)
+        ids = self._sampler.sample(logits, self._slots, positions)
         table.keep(self._slots, positions, ids)
         return MixedOutput(ids=ids, logits=logits, slots=self._slots, positions=positions)
 

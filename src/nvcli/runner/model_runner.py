@@ -21,7 +21,7 @@ from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
 from nvcli.errors import LimitsTooHigh
-from nvcli.messages import EngineReady, ForwardMode, MemoryUse, StepInput, StepOutput, TokenLogprobs
+from nvcli.messages import EngineReady, ForwardMode, MemoryUse, StepInput, StepOutput
 from nvcli.models.config import load_model_config
 from nvcli.models.group import StageState
 from nvcli.models.loader import load_weights, make_up_weights
@@ -48,7 +48,8 @@ from nvcli.runner.memory import (
 )
 from nvcli.runner.mixed_graph import MixedGraphs
 from nvcli.runner.process_group import divide_ranks, join_process_group, share_memory
-from nvcli.runner.sampler import Sampler, SamplingPlan
+from nvcli.runner.sampler import PendingLogprobs, Sampler, SamplingNeeds
+from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.slot_table import SlotTable, unpack_ids
 from nvcli.runner.stage_link import PassedOn, StageLink
 from nvcli.runner.step_clock import StepClock, StepTime
@@ -58,7 +59,7 @@ from nvcli.runner.warm_up import warm_up_steps
 _STEPS_POSTED = 2  # may be with the thread that posts them, beside those in flight
 _CPU_WARM_UP_TOKENS = 16
 
-Sampled = tuple[Tensor, list[TokenLogprobs | None]]
+Sampled = tuple[Tensor, PendingLogprobs | None]
 """Ids [N] int32 on the device, and log-probabilities where a row asked."""
 
 
@@ -74,7 +75,7 @@ class SampledTokens:
     step_id: int
     ids: Tensor
     """[N] int32, on the host once the step is over."""
-    logprobs: list[TokenLogprobs | None]
+    logprobs: PendingLogprobs | None
     time: StepTime
 
     def result(self) -> StepOutput:
@@ -82,7 +83,7 @@ class SampledTokens:
         return StepOutput(
             step_id=self.step_id,
             token_ids=self.ids.numpy().tobytes(),
-            logprobs=self.logprobs,
+            logprobs=[] if self.logprobs is None else self.logprobs.result(),
             seconds=self.time.seconds,
             idle_seconds=self.time.idle_seconds,
         )
@@ -174,7 +175,8 @@ class ModelRunner:
     def _make_slots(self) -> None:
         config = self.config
         self.slots = SlotTable(config, self.device)
-        self.sampler = Sampler(self.slots, self.group, self.model_config.vocab_size)
+        self.sampling = SamplingTable(config.max_num_seqs, self.device)
+        self.sampler = Sampler(self.sampling, self.slots, self.group, self.model_config.vocab_size)
         self._pinned_ids = [
             torch.empty(config.max_num_seqs, dtype=torch.int32, pin_memory=self.device.type == "cuda")
             for _ in range(config.max_steps_in_flight + _STEPS_POSTED)
@@ -355,7 +357,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ steps
 
     def launch(self, step: StepInput) -> SampledTokens | None:
-        """Run one step. On a GPU it is queued; nothing here waits for the device but a row that wants logprobs.
+        """Run one step. On a GPU it is queued; nothing here waits for the device.
 
         Raises MemoryError where there is too little (see `Runner.launch`).
         """
@@ -380,6 +382,7 @@ class ModelRunner:
             self.link.receive(self._num_rows(step))
         step_time = self._clock.start()
         self.slots.apply(step, self.upload)
+        self.sampling.fill(step.new_slots, self.upload)
         run = self._run_decode if step.mode == ForwardMode.DECODE else self._run_extend
         outcome = run(step)
         if isinstance(outcome, PassedOn):
@@ -411,14 +414,14 @@ class ModelRunner:
         (slots32,) = self.upload(host_slots)
         slots = slots32.long()
         seq_lens = self.slots.num_computed_host[host_slots]
-        plan = self.sampler.plan(tuple(host_slots.tolist()))
+        needs = self.sampler.needs(host_slots)
         if self.decode_graphs is not None:
             padding = self.decode_graphs.padded_size(len(seq_lens)) - len(seq_lens)
             self.backend.plan(self.decode_step.batch(np.pad(seq_lens, (0, padding), constant_values=1)))
             output = self.decode_graphs.replay(slots)
-            if isinstance(output, DecodeOutput) and plan.is_simple:
+            if isinstance(output, DecodeOutput) and needs.is_simple:
                 assert output.ids is not None
-                return output.ids, []
+                return output.ids, None
         else:
             batch = self.decode_step.batch(seq_lens)
             self.decode_step.advance(slots)
@@ -426,7 +429,7 @@ class ModelRunner:
             output = self.decode_step.compute(slots, batch, sample=False)
         if isinstance(output, PassedOn):
             return output
-        return self._sample(output.logits, slots, output.positions, plan)
+        return self._sample(output.logits, slots, output.positions, needs)
 
     def _run_extend(self, step: StepInput) -> Sampled | PassedOn:
         """Prompt slices, beside decode rows or alone."""
@@ -438,25 +441,26 @@ class ModelRunner:
         hidden = self.model.forward(batch.forward, self.link.received(batch.forward.num_tokens))
         if isinstance(hidden, StageState):
             return PassedOn(hidden)
-        if not batch.sampling_slots_host:
-            return torch.empty(0, dtype=torch.int32, device=self.device), []
+        if not len(batch.sampling_slots_host):
+            return torch.empty(0, dtype=torch.int32, device=self.device), None
         logits = self.model.compute_logits(hidden[batch.forward.logits_rows])
-        plan = self.sampler.plan(batch.sampling_slots_host)
-        return self._sample(logits, batch.sampling_slots, batch.positions, plan)
+        needs = self.sampler.needs(batch.sampling_slots_host)
+        return self._sample(logits, batch.sampling_slots, batch.positions, needs)
 
     def _run_mixed_graph(self, graphs: MixedGraphs, step: StepInput) -> Sampled | PassedOn:
         output, rows, host_slots = graphs.replay(step)
         if isinstance(output, PassedOn):
             return output
-        plan = self.sampler.plan(host_slots)
-        if plan.is_simple:
-            return output.ids[rows], []
+        needs = self.sampler.needs(host_slots)
+        if needs.is_simple:
+            return output.ids[rows], None
         chosen = output.rows(rows)
-        return self._sample(chosen.logits, chosen.slots, chosen.positions, plan)
+        return self._sample(chosen.logits, chosen.slots, chosen.positions, needs)
 
-    def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, plan: SamplingPlan) -> Sampled:
+    def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> Sampled:
         """Choose ids, and put them where the next step looks for its input."""
-        ids, logprobs = self.sampler.sample(logits, slots, positions, plan)
+        longest = int(self.slots.num_computed_host[needs.slots].max())
+        ids, logprobs = self.sampler.sample_fully(logits, slots, positions, needs, longest, self.upload)
         self.slots.keep(slots, positions, ids)
         return ids, logprobs
 

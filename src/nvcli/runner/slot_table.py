@@ -13,10 +13,8 @@ from torch import Tensor
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
 from nvcli.kernels.decode_inputs import DecodeInputs, decode_inputs
-from nvcli.messages import NewSlot, SlotSampling, StepInput
+from nvcli.messages import NewSlot, StepInput
 from nvcli.runner.uploader import Uploader
-
-_MAX_INT32 = 2**31 - 1
 
 
 def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -25,7 +23,7 @@ def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 class SlotTable:
-    """Tensors with a row for each slot, and on the host the sampling parameters as they came."""
+    """Tensors with a row for each slot."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         num_slots = config.max_num_seqs
@@ -36,9 +34,6 @@ class SlotTable:
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
 
-        def floats() -> Tensor:
-            return torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
-
         self.token_ids = ints(config.max_model_len)
         """Each request's tokens by position; where a cached prefix was not computed here, unknown."""
         self.num_computed = ints()
@@ -46,27 +41,11 @@ class SlotTable:
         self.block_table = torch.full(
             (num_slots + 1, config.max_blocks_per_seq), NULL_BLOCK, dtype=torch.int32, device=device
         )
-        self.prompt_len = ints()
-        self.temperature = floats()
-        self.top_k = ints()
-        self.top_p = floats()
-        self.min_p = floats()
-        self.presence_penalty = floats()
-        self.frequency_penalty = floats()
-        self.repetition_penalty = floats()
-        self.seed = ints(dtype=torch.int64)
-        self.row = ints(dtype=torch.int64)
-        self.sample = ints(dtype=torch.int64)
-        self.sampling: list[SlotSampling | None] = [None] * (num_slots + 1)
-        self.num_fills = 0
-        """How often slots were filled: what was derived from `sampling` holds while it stays the same."""
         self.num_computed_host = np.zeros(num_slots + 1, dtype=np.int64)
         """Upper bound of `num_computed` that needs no look at the device."""
 
     def apply(self, step: StepInput, upload: Uploader) -> None:
-        """Take in what the step changes beside its prompts: freed and new slots, blocks, and tokens to go on from."""
-        for slot in unpack_ids(step.freed_slots):
-            self.sampling[slot] = None
+        """Take in what the step changes beside its prompts: new slots, blocks, and tokens to go on from."""
         if step.new_slots:
             self._fill(step.new_slots, upload)
         if step.block_ids:
@@ -95,33 +74,13 @@ class SlotTable:
         self.token_ids[slots, positions.long()] = ids
 
     def _fill(self, new_slots: list[NewSlot], upload: Uploader) -> None:
-        self.num_fills += 1
-        samplings = [new.sampling for new in new_slots]
-        float_names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        long_names = ("seed", "row", "sample")
-        floats: list[np.ndarray] = [
-            np.array([getattr(s, name) for s in samplings], dtype=np.float32) for name in float_names
-        ]
-        longs: list[np.ndarray] = [
-            np.array([getattr(s, name) for s in samplings], dtype=np.int64) for name in long_names
-        ]
-        slots, cached, prompt_len, top_k, *others = upload(
-            np.array([new.slot for new in new_slots]),
-            np.array([new.num_cached_tokens for new in new_slots]),
-            np.array([s.prompt_len for s in samplings]),
-            np.array([min(s.top_k, _MAX_INT32) for s in samplings]),
-            *(values.view(np.int32) for values in [*floats, *longs]),
+        slots, cached = upload(
+            np.array([new.slot for new in new_slots]), np.array([new.num_cached_tokens for new in new_slots])
         )
         index = slots.long()
         self.num_computed[index] = cached
-        self.prompt_len[index] = prompt_len
-        self.top_k[index] = top_k
         self.block_table[index] = NULL_BLOCK
-        for name, bits in zip([*float_names, *long_names], others, strict=True):
-            column: Tensor = getattr(self, name)
-            column[index] = bits.view(column.dtype)
         for new in new_slots:
-            self.sampling[new.slot] = new.sampling
             self.num_computed_host[new.slot] = new.num_cached_tokens
             if new.prefix_ids:
                 (prefix,) = upload(unpack_ids(new.prefix_ids))
