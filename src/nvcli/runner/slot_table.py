@@ -18,6 +18,10 @@ from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.uploader import Uploader
 
 
+_INTS_PER_NEW_SLOT = 64
+"""More than a slot's row, length and sampling parameters take, and the rows that the sampler names."""
+
+
 def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Packed int32 of a message as an array, without a copy."""
     return np.frombuffer(data, dtype=np.int32)
@@ -40,10 +44,11 @@ class SlotTable:
         )
         self.sampling = SamplingTable(config.max_num_seqs, device)
         tokens = 2 * config.max_num_batched_tokens + config.max_model_len
-        per_slot = 2 * num_groups * config.max_blocks_per_seq + self.sampling.ints_per_slot + 16
-        self._upload = Uploader(
+        per_slot = 2 * num_groups * config.max_blocks_per_seq + _INTS_PER_NEW_SLOT
+        self.upload = Uploader(
             tokens + config.max_num_seqs * per_slot, device, steps_in_flight=config.max_steps_in_flight
         )
+        """For what changes between steps, and what the sampler needs of few rows."""
 
     def apply(self, step: StepInput) -> None:
         """Take in what changed since the last step: new slots, blocks, and tokens that this rank does not have."""
@@ -56,24 +61,24 @@ class SlotTable:
             offsets = np.zeros(len(counts) + 1, dtype=np.int32)
             np.cumsum(counts, out=offsets[1:])
             slots, starts = unpack_ids(step.token_slots), unpack_ids(step.token_starts)
-            write_tokens(self.state.token_ids, *self._upload(slots, starts, offsets, unpack_ids(step.token_ids)))
+            write_tokens(self.state.token_ids, *self.upload(slots, starts, offsets, unpack_ids(step.token_ids)))
 
     def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
         """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
         self.state.token_ids[slots, positions.long()] = ids
 
     def _fill(self, new_slots: list[NewSlot]) -> None:
-        slots, cached = self._upload(
+        slots, cached = self.upload(
             np.array([new.slot for new in new_slots]), np.array([new.num_cached_tokens for new in new_slots])
         )
         index = slots.long()
         self.state.lengths[index] = cached
         self.state.block_tables[:, index] = NULL_BLOCK
-        self.sampling.fill(new_slots, self._upload)
+        self.sampling.fill(new_slots, self.upload)
 
     def _set_blocks(self, step: StepInput) -> None:
         tables = self.state.block_tables
         _, num_slots, num_columns = tables.shape
         rows = unpack_ids(step.block_groups).astype(np.int64) * num_slots + unpack_ids(step.block_slots)
-        places, blocks = self._upload(rows * num_columns + unpack_ids(step.block_columns), unpack_ids(step.block_ids))
+        places, blocks = self.upload(rows * num_columns + unpack_ids(step.block_columns), unpack_ids(step.block_ids))
         tables.view(-1)[places.long()] = blocks
