@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fake_runners import engine_config
-from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, pack
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, pack
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.slot_table import SlotTable

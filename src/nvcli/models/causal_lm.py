@@ -42,9 +42,13 @@ class CausalLM(nn.Module, ABC):
         """
 
     @property
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
         """One for each layer of this rank, in the order of the KV cache's layers."""
         return tuple(module.spec for module in self.modules() if isinstance(module, Attention))
+
+    @property
+    def kv_groups(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
+        return ((None, tuple(range(len(self.attention_layers)))),)
 
     def is_ignored(self, tensor: str) -> bool:
         """Whether a checkpoint may hold a tensor of this name that the model has no use for."""

@@ -74,8 +74,8 @@ class Attention(nn.Module):
         super().__init__()
         tp, head_dim = build.group.size, config.head_dim
         kv_shards = min(tp, config.num_kv_heads)
+        self.layer = layer
         self.spec = AttentionSpec(
-            layer=layer,
             num_heads=config.num_heads // tp,
             num_kv_heads=config.num_kv_heads // kv_shards,
             head_dim=head_dim,
@@ -104,19 +104,19 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(build, head_dim, self.eps) if qk_norm else None
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: ForwardBatch) -> Tensor:
-        k_cache, v_cache = batch.kv_cache.layer(self.spec.layer)
+        k_cache, v_cache = batch.kv_cache.layer(self.layer)
         q, k, v = qk_norm_rope_store(
             self.qkv_proj(x),
             cos_sin,
             k_cache,
             v_cache,
-            batch.slot_mapping,
+            batch.slot_mapping[self.spec.kv_group],
             num_heads=self.spec.num_heads,
             num_kv_heads=self.spec.num_kv_heads,
             q_weight=None if self.q_norm is None else self.q_norm.weight,
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
         )
-        attended = batch.backend.forward(self.spec, q, k, v, batch)  # [T, heads, D]
+        attended = batch.backend.forward(self.spec, self.layer, q, k, v, batch)  # [T, heads, D]
         out: Tensor = self.o_proj(attended.flatten(1))
         return out

@@ -27,7 +27,6 @@ from nvcli.models.config import load_model_config
 from nvcli.models.loader import init_random_weights, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.device import import_kernels, open_device
-from nvcli.sizing.graph_sizes import graph_sizes, launch_bound_tokens
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import (
@@ -49,6 +48,7 @@ from nvcli.runner.stage_link import StageLink
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
+from nvcli.sizing.graph_sizes import graph_sizes, launch_bound_tokens
 from nvcli.sizing.weights import rows_of_shared_sums
 
 _CPU_WARM_UP_TOKENS = 16
@@ -151,8 +151,8 @@ class ModelRunner:
             dtype=self.dtype,
             specs=tuple(dict.fromkeys(layers)),
             block_size=config.block_size,
-            max_num_seqs=2 * config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens + config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs + config.max_num_decodes,
+            max_num_batched_tokens=config.max_num_batched_tokens + config.max_num_decodes,
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
@@ -180,15 +180,15 @@ class ModelRunner:
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
 
     def _make_slots(self) -> None:
-        """Tables and buffers of the steps, empty."""
-        config, shapes = self.config, self._graph_shapes
-        max_tokens = max([config.max_num_batched_tokens, *(shape.num_tokens for shape in shapes)])
+        """Tables and buffers of the steps, empty. Padded to a graph, a step has up to `max_num_decodes` rows more."""
+        config = self.config
+        max_tokens = config.max_num_batched_tokens + config.max_num_decodes
         self.link = StageLink(self._groups, max_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, len(self._kv_spec.group_layers), self.device)
         self.sampler = Sampler(self.slots.sampling, self.slots, self.group, self.model_config.vocab_size)
         self.buffers = InputBuffers(
             self.slots.state,
-            max_rows=max([config.max_num_seqs, *(shape.num_rows for shape in shapes)]),
+            max_rows=config.max_num_seqs + config.max_num_decodes,
             max_tokens=max_tokens,
             max_logits=config.max_num_seqs,
             steps_in_flight=config.max_steps_in_flight,

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.candidates import choose_candidates, shard_candidates
 from nvcli.kernels.sampling import apply_penalties, packed_argmax, sample, unpack_argmax
 from nvcli.messages import TokenLogprobs
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.runner.sampling_table import SamplingFlag, SamplingTable
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.uploader import Uploader

@@ -17,7 +17,6 @@ from nvcli.messages import NewSlot, StepInput
 from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.uploader import Uploader
 
-
 _INTS_PER_NEW_SLOT = 64
 """More than a slot's row, length and sampling parameters take, and the rows that the sampler names."""
 

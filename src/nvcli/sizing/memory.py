@@ -10,7 +10,7 @@ from nvcli.config import DTYPE_BYTES, EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.sizing.graph_sizes import decode_sizes, mixed_sizes, most_captured_tokens
+from nvcli.sizing.graph_sizes import graph_sizes, launch_bound_tokens
 from nvcli.sizing.weights import kv_bytes_per_token, rows_of_shared_sums, weight_elements
 
 _CONTEXT_BYTES = 800_000_000
@@ -86,11 +86,15 @@ def _sampling(config: EngineConfig, model: ModelConfig) -> int:
 
 def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     """All share the memory of the largest, and each has some of its own."""
-    decode = decode_sizes(config.max_num_decodes)
-    mixed = mixed_sizes(config.max_num_decodes, config.max_num_batched_tokens)
-    most_tokens = most_captured_tokens(config.max_num_decodes, config.max_num_batched_tokens)
-    logits = config.max_num_decodes * model.vocab_size * DTYPE_BYTES[config.dtype] if samples else 0
-    return _activations(config, model, most_tokens) + logits + (len(decode) + len(mixed)) * _BYTES_PER_GRAPH
+    sizes = graph_sizes(
+        max_num_seqs=config.max_num_seqs,
+        max_num_decodes=config.max_num_decodes,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        launch_bound_tokens=launch_bound_tokens(1, 1),
+    )
+    logits = config.max_num_seqs * model.vocab_size * DTYPE_BYTES[config.dtype] if samples else 0
+    decode_rows, _, prefill_tokens = sizes[0]
+    return _activations(config, model, decode_rows + prefill_tokens) + logits + len(sizes) * _BYTES_PER_GRAPH
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
