@@ -35,6 +35,8 @@ class BenchOptions:
     output_len: str | None = None
     shared_prefix: int | None = None
     temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
     seed: int = 0
     repeat: int = 1
     ablate: str | None = None
@@ -68,6 +70,8 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
             "num_requests": options.num_requests,
             "shared_prefix": options.shared_prefix,
             "temperature": options.temperature,
+            "top_k": options.top_k,
+            "top_p": options.top_p,
         }
         given = {name: value for name, value in numbers.items() if value is not None}
         return Workload(**given, **lengths, seed=options.seed)  # type: ignore[arg-type]
@@ -75,6 +79,8 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
         "--input-len": options.input_len,
         "--shared-prefix": options.shared_prefix,
         "--temperature": options.temperature,
+        "--top-k": options.top_k,
+        "--top-p": options.top_p,
     }
     for option, value in made_up.items():
         if value is not None:

@@ -24,6 +24,9 @@ class Workload:
     shared_prefix: int = 0
     """Tokens that all prompts begin with, before the `input_len` of their own."""
     temperature: float = 0.6
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
     seed: int = 0
 
     @property
@@ -45,7 +48,7 @@ class Workload:
 
     def requests(self, vocab_size: int) -> list[Request]:
         """`rows`, with ids from 0."""
-        sampling = SamplingParams(temperature=self.temperature, ignore_eos=True)
+        sampling = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, ignore_eos=True)
         return [
             Request(
                 request_id=i,

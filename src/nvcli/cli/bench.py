@@ -52,6 +52,15 @@ def bench(
         ),
     ] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0.6.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="K", min=0, help="Sample among the K likeliest tokens; 0: off.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p", metavar="P", min=0.001, max=1.0, help="Sample among tokens of this probability; 1: off."
+        ),
+    ] = None,
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="What lengths and tokens follow from.")
     ] = 0,
@@ -109,6 +118,8 @@ def bench(
         output_len=output_len,
         shared_prefix=shared_prefix,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         seed=seed,
         repeat=repeat,
         ablate=ablate,
