@@ -22,21 +22,21 @@ from nvcli.models.stage import Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """What `nvcli bench` reports."""
+    """The result that `nvcli bench` reports."""
 
     model: str
     workload: Workload | FileWorkload
     data_parallel_size: int
     ready_seconds: float
-    """From the command's call of the engines to the last one's report."""
+    """Seconds from the start of the replicas to the report of the last one."""
     ready: EngineReady
-    """The first replica's."""
+    """The first replica's report."""
     peak_bytes: list[list[int]]
     """The most memory that each rank held: [replica][rank]."""
     ceilings: Ceilings
     runs: list[Run]
     timelines: list[list[StepRecord]]
-    """Of each run, the first replica's steps."""
+    """The steps of the first replica in each run."""
     ablations: list[AblationResult]
 
     @property
@@ -50,7 +50,10 @@ class BenchResult:
 
     @property
     def ready_parts(self) -> dict[str, float]:
-        """Seconds; what the first replica's rank 0 does not account for is the engine process's own start."""
+        """Seconds by part of the start-up.
+
+        The time that rank 0 of the first replica does not account for is the engine process's own start.
+        """
         return {"engine process": max(0.0, self.ready_seconds - sum(self.ready.seconds.values())), **self.ready.seconds}
 
 
@@ -118,7 +121,7 @@ def bench(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """The life of one set of engines."""
+    """The measurements of one set of replicas, from their start to their end."""
 
     ready_seconds: float
     ready: EngineReady
@@ -134,7 +137,7 @@ def _measure(
     repeat: int,
     say: Callable[[str], None],
 ) -> _Measured:
-    """Start engines, let them answer a few tokens, time the passes, end them."""
+    """Start the replicas, warm them up with a few tokens, time the passes, and end the replicas."""
     engines = Engines(config, data_parallel_size)
     try:
         ready = engines.wait_ready()
@@ -163,7 +166,7 @@ def _measure(
 
 
 def _median_of(rates: Sequence[float]) -> int:
-    """Number of the median, the slower of two."""
+    """Return the index of the median rate (the slower of two)."""
     return sorted(range(len(rates)), key=lambda number: rates[number])[(len(rates) - 1) // 2]
 
 

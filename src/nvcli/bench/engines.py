@@ -1,4 +1,4 @@
-"""Engines: the replicas of a benchmark as one. Requests are dealt out to them; what they did is kept, pass by pass."""
+"""The replicas of a benchmark. Requests are dealt out to them, and what they did is recorded pass by pass."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WAIT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One pass over a workload, as it was recorded."""
+    """The record of one pass over a workload."""
 
     seconds: float
-    """From the first request's sending to the last answer's arrival."""
+    """Seconds from the sending of the first request to the arrival of the last answer."""
     num_requests: int
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     output_tokens: int
     num_preemptions: int
     num_blocks: int
@@ -40,13 +40,13 @@ class Engines:
     """Starts all replicas at once; `close` ends them."""
 
     def __init__(self, config: EngineConfig, num_replicas: int) -> None:
-        """`config` with `record_steps`. Returns at once."""
+        """Start the replicas and return at once. `config` has `record_steps` set."""
         self._started_at = time.perf_counter()
         self._clients: list[EngineClient] = []
         self._ready: list[EngineReady] = []
         self._next_id = 0
         self.ready_seconds = 0.0
-        """From here to the last replica's report."""
+        """Seconds from the start to the last replica's report."""
         try:
             for replica in range(num_replicas):
                 replica_config = msgspec.structs.replace(config, replica=replica)
@@ -57,7 +57,7 @@ class Engines:
             raise
 
     def wait_ready(self) -> EngineReady:
-        """The first replica's report, once all have reported. Raises what an engine failed with."""
+        """Wait for all replicas, and return the first one's report. Raises what an engine failed with."""
         for client in self._clients:
             ready = None
             while ready is None:
@@ -67,7 +67,7 @@ class Engines:
         return self._ready[0]
 
     def run(self, requests: Sequence[Request]) -> Pass:
-        """Answer all of them, with an empty prefix cache at the beginning. Ids are given here.
+        """Answer all requests, with an empty prefix cache at the beginning. Their ids are given here.
 
         Raises WorkerError, or CapacityError for a request that the engine cannot answer or where it had to lower its
         limits.
@@ -115,7 +115,7 @@ class Engines:
         )
 
     def finish(self) -> list[list[int]]:
-        """End the replicas; the most memory that each of their ranks held, in bytes: [replica][rank]."""
+        """End the replicas, and return the most memory that each of their ranks held, in bytes: [replica][rank]."""
         return [client.finish() for client in self._clients]
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Engines:
 
 
 def deal_out(requests: Sequence[Request], num_shares: int) -> list[list[Request]]:
-    """In order, each to the share that has the fewest tokens to generate so far."""
+    """Deal requests out in order, each to the share that has the fewest tokens to generate so far."""
     shares: list[list[Request]] = [[] for _ in range(num_shares)]
     num_tokens = [0] * num_shares
     for request in requests:
