@@ -211,7 +211,7 @@ class RunView:
         share = self._share_of_input()
         if not share:
             return None
-        # An earlier run answered the first rows rather than every tenth: what is left of the input holds few of them.
+        # An earlier run answers the first rows of an input, so few of the rows that are not read yet are answered.
         rows_read = reader.rows_read - reader.rows_passed_over
         rows_to_read = reader.rows_read / share - self._counts.rows_resumed
         return rows_read / max(rows_read, rows_to_read, 1)
