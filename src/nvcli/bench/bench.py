@@ -81,30 +81,15 @@ def bench(
         tensor_parallel_size=config.tensor_parallel_size,
         stage=Stage(config.pipeline_parallel_size - 1, config.pipeline_parallel_size),
     )
-    baseline = _median_rate(measured.passes)
     results = []
     for ablation in ablations:
         say(f"ablation {ablation.name}")
         try:
-            passes = _measure(
-                ablation.config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say
-            ).passes
+            ablated = _measure(ablation.config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
         except (ConfigError, CapacityError) as error:  # it does not work here; the others may
-            results.append(
-                AblationResult(
-                    name=ablation.name, output_rates=[], output_rate=None, difference=None, left_out=str(error)
-                )
-            )
-            continue
-        rate = _median_rate(passes)
-        results.append(
-            AblationResult(
-                name=ablation.name,
-                output_rates=[one.output_tokens / one.seconds for one in passes],
-                output_rate=rate,
-                difference=rate / baseline - 1,
-            )
-        )
+            results.append(_left_out(ablation, error))
+        else:
+            results.append(_compared(ablation, ablated.passes, baseline=_median_rate(measured.passes)))
     return BenchResult(
         model=model,
         workload=workload,
@@ -116,6 +101,21 @@ def bench(
         runs=[run_of(one, costs, ceilings) for one in measured.passes],
         timelines=[one.records[0] for one in measured.passes],
         ablations=results,
+    )
+
+
+def _left_out(ablation: Ablation, error: Exception) -> AblationResult:
+    return AblationResult(name=ablation.name, output_rates=[], output_rate=None, difference=None, left_out=str(error))
+
+
+def _compared(ablation: Ablation, passes: Sequence[Pass], *, baseline: float) -> AblationResult:
+    """Compare the passes of an ablation with the rate of the benchmark's own, `baseline`."""
+    rate = _median_rate(passes)
+    return AblationResult(
+        name=ablation.name,
+        output_rates=[one.output_tokens / one.seconds for one in passes],
+        output_rate=rate,
+        difference=rate / baseline - 1,
     )
 
 

@@ -77,25 +77,15 @@ class Engines:
         numbered = [
             msgspec.structs.replace(request, request_id=number) for number, request in zip(ids, requests, strict=True)
         ]
-        expected = {request.request_id: request.max_tokens for request in numbered}
         dealt = deal_out(numbered, len(self._clients))
         preemptions_before = sum(client.stats.num_preemptions for client in self._clients)
         for client in self._clients:
             client.forget_prefixes()
             client.take_steps()
-        cached_tokens = 0
         start = time.perf_counter()
         for client, share in zip(self._clients, dealt, strict=True):
             client.add(share)
-        while expected:
-            connection.wait([client.fileno() for client in self._clients], _WAIT_SECONDS)
-            for client in self._clients:
-                for output in client.poll(0):
-                    if output.finish_reason == "error":
-                        raise CapacityError(f"a request of the workload cannot be answered: {output.error}")
-                    num_tokens, wanted = len(unpack(output.token_ids)), expected.pop(output.request_id)
-                    assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were asked for"
-                    cached_tokens += output.num_cached_tokens
+        cached_tokens = self._wait_for_answers(numbered)
         seconds = time.perf_counter() - start
         if notes := [note for client in self._clients for note in client.take_notes()]:
             raise CapacityError(f"the pass was not what was asked for: {notes[0]}")
@@ -113,6 +103,21 @@ class Engines:
             num_blocks=self._ready[0].num_blocks,
             records=records,
         )
+
+    def _wait_for_answers(self, requests: Sequence[Request]) -> int:
+        """Wait until all requests are answered in the length that was asked for. Return their cached tokens."""
+        expected = {request.request_id: request.max_tokens for request in requests}
+        cached_tokens = 0
+        while expected:
+            connection.wait([client.fileno() for client in self._clients], _WAIT_SECONDS)
+            for client in self._clients:
+                for output in client.poll(0):
+                    if output.finish_reason == "error":
+                        raise CapacityError(f"a request of the workload cannot be answered: {output.error}")
+                    num_tokens, wanted = len(unpack(output.token_ids)), expected.pop(output.request_id)
+                    assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were asked for"
+                    cached_tokens += output.num_cached_tokens
+        return cached_tokens
 
     def finish(self) -> list[list[int]]:
         """End the replicas, and return the most memory that each of their ranks held, in bytes: [replica][rank]."""

@@ -66,50 +66,49 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             model_probe = start("model_probe", _model_task(files.path, files), "model probe")
 
         report = _result(device_probe)
-        yield Section(
-            title="GPUs",
-            findings=check_gpus(
-                report,
-                smi,
-                device=device,
-                num_gpus=num_ranks,
-                is_explicit=run.device != "auto",
-                chosen=layout.gpus,
-            ),
+        is_explicit = run.device != "auto"
+        findings = check_gpus(
+            report, smi, device=device, num_gpus=num_ranks, is_explicit=is_explicit, chosen=layout.gpus
         )
+        yield Section(title="GPUs", findings=findings)
         has_gpus = isinstance(report, DeviceReport) and len(report.gpus) >= num_ranks
         can_run = device == "cpu" or has_gpus
-        yield Section(
-            title="Attention backends",
-            findings=_findings(attention_probe, "attention") if can_run else [_not_checked("attention")],
-        )
-        yield Section(
-            title="Collectives",
-            findings=check_all_reduce(
-                device,
-                size=layout.pipeline_parallel_size * layout.tensor_parallel_size,
-                num_replicas=layout.data_parallel_size,
-                timeout=timeout,
-                gpus=layout.gpus,
-            )
-            if can_run
-            else [_not_checked("all-reduce")],
-        )
+        findings = _findings(attention_probe, "attention") if can_run else [_not_checked("attention")]
+        yield Section(title="Attention backends", findings=findings)
+        findings = _collectives(device, layout, timeout) if can_run else [_not_checked("all-reduce")]
+        yield Section(title="Collectives", findings=findings)
         if files is not None:
             findings = [*files.findings, *config_findings]
             if model_probe is not None:
                 findings += _findings(model_probe, "tokenizer")
             if config is not None and files.config is not None and files.num_weights is not None:
-                gpus = [] if isinstance(report, str) else report.gpus
-                gpus = [msgspec.structs.replace(gpu, free_bytes=free_bytes(gpu, smi)) for gpu in gpus]
-                if layout.gpus:
-                    gpus = [gpu for gpu in gpus if gpu.index in layout.gpus]
+                gpus = [] if isinstance(report, str) else _free_gpus(report, smi, layout)
                 findings.append(_fit(config, files.config, files.num_weights, layout, gpus))
             yield Section(title=f"Model {run.model}", findings=findings)
 
 
 def _not_checked(name: str) -> Finding:
     return note(name, "not checked: the GPUs that the run needs are not there")
+
+
+def _collectives(device: Literal["cpu", "cuda"], layout: Layout, timeout: float) -> list[Finding]:
+    """Check the group of ranks of each replica."""
+    return check_all_reduce(
+        device,
+        size=layout.pipeline_parallel_size * layout.tensor_parallel_size,
+        num_replicas=layout.data_parallel_size,
+        timeout=timeout,
+        gpus=layout.gpus,
+    )
+
+
+def _free_gpus(report: DeviceReport, smi: SmiReport, layout: Layout) -> list[GpuReport]:
+    """Return the GPUs that the run would use, with the memory that was free before our own probes took some."""
+    return [
+        msgspec.structs.replace(gpu, free_bytes=free_bytes(gpu, smi))
+        for gpu in report.gpus
+        if not layout.gpus or gpu.index in layout.gpus
+    ]
 
 
 def _fit(config: EngineConfig, model: ModelConfig, num_weights: int, layout: Layout, gpus: list[GpuReport]) -> Finding:
