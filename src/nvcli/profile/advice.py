@@ -35,14 +35,14 @@ class Advice:
     why: str
 
 
-Planner = Callable[[EngineConfig], int]
+CacheRoom = Callable[[EngineConfig], int]
 """Returns the bytes that a rank's KV cache could have under a configuration; negative: so many are missing."""
 
 
-def planner(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Planner:
-    """Make a planner for other configurations.
+def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> CacheRoom:
+    """Return the function that tells how much room a configuration leaves for the KV cache.
 
-    It corrects the estimate by what the estimate of `config` misses of `use`, which was measured with `config`.
+    The estimate is corrected by what the estimate for `config` misses of `use`, which was measured with `config`.
     """
     error = use.beside_cache - estimate(config, model, use.total).beside_cache
 
@@ -66,22 +66,22 @@ def advise(
     `request_len` is the length of a usual request in tokens; `longest` is that of the longest one that will come, where
     it is known.
     """
-    plan = planner(config, model, use)
-    now = _requests(config, model, plan, request_len)
-    if now >= config.max_num_seqs and plan(config) > 0:
-        return _more_slots(config, model, plan, request_len)
+    room = cache_room(config, model, use)
+    now = _requests(config, model, room, request_len)
+    if now >= config.max_num_seqs and room(config) > 0:
+        return _more_requests(config, model, room, request_len)
     found = []
     for changes, why in _candidates(config, model, longest):
         changed = msgspec.structs.replace(config, **changes)
         size_of_request = min(request_len, changed.max_model_len)
-        requests = _requests(changed, model, plan, size_of_request)
+        requests = _requests(changed, model, room, size_of_request)
         if requests >= 1 and requests > _WORTH * now:
-            tokens = tokens_in(plan(changed), changed, model)
+            tokens = tokens_in(room(changed), changed, model)
             found.append(Advice(change=_typed(changes), tokens=tokens, requests=requests, why=why))
     return found[:_MOST_ADVICE]
 
 
-def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> list[Advice]:
+def _more_requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> list[Advice]:
     """Advise on `max_num_seqs`, where the KV cache has room for more requests than may run."""
     more, changes = config, {}
     while 2 * more.max_num_seqs <= MAX_NUM_SEQS:
@@ -89,7 +89,7 @@ def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request
         if next_changes["max_num_seqs"] > config.max_num_batched_tokens:
             next_changes["max_num_batched_tokens"] = next_changes["max_num_seqs"]
         next_config = msgspec.structs.replace(config, **next_changes)
-        if _requests(next_config, model, plan, request_len) < next_config.max_num_seqs:
+        if _requests(next_config, model, room, request_len) < next_config.max_num_seqs:
             break
         more, changes = next_config, next_changes
     if not changes:
@@ -97,8 +97,8 @@ def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request
     return [
         Advice(
             change=_typed(changes),
-            tokens=tokens_in(plan(more), more, model),
-            requests=_requests(more, model, plan, request_len),
+            tokens=tokens_in(room(more), more, model),
+            requests=_requests(more, model, room, request_len),
             why=f"the KV cache has room for more than the {config.max_num_seqs} requests that may run",
         )
     ]
@@ -127,10 +127,10 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
             yield {"tensor_parallel_size": size}, "weights and cache are spread over more GPUs"
 
 
-def _requests(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> float:
+def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:
     """Return the requests that the KV cache would hold, `max_num_seqs` left aside."""
     blocks_each = max(1.0, request_len / config.block_size)
-    return max(0.0, (plan(config) // block_bytes(config, model) - 1) / blocks_each)
+    return max(0.0, (room(config) // block_bytes(config, model) - 1) / blocks_each)
 
 
 def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | None:
