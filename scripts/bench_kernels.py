@@ -1,5 +1,5 @@
 """Times the Triton kernels against torch operations and memory bandwidth: `python scripts/bench_kernels.py`, or with
-one of `layers`, `sampler` and `decode_inputs` as its argument only those; `--tune` tries other launch parameters too.
+one of `layers`, `sampler` and `prepare_inputs` as its argument only those; `--tune` tries other launch parameters too.
 
 Each call is one of 20 in a CUDA graph, so that launches cost what they cost in a decode step; inputs are in L2 where
 they fit, as in a step, where the kernel before has just written them. `floor` is bytes / bandwidth.

@@ -37,7 +37,7 @@ def engine_config(model: ModelConfig, device: Any, **keys: Any) -> EngineConfig:
 def test_gpus(model: ModelConfig, weights_gib: int, tp: int, held_gib: int, level: Level, told: str) -> None:
     gpus = [gpu(n, total_bytes=80 * GIB, free_bytes=(80 - held_gib) * GIB) for n in range(2)]
     config = engine_config(model, "cuda", tensor_parallel_size=tp)
-    finding = check_fit(config, model, weights_gib * GIB // 2, num_copies=1, gpus=gpus, ram=0)
+    finding = check_fit(config, model, weights_gib * GIB // 2, num_replicas=1, gpus=gpus, ram=0)
     assert (finding.level, told in finding.found) == (level, True), finding
     if level != Level.OK:
         assert f"--tp {2 * tp}" in finding.advice, "the next size that 32 heads and 8 KV heads can be cut into"
@@ -47,12 +47,12 @@ def test_stages_share_the_weights(model: ModelConfig) -> None:
     """Of two, the last has the LM head beside its 18 layers, as large as the first one's embedding."""
     gpus = [gpu(n, total_bytes=24 * GIB, free_bytes=24 * GIB) for n in range(2)]
     config = engine_config(model, "cuda", pipeline_parallel_size=2)
-    finding = check_fit(config, model, 8_190_735_360, num_copies=1, gpus=gpus, ram=0)
+    finding = check_fit(config, model, 8_190_735_360, num_replicas=1, gpus=gpus, ram=0)
     assert finding.level == Level.OK
     assert "7.6 GiB of weights (bfloat16) on each GPU; leaves about 14.0 GiB" in finding.found
 
 
 def test_ram(model: ModelConfig) -> None:
     config = engine_config(model, "cpu")
-    assert check_fit(config, model, GIB, num_copies=2, gpus=[], ram=9 * GIB).level == Level.OK
-    assert check_fit(config, model, GIB, num_copies=2, gpus=[], ram=8 * GIB).level == Level.PROBLEM
+    assert check_fit(config, model, GIB, num_replicas=2, gpus=[], ram=9 * GIB).level == Level.OK
+    assert check_fit(config, model, GIB, num_replicas=2, gpus=[], ram=8 * GIB).level == Level.PROBLEM

@@ -1,4 +1,4 @@
-"""Whether a model's weights fit, roughly; `nvcli profile-memory` knows it exactly."""
+"""Tells roughly whether a model's weights fit; `nvcli profile-memory` knows it exactly."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from nvcli.sizing.memory import largest_stage
 from nvcli.sizing.weights import weight_elements
 
 _LITTLE_BYTES = 2 << 30
-"""Activations and CUDA graphs of usual runs take this much; what is beyond holds KV cache."""
+"""Activations and CUDA graphs of usual runs take about this much; the rest holds KV cache."""
 
 
 def check_fit(
-    config: EngineConfig, model: ModelConfig, num_weights: int, *, num_copies: int, gpus: Sequence[GpuReport], ram: int
+    config: EngineConfig,
+    model: ModelConfig,
+    num_weights: int,
+    *,
+    num_replicas: int,
+    gpus: Sequence[GpuReport],
+    ram: int,
 ) -> Finding:
-    """`num_copies`: the data-parallel size. `ram`: bytes free, which count on a CPU alone."""
+    """Check one model. `num_replicas` is the data-parallel size; `ram` is the free bytes, for runs on a CPU."""
     size = config.tensor_parallel_size
     weights = num_weights * DTYPE_BYTES[config.dtype]
     if config.device == "cpu":
-        return _fit_ram(weights * num_copies, ram, config)
+        return _fit_ram(weights * num_replicas, ram, config)
     if config.pipeline_parallel_size > 1:
         of_stage = sum(weight_elements(model, stage=largest_stage(config, model)).values())
         weights = weights * of_stage // sum(weight_elements(model).values())
     weights //= size
-    needed = gpus[: config.num_ranks * num_copies]
+    needed = gpus[: config.num_ranks * num_replicas]
     if not needed:
         return warning("memory", f"{format_gib(weights)} of weights a GPU, and no GPU to hold them", "see above")
     rooms = [
@@ -52,5 +58,5 @@ def _fit_ram(weights: int, ram: int, config: EngineConfig) -> Finding:
 
 
 def _next_size(model: ModelConfig, size: int) -> int | None:
-    """The next larger tensor-parallel size that the model can be cut into."""
+    """Return the next larger tensor-parallel size that the model can be cut into; None where there is none."""
     return next((n for n in range(size + 1, 17) if model.divides_by(n)), None)

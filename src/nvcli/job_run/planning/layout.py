@@ -183,7 +183,7 @@ def _candidate(
     weights = sum(weight_elements(model, tensor_parallel_size=tp, stage=largest_stage(config, model)).values())
     weights *= dtype_bytes
     rooms = [_room(gpu, model, config) for gpu in gpus]
-    # Those with most room; neighbours share a copy.
+    # The GPUs with most room are taken; neighbours share a replica.
     chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: each * dp])
     share = math.ceil(num_requests / dp)
     rate, least_tokens = 0.0, None
