@@ -161,15 +161,11 @@ class Layers:
         self.count = self.batch.kv_cache.spec.num_layers
 
     def __call__(self) -> None:
+        spec = AttentionSpec(
+            num_heads=self.num_heads, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5
+        )
         for layer in range(self.count):
-            spec = AttentionSpec(
-                layer=layer,
-                num_heads=self.num_heads,
-                num_kv_heads=NUM_KV_HEADS,
-                head_dim=HEAD_DIM,
-                scale=HEAD_DIM**-0.5,
-            )
-            self.batch.backend.forward(spec, self.q, self.k, self.v, self.batch)
+            self.batch.backend.forward(spec, layer, self.q, self.k, self.v, self.batch)
 
     def seconds(self) -> float:
         return time_graph(self) / self.count

@@ -65,7 +65,7 @@ def make_batch(
         mode=mode,
         input_ids=torch.tensor(ids, dtype=torch.int32, device=device),
         positions=torch.tensor(positions, dtype=torch.int32, device=device),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device).unsqueeze(0),
         block_tables=torch.tensor(tables, dtype=torch.int32, device=device).view(len(work), width),
         seq_lens=torch.tensor([request.length for request, _ in work], dtype=torch.int32, device=device),
         seq_lens_host=np.array([request.length for request, _ in work], dtype=np.int64),

@@ -45,7 +45,7 @@ class Bench:
         self.device, self.dtype = torch.device(device), dtype
         num_blocks = num_tokens // block_size + 64
         self.spec = AttentionSpec(
-            layer=LAYER, num_heads=num_kv_heads * ratio, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=SCALE
+            num_heads=num_kv_heads * ratio, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=SCALE
         )
         cache_spec = KVCacheSpec(
             num_layers=2, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
@@ -93,7 +93,7 @@ class Bench:
         """The batch of `count` new tokens of each request, decode rows first, and its q, k, v, stored."""
         batch = make_batch([(h.state, [0] * count) for h, count in work], self.kv_cache, self.backend, self.blocks)
         q, k, v = self.random_qkv(batch.num_tokens)
-        self.store(batch.slot_mapping, k, v)
+        self.store(batch.slot_mapping[0], k, v)
         start = 0
         for history, count in work:
             history.keys.append(k[start : start + count])
@@ -103,7 +103,7 @@ class Bench:
 
     def step(self, *work: tuple[History, int]) -> None:
         batch, q, k, v = self.batch(*work)
-        out = self.backend.forward(self.spec, q, k, v, batch)
+        out = self.backend.forward(self.spec, LAYER, q, k, v, batch)
         assert out.shape == q.shape
         assert out.is_contiguous()
         start = 0

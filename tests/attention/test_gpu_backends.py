@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_setup import Bench, History
+from attention_setup import LAYER, Bench, History
 from torch import Tensor
 
 from nvcli.attention import selection
@@ -158,7 +158,7 @@ class StaticDecode:
     def run_device(self) -> list[Tensor]:
         backend = self.bench.backend
         backend.plan_on_device(self.batch)
-        return [backend.forward(self.bench.spec, self.q, self.kv, self.kv, self.batch) for _ in range(2)]
+        return [backend.forward(self.bench.spec, LAYER, self.q, self.kv, self.kv, self.batch) for _ in range(2)]
 
     def replay(self, histories: list[History]) -> None:
         batch = self.batch

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from attention_setup import LAYER, History
 from attention_setup import Bench as AnyBench
-from attention_setup import History
 
 from nvcli.attention.torch_backend import TorchBackend
 
@@ -72,7 +72,7 @@ def test_writes_nothing_into_the_cache() -> None:
     bench.step((a, 6), (b, 3))
     batch, q, k, v = bench.batch((a, 1), (b, 5))
     before = bench.kv_cache.data.clone()
-    bench.backend.forward(bench.spec, q, k, v, batch)
+    bench.backend.forward(bench.spec, LAYER, q, k, v, batch)
     assert torch.equal(bench.kv_cache.data, before)
 
 
@@ -97,6 +97,6 @@ def test_padding_rows_are_harmless() -> None:
     batch.block_tables = torch.cat((batch.block_tables, torch.zeros_like(batch.block_tables)))
     batch.num_decodes = 2
     bench.backend.plan(batch)
-    out = bench.backend.forward(bench.spec, torch.cat((q, q)), torch.cat((k, k)), torch.cat((v, v)), batch)
+    out = bench.backend.forward(bench.spec, LAYER, torch.cat((q, q)), torch.cat((k, k)), torch.cat((v, v)), batch)
     bench.check(out[:1], q, a)
     assert out.isfinite().all()

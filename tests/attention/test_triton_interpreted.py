@@ -15,8 +15,8 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined; without a GPU nothing else uses Triton
 
+from attention_setup import LAYER, History
 from attention_setup import Bench as AnyBench
-from attention_setup import History
 
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.triton.decode_attention import plan_decode_kernel
@@ -49,7 +49,7 @@ def test_a_row_of_many_chunks() -> None:
     for _ in range(2):
         batch, q, k, v = bench.batch((history, 1))
         for _ in range(2):
-            bench.check(bench.backend.forward(bench.spec, q, k, v, batch), q, history)
+            bench.check(bench.backend.forward(bench.spec, LAYER, q, k, v, batch), q, history)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -76,7 +76,7 @@ def test_padding_rows_are_harmless() -> None:
     bench.backend.plan(batch)
     bench.backend.plan_on_device(batch)
     four = [torch.cat([x] * 4) for x in (q, k, v)]
-    out = bench.backend.forward(bench.spec, *four, batch)
+    out = bench.backend.forward(bench.spec, LAYER, *four, batch)
     bench.check(out[1:2], q, history)
     assert out.isfinite().all()
 

@@ -33,14 +33,17 @@ from nvcli.attention.forward_batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Parameters of one layer's attention on this rank."""
+    """One kind of attention on this rank. Layers that attend alike have equal specs."""
 
-    layer: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     """Scores are multiplied by it before the softmax; positive."""
+    window: int | None = None
+    """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
+    kv_group: int = 0
+    """Index of the KV group whose blocks hold its keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ class AttentionBackend(ABC):
         if batch.num_decodes:
             self.plan_decode_on_device(batch)
 
-    def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend causally to each request's whole past, the batch's own tokens included.
 
         K/V of all tokens of the batch are in the cache already. q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads,
@@ -98,14 +101,14 @@ class AttentionBackend(ABC):
         """
         num_decodes = batch.num_decodes
         if num_decodes and not batch.extend_lens:
-            return self.decode(spec, q, batch, None)
+            return self.decode(spec, layer, q, batch, None)
         if batch.extend_lens and not num_decodes:
-            return self.extend(spec, q, k, v, batch, None)
+            return self.extend(spec, layer, q, k, v, batch, None)
         out = new_or(None, q)
         if not num_decodes:  # an idle step
             return out
-        self.decode(spec, q[:num_decodes], batch, out[:num_decodes])
-        self.extend(spec, q[num_decodes:], k[num_decodes:], v[num_decodes:], batch, out[num_decodes:])
+        self.decode(spec, layer, q[:num_decodes], batch, out[:num_decodes])
+        self.extend(spec, layer, q[num_decodes:], k[num_decodes:], v[num_decodes:], batch, out[num_decodes:])
         return out
 
     # ------------------------------------------------------------------ the halves
@@ -133,12 +136,12 @@ class AttentionBackend(ABC):
         """`plan_on_device` for the decode rows."""
 
     @abstractmethod
-    def decode(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         """Attend the decode rows. q: [num_decodes, num_heads, head_dim] → the same, in `out` where it is given."""
 
     @abstractmethod
     def extend(
-        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         """Attend the prompt slices. q, k, v: their tokens' rows → like q, in `out` where it is given."""
 

@@ -49,18 +49,18 @@ class FlashAttnBackend(AttentionBackend):
         self._longest_slice = max(batch.extend_lens)
         self._most_keys = int(batch.seq_lens_host[first:].max())
 
-    def decode(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         rows = slice(0, batch.num_decodes)
-        k_cache, v_cache = batch.kv_cache.layer(spec.layer)
+        k_cache, v_cache = batch.kv_cache.layer(layer)
         result = self._functions.decode(
             q.unsqueeze(1), k_cache, v_cache, batch.seq_lens[rows], batch.block_tables[rows], spec.scale
         )
         return copied_to(out, result.squeeze(1))
 
     def extend(
-        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        k_cache, v_cache = batch.kv_cache.layer(spec.layer)
+        k_cache, v_cache = batch.kv_cache.layer(layer)
         result = self._functions.extend(
             q,
             k_cache,

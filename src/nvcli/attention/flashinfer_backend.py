@@ -109,13 +109,13 @@ class FlashInferBackend(AttentionBackend):
             sm_scale=1.0,
         )
 
-    def decode(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        return self._decode.run(spec, q, batch, out)
+    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        return self._decode.run(spec, layer, q, batch, out)
 
     def extend(
-        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        return self._prefill.run(spec, q, batch, out)
+        return self._prefill.run(spec, layer, q, batch, out)
 
 
 class _HostBlocks:
@@ -149,8 +149,8 @@ class _Planned:
         self._wrapper.plan(*args, **kwargs)
         self._copied.record()
 
-    def run(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        result: Tensor = self._wrapper.run(q, batch.kv_cache.layer(spec.layer), q_scale=spec.scale, out=new_or(out, q))
+    def run(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        result: Tensor = self._wrapper.run(q, batch.kv_cache.layer(layer), q_scale=spec.scale, out=new_or(out, q))
         return result
 
 

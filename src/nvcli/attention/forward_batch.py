@@ -34,7 +34,7 @@ class ForwardBatch:
     positions: Tensor
     """[T] int32, position of each token in its request, from 0."""
     slot_mapping: Tensor
-    """[T] int64, where each token's K/V go: block id × block_size + offset."""
+    """[G, T] int64, where each token's K/V go: block id × block_size + offset, for each of G KV groups."""
     block_tables: Tensor
     """[S, max_blocks] int32, KV block ids; entries behind a request's last block are 0, the null block."""
     seq_lens: Tensor

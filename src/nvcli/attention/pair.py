@@ -32,10 +32,10 @@ class PairedBackend(AttentionBackend):
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
         self._decode.plan_decode_on_device(batch)
 
-    def decode(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        return self._decode.decode(spec, q, batch, out)
+    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        return self._decode.decode(spec, layer, q, batch, out)
 
     def extend(
-        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        return self._prefill.extend(spec, q, k, v, batch, out)
+        return self._prefill.extend(spec, layer, q, k, v, batch, out)

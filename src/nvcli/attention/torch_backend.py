@@ -86,9 +86,9 @@ class TorchBackend(AttentionBackend):
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._slices = self._lay_out_slices(batch, batch.seq_lens[batch.num_decodes :].tolist())
 
-    def decode(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         assert self._decodes is not None, "plan comes before forward"
-        k_cache, v_cache = batch.kv_cache.layer(spec.layer)
+        k_cache, v_cache = batch.kv_cache.layer(layer)
         num_kv_heads, head_dim = k_cache.shape[2:]
         sorted_q = q.index_select(0, self._decodes.order).view(q.shape[0], num_kv_heads, -1, head_dim)
         sorted_out = torch.empty_like(sorted_q)  # [decodes, KV, G, D], longest first
@@ -110,9 +110,9 @@ class TorchBackend(AttentionBackend):
         return torch.index_select(sorted_out.flatten(1, 2), 0, self._decodes.rank, out=new_or(out, q))
 
     def extend(
-        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        k_cache, v_cache = batch.kv_cache.layer(spec.layer)
+        k_cache, v_cache = batch.kv_cache.layer(layer)
         out = new_or(out, q)
         for piece in self._slices:
             rows = slice(piece.start, piece.end)

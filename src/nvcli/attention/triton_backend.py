@@ -69,16 +69,16 @@ class TritonBackend(AttentionBackend):
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
         self._decode.plan(batch.seq_lens[: batch.num_decodes])
 
-    def decode(self, spec: AttentionSpec, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         out = new_or(out, q)
-        k_cache, v_cache = batch.kv_cache.layer(spec.layer)
+        k_cache, v_cache = batch.kv_cache.layer(layer)
         self._decode.run(q, k_cache, v_cache, batch.block_tables, spec.scale, out)
         return out
 
     def extend(
-        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         out = new_or(out, q)
-        k_cache, v_cache = batch.kv_cache.layer(spec.layer)
+        k_cache, v_cache = batch.kv_cache.layer(layer)
         self._prefill.run(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, spec.scale, out)
         return out

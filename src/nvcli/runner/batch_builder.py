@@ -71,7 +71,7 @@ def build_batch(
         mode=step.mode,
         input_ids=table.token_ids[token_slots, long_positions],
         positions=positions,
-        slot_mapping=blocks * table.block_size + long_positions % table.block_size,
+        slot_mapping=(blocks * table.block_size + long_positions % table.block_size).unsqueeze(0),
         block_tables=table.block_table[:, :num_columns][slots],
         seq_lens=seq_lens,
         seq_lens_host=seq_lens_host,

@@ -85,7 +85,7 @@ class DecodeStep:
             mode=ForwardMode.DECODE,
             input_ids=inputs.input_ids[:num_rows],
             positions=inputs.positions[:num_rows],
-            slot_mapping=inputs.slot_mapping[:num_rows],
+            slot_mapping=inputs.slot_mapping[:num_rows].unsqueeze(0),
             block_tables=inputs.block_tables[:num_rows, :num_columns],
             seq_lens=inputs.seq_lens[:num_rows],
             seq_lens_host=seq_lens_host,

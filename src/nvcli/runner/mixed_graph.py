@@ -148,7 +148,7 @@ class MixedGraphs:
         tokens = slice(first, first + num_tokens)
         self._input_ids[tokens].copy_(slices.input_ids)
         self._positions[tokens].copy_(slices.positions)
-        self._slot_mapping[tokens].copy_(slices.slot_mapping)
+        self._slot_mapping[tokens].copy_(slices.slot_mapping[0])
         self._slot_mapping[first + num_tokens : first + size].fill_(NULL_BLOCK)
         rows = slice(first, first + num_slices)
         self._seq_lens[first:].zero_()
@@ -187,7 +187,7 @@ class MixedGraphs:
             mode=ForwardMode.MIXED,
             input_ids=self._input_ids[:num_tokens],
             positions=self._positions[:num_tokens],
-            slot_mapping=self._slot_mapping[:num_tokens],
+            slot_mapping=self._slot_mapping[:num_tokens].unsqueeze(0),
             block_tables=self._block_tables,
             seq_lens=self._seq_lens,
             seq_lens_host=np.zeros(0),
