@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nvcli.config import DTYPE_BYTES, EngineConfig
+from nvcli.config import EngineConfig
 from nvcli.doctor.device_probe import GpuReport
 from nvcli.doctor.findings import Finding, format_gib, ok, problem, warning
 from nvcli.models.config import ModelConfig
-from nvcli.sizing.memory import largest_stage
-from nvcli.sizing.weights import weight_elements
+from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _LITTLE_BYTES = 2 << 30
 """Activations and CUDA graphs of usual runs take this much; what is beyond holds KV cache."""
 
 
 def check_fit(
-    config: EngineConfig, model: ModelConfig, num_weights: int, *, num_copies: int, gpus: Sequence[GpuReport], ram: int
+    config: EngineConfig, model: ModelConfig, *, num_copies: int, gpus: Sequence[GpuReport], ram: int
 ) -> Finding:
-    """`num_copies`: the data-parallel size. `ram`: bytes free, which count on a CPU alone."""
+    """Hold one rank's weights against the memory that it has.
+
+    `num_copies` is the data-parallel size, and `ram` the bytes that are free, which count on a CPU alone.
+    """
     size = config.tensor_parallel_size
-    weights = num_weights * DTYPE_BYTES[config.dtype]
     if config.device == "cpu":
-        return _fit_ram(weights * num_copies, ram, config)
-    if config.pipeline_parallel_size > 1:
-        of_stage = sum(weight_elements(model, stage=largest_stage(config, model)).values())
-        weights = weights * of_stage // sum(weight_elements(model).values())
-    weights //= size
+        return _fit_ram(sum(weight_bytes(model, config.dtype).values()) * num_copies, ram, config)
+    stage = largest_stage(model, config.pipeline_parallel_size)
+    weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=stage).values())
     needed = gpus[: config.num_ranks * num_copies]
     if not needed:
         return warning("memory", f"{format_gib(weights)} of weights a GPU, and no GPU to hold them", "see above")

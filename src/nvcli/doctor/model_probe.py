@@ -1,5 +1,5 @@
 """Probe: the tokenizer loaded and used, the weights against what config.json describes. Run as
-`nvcli.doctor.model_probe:main`; imports transformers and torch."""
+`nvcli.doctor.model_probe:main`; imports transformers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import msgspec
 
 from nvcli.doctor.findings import Finding, note, ok, problem, warning
 from nvcli.errors import LoadError, RowError
+from nvcli.models import checkpoint_check
+from nvcli.models.checkpoint import read_tensors
 from nvcli.models.config import load_model_config
 from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 
@@ -75,15 +77,9 @@ def check_chat_template(tokenizer: Tokenizer) -> Finding:
 
 
 def check_tensors(path: Path) -> Finding:
-    """That the checkpoint holds each tensor that the model has, in its shape, and no others."""
-    import torch
-
-    from nvcli.distributed.tensor_parallel import TensorParallelGroup
-    from nvcli.models.loader import check_weights
-    from nvcli.models.registry import build_model
-
+    """Check that the checkpoint holds each tensor that the model has, in its shape, and no others."""
     try:
-        check_weights(build_model(load_model_config(path), TensorParallelGroup.single(), torch.float32), path)
+        checkpoint_check.check_tensors(load_model_config(path), read_tensors(path), path)
     except LoadError as error:
         return problem("tensors", str(error), "config.json and weights must be of one model: download both again")
     return ok("tensors", "names and shapes are those that config.json describes")

@@ -1,25 +1,34 @@
-"""Qwen3 dense (https://arxiv.org/abs/2505.09388): pre-norm decoder, GQA with normed query and key heads, SwiGLU."""
+"""DenseForCausalLM: the decoder of every family in `families.py` (Llama, Mistral, Qwen2, Qwen3).
+
+Pre-norm layers of grouped-query attention with rotary positions, and a gated MLP. Which biases and norms a layer has is
+said by the model's tensors, and its window by the attention kind.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.distributed.tensor_parallel import StageState
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
+from nvcli.models.geometry import EMBEDDING, HEAD
+from nvcli.models.kv_groups import kv_groups, kv_heads_per_rank
 from nvcli.models.layers import Attention, GatedMLP, RMSNorm
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
 from nvcli.models.rope import RotaryTable
 
 
-class Qwen3Layer(nn.Module):
-    def __init__(self, config: ModelConfig, build: BuildContext, layer: int) -> None:
+class DenseLayer(nn.Module):
+    """One decoder layer. It takes and gives the residual stream as `layers.py` describes."""
+
+    def __init__(self, build: BuildContext, path: str, spec: AttentionSpec, cache_layer: int, eps: float) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, build, layer, qk_norm=True)
-        self.post_attention_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, build)
+        self.input_layernorm = RMSNorm(build, f"{path}.input_layernorm", eps)
+        self.self_attn = Attention(build, f"{path}.self_attn", spec, cache_layer, eps)
+        self.post_attention_layernorm = RMSNorm(build, f"{path}.post_attention_layernorm", eps)
+        self.mlp = GatedMLP(build, f"{path}.mlp")
 
     def forward(self, delta: Tensor | None, residual: Tensor, cos_sin: Tensor, batch: ForwardBatch) -> Tensor:
         delta = self.self_attn(self.input_layernorm(delta, residual), cos_sin, batch)
@@ -27,16 +36,23 @@ class Qwen3Layer(nn.Module):
         return out
 
 
-class Qwen3Model(nn.Module):
+class DenseModel(nn.Module):
+    """The layers of one stage; in the first stage the embedding too, and in the last one the final norm."""
+
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.group = build.group
-        stage, hidden = build.stage, config.hidden_size
-        self.embed_tokens = VocabParallelEmbedding(build, config.vocab_size, hidden) if stage.is_first else None
+        stage, eps = build.stage, config.rms_norm_eps
+        self.embed_tokens = VocabParallelEmbedding(build, EMBEDDING) if stage.is_first else None
         self.rotary = RotaryTable(config.rope, config.head_dim, build.max_positions)
-        numbers = stage.layers(config.num_layers)
-        self.layers = nn.ModuleDict({str(n): Qwen3Layer(config, build, at) for at, n in enumerate(numbers)})
-        self.norm = RMSNorm(build, hidden, config.rms_norm_eps) if stage.is_last else None
+        specs = attention_specs(config, build)
+        self.layers = nn.ModuleDict(
+            {
+                str(number): DenseLayer(build, f"model.layers.{number}", spec, cache_layer, eps)
+                for cache_layer, (number, spec) in enumerate(zip(stage.layers(config.num_layers), specs, strict=True))
+            }
+        )
+        self.norm = RMSNorm(build, "model.norm", eps) if stage.is_last else None
 
     def forward(self, batch: ForwardBatch, received: StageState | None) -> Tensor | StageState:
         delta: Tensor | None = None
@@ -55,22 +71,18 @@ class Qwen3Model(nn.Module):
         return out
 
 
-class Qwen3ForCausalLM(CausalLM):
+class DenseForCausalLM(CausalLM):
+    """A dense decoder with its LM head."""
+
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build.stage)
-        self.model = Qwen3Model(config, build)
-        is_tied = config.tie_word_embeddings
-        self.lm_head = (
-            ParallelLMHead(
-                build,
-                config.vocab_size,
-                config.hidden_size,
-                tied_to=self.model.embed_tokens if is_tied else None,
-                copy_of="model.embed_tokens" if is_tied else None,
+        super().__init__(config, build)
+        self.model = DenseModel(config, build)
+        self.lm_head: ParallelLMHead | None = None
+        if build.stage.is_last:
+            name = EMBEDDING if config.tie_word_embeddings else HEAD
+            self.lm_head = ParallelLMHead(
+                build, name, tied_to=self.model.embed_tokens if config.tie_word_embeddings else None
             )
-            if build.stage.is_last
-            else None
-        )
 
     def forward(self, batch: ForwardBatch, received: StageState | None = None) -> Tensor | StageState:
         out: Tensor | StageState = self.model(batch, received)
@@ -80,3 +92,19 @@ class Qwen3ForCausalLM(CausalLM):
         assert self.lm_head is not None
         logits: Tensor = self.lm_head(hidden)
         return logits
+
+
+def attention_specs(config: ModelConfig, build: BuildContext) -> tuple[AttentionSpec, ...]:
+    """The attention kind of each layer of this rank. Layers of one KV group have equal ones."""
+    by_layer = {}
+    for number, group in enumerate(kv_groups(config, build.stage)):
+        spec = AttentionSpec(
+            num_heads=config.num_heads // build.group.size,
+            num_kv_heads=kv_heads_per_rank(config, build.group.size),
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            window=group.window,
+            kv_group=number,
+        )
+        by_layer.update(dict.fromkeys(group.layers, spec))
+    return tuple(by_layer[layer] for layer in sorted(by_layer))

@@ -46,7 +46,6 @@ from nvcli.runner.memory import (
     peak_bytes,
     plan_memory,
     total_ram,
-    weight_groups,
 )
 from nvcli.runner.mixed_graph import MixedGraphs
 from nvcli.runner.sampler import Sampler, SamplingPlan
@@ -55,7 +54,7 @@ from nvcli.runner.stage_link import PassedOn, StageLink
 from nvcli.runner.step_clock import StepClock, StepTime
 from nvcli.runner.uploader import Uploader
 from nvcli.runner.warm_up import warm_up_steps
-from nvcli.sizing.weights import rows_of_shared_sums
+from nvcli.sizing.memory import shared_sum_rows
 
 _STEPS_POSTED = 2  # may be with the thread that posts them, beside those in flight
 _CPU_WARM_UP_TOKENS = 16
@@ -160,7 +159,7 @@ class ModelRunner:
     def _share_memory(self) -> None:
         with self._phase("share memory"):
             hidden_size = self.model_config.hidden_size
-            max_rows = rows_of_shared_sums(self.config.max_num_batched_tokens, hidden_size * self.dtype.itemsize)
+            max_rows = shared_sum_rows(self.config.max_num_batched_tokens, hidden_size * self.dtype.itemsize)
             self._notes = share_memory(
                 self.config, self._groups, max_rows=max_rows, hidden_size=hidden_size, dtype=self.dtype
             )
@@ -169,7 +168,7 @@ class ModelRunner:
 
     def _load_weights(self) -> None:
         with self._phase("load weights"):
-            check_weights_fit(sum(weight_groups(self.model).values()), self.device)
+            check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
             if self.config.load_format == "random":
                 self._weight_bytes = init_random_weights(self.model, self.device)
             else:
@@ -193,7 +192,7 @@ class ModelRunner:
         )
 
     def _select_attention(self) -> None:
-        spec = self.model.attention_specs[0]
+        spec = self.model.attention_layers[0]
         case = AttentionCase(
             device=self.device,
             dtype=self.dtype,
@@ -206,7 +205,7 @@ class ModelRunner:
         self.backend, notes = select_backend(self.config.attention_backend, case)
         self._notes += notes
         self._kv_spec = KVCacheSpec(
-            num_layers=len(self.model.attention_specs),
+            num_layers=len(self.model.attention_layers),
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=self.config.block_size,
@@ -310,7 +309,7 @@ class ModelRunner:
             device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
             total=torch.cuda.mem_get_info(self.device)[1] if on_gpu else total_ram(),
             budget=self.memory_plan.budget,
-            weights=weight_groups(self.model),
+            weights=self.model.weight_bytes(),
             planned=self.memory_plan.items(),
             measured=measured,
         )
