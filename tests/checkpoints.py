@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""The families that `write_tiny_model` writes, by the names of transformers' classes."""
 
-def tiny_qwen3_config(**overrides: Any) -> dict[str, Any]:
-    """Arguments of a transformers Qwen3Config; two layers, about 60,000 parameters."""
+
+def tiny_model_config(**overrides: Any) -> dict[str, Any]:
+    """Arguments of a transformers configuration; two layers, about 60,000 parameters."""
     return {
         "vocab_size": 97,  # odd, so that tensor parallelism has to pad it
         "hidden_size": 32,
@@ -25,18 +28,28 @@ def tiny_qwen3_config(**overrides: Any) -> dict[str, Any]:
     }
 
 
-def write_tiny_qwen3(
-    path: Path, *, seed: int = 0, dtype: str = "float32", max_shard_size: str = "1GB", **overrides: Any
+def write_tiny_model(
+    path: Path,
+    family: str = "Qwen3",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "1GB",
+    **overrides: Any,
 ) -> Path:
-    """A random Qwen3 checkpoint, `save_pretrained` into `path`. `overrides`: Qwen3Config's arguments.
+    """A random checkpoint of a family, `save_pretrained` into `path`. `overrides`: its configuration's arguments.
 
     The weights are large enough for the logits to differ clearly, and no norm weight or bias is trivial.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     generator = torch.Generator().manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**tiny_qwen3_config(**overrides)))
+    arguments = tiny_model_config(**overrides)
+    if family == "Qwen2" and "head_dim" not in overrides:
+        del arguments["head_dim"]  # its files have none
+    config = getattr(transformers, f"{family}Config")(**arguments)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -47,11 +60,16 @@ def write_tiny_qwen3(
     return path
 
 
+def write_tiny_qwen3(path: Path, **settings: Any) -> Path:
+    """A random Qwen3 checkpoint; see `write_tiny_model`."""
+    return write_tiny_model(path, "Qwen3", **settings)
+
+
 def reference_logits(path: Path, ids: list[int]) -> Any:
     """[len(ids), vocab_size] float32: transformers' logits at every position."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0]

@@ -9,13 +9,16 @@ import pytest
 from nvcli.bench.engines import Pass, deal_out
 from nvcli.bench.measures import StepTimes, run_of
 from nvcli.bench.plot import start_times
-from nvcli.bench.roofline import Ceilings, ModelCosts, Roofline
+from nvcli.bench.roofline import Ceilings, Roofline
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
+from nvcli.sizing.costs import AttentionCosts, MatrixCosts, ModelCosts
 from requests_factory import make_request
 
 COSTS = ModelCosts(
-    layer_weights=1000, lm_head_weights=300, kv_elements_per_token=8, attention_flops_per_pair=16, bytes_per_element=2
+    layers=MatrixCosts(num_weights=1000, num_bytes=2000),
+    lm_head=MatrixCosts(num_weights=300, num_bytes=600),
+    attention=(AttentionCosts(kv_bytes_per_token=16, flops_per_pair=16),),
 )
 CEILINGS = Ceilings(bytes_per_second=1000, flops_per_second=1e12)
 """Bytes alone count: matrices 2 s and LM head 0.6 s a step, 0.016 s for each token of keys and values."""

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from nvcli.bench.roofline import Ceilings, ModelCosts, Roofline, Work
+from nvcli.bench.roofline import Ceilings, Roofline, Work, work_of
 from nvcli.bench.shapes import write_shape
 from nvcli.distributed.stage import Stage
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
 from nvcli.models.config import load_model_config
+from nvcli.sizing.costs import AttentionCosts, MatrixCosts, ModelCosts, model_costs
 
 COSTS = ModelCosts(
-    layer_weights=1000, lm_head_weights=300, kv_elements_per_token=8, attention_flops_per_pair=16, bytes_per_element=2
+    layers=MatrixCosts(num_weights=1000, num_bytes=2000),
+    lm_head=MatrixCosts(num_weights=300, num_bytes=600),
+    attention=(AttentionCosts(kv_bytes_per_token=16, flops_per_pair=16),),
 )
 
 
@@ -27,15 +30,16 @@ def record(**values: int | float) -> StepRecord:
 
 def test_of_stages_the_last_one_counts(tmp_path: Path) -> None:
     model = load_model_config(write_shape("qwen3-8b", tmp_path))
-    whole = ModelCosts.of(model, bytes_per_element=2)
-    last = ModelCosts.of(model, bytes_per_element=2, stage=Stage(2, 3))
-    assert 3 * last.layer_weights == whole.layer_weights
-    assert 3 * last.kv_elements_per_token == whole.kv_elements_per_token
-    assert last.lm_head_weights == whole.lm_head_weights
+    whole = model_costs(model, "bfloat16")
+    last = model_costs(model, "bfloat16", stage=Stage(2, 3))
+    assert 3 * last.layers.num_weights == whole.layers.num_weights
+    assert 3 * last.attention[0].kv_bytes_per_token == whole.attention[0].kv_bytes_per_token
+    assert last.lm_head == whole.lm_head
+    assert model_costs(model, "bfloat16", stage=Stage(0, 3)).lm_head == MatrixCosts(num_weights=0, num_bytes=0)
 
 
 def test_a_decode_step() -> None:
-    parts = COSTS.parts(record(num_decodes=3, num_sampled=3, decode_keys=50))
+    parts = work_of(record(num_decodes=3, num_sampled=3, decode_keys=50), COSTS)
     assert parts == {
         "layer matrices": Work(2000, 6000),
         "LM head": Work(600, 1800),
@@ -45,7 +49,7 @@ def test_a_decode_step() -> None:
 
 
 def test_a_prompt_slice_that_samples_nothing_needs_no_lm_head() -> None:
-    parts = COSTS.parts(record(num_extend_tokens=4, extend_keys=10, extend_pairs=34))
+    parts = work_of(record(num_extend_tokens=4, extend_keys=10, extend_pairs=34), COSTS)
     assert parts == {
         "layer matrices": Work(2000, 8000),
         "LM head": Work(),
@@ -70,12 +74,13 @@ def test_each_part_takes_the_longer_of_its_two_times() -> None:
 
 def test_qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = load_model_config(write_shape("qwen3-8b", tmp_path_factory.mktemp("shape")))
-    costs = ModelCosts.of(model, bytes_per_element=2)
+    costs = model_costs(model, "bfloat16")
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 12288
-    assert costs.layer_weights == 36 * layer
-    assert costs.lm_head_weights == 151936 * 4096
-    assert costs.kv_elements_per_token * costs.bytes_per_element == 36 * 2 * 8 * 128 * 2  # 147,456 bytes a token
-    assert costs.attention_flops_per_pair == 36 * 4 * 32 * 128
-    half = ModelCosts.of(model, bytes_per_element=2, tensor_parallel_size=2)
-    assert half.layer_weights * 2 == costs.layer_weights
-    assert half.kv_elements_per_token * 2 == costs.kv_elements_per_token
+    assert costs.layers == MatrixCosts(num_weights=36 * layer, num_bytes=2 * 36 * layer)
+    assert costs.lm_head.num_weights == 151936 * 4096
+    (attention,) = costs.attention
+    assert attention.kv_bytes_per_token == 36 * 2 * 8 * 128 * 2  # 147,456 bytes a token
+    assert attention.flops_per_pair == 36 * 4 * 32 * 128
+    half = model_costs(model, "bfloat16", tensor_parallel_size=2)
+    assert half.layers.num_weights * 2 == costs.layers.num_weights
+    assert half.attention[0].kv_bytes_per_token * 2 == attention.kv_bytes_per_token

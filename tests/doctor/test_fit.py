@@ -26,18 +26,19 @@ def engine_config(model: ModelConfig, device: Any, **keys: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("weights_gib", "tp", "held_gib", "level", "told"),
+    ("size_gib", "tp", "held_gib", "level", "told"),
     [
-        (15, 1, 0, Level.OK, "leaves about 57.0 GiB"),  # 0.9 × 80 − 15
-        (140, 2, 0, Level.WARNING, "leaves only about 2.0 GiB"),
-        (140, 1, 0, Level.PROBLEM, "68.0 GiB more than gpu_memory_utilization allows"),
-        (15, 1, 60, Level.PROBLEM, "3.0 GiB more"),
+        (80, 1, 0, Level.OK, "leaves about 56.7 GiB"),  # 0.9 × 80 − 15.3
+        (10, 2, 0, Level.WARNING, "leaves only about 1.4 GiB"),  # 0.9 × 10 − 7.6
+        (10, 1, 0, Level.PROBLEM, "6.3 GiB more than gpu_memory_utilization allows"),
+        (80, 1, 60, Level.PROBLEM, "3.3 GiB more"),
     ],
 )
-def test_gpus(model: ModelConfig, weights_gib: int, tp: int, held_gib: int, level: Level, told: str) -> None:
-    gpus = [gpu(n, total_bytes=80 * GIB, free_bytes=(80 - held_gib) * GIB) for n in range(2)]
+def test_gpus(model: ModelConfig, size_gib: int, tp: int, held_gib: int, level: Level, told: str) -> None:
+    """Qwen3-8B has 15.26 GiB of weights in bfloat16."""
+    gpus = [gpu(n, total_bytes=size_gib * GIB, free_bytes=(size_gib - held_gib) * GIB) for n in range(2)]
     config = engine_config(model, "cuda", tensor_parallel_size=tp)
-    finding = check_fit(config, model, weights_gib * GIB // 2, num_replicas=1, gpus=gpus, ram=0)
+    finding = check_fit(config, model, num_replicas=1, gpus=gpus, ram=0)
     assert (finding.level, told in finding.found) == (level, True), finding
     if level != Level.OK:
         assert f"--tp {2 * tp}" in finding.advice, "the next size that 32 heads and 8 KV heads can be cut into"
@@ -47,12 +48,13 @@ def test_stages_share_the_weights(model: ModelConfig) -> None:
     """Of two, the last has the LM head beside its 18 layers, as large as the first one's embedding."""
     gpus = [gpu(n, total_bytes=24 * GIB, free_bytes=24 * GIB) for n in range(2)]
     config = engine_config(model, "cuda", pipeline_parallel_size=2)
-    finding = check_fit(config, model, 8_190_735_360, num_replicas=1, gpus=gpus, ram=0)
+    finding = check_fit(config, model, num_replicas=1, gpus=gpus, ram=0)
     assert finding.level == Level.OK
     assert "7.6 GiB of weights (bfloat16) on each GPU; leaves about 14.0 GiB" in finding.found
 
 
 def test_ram(model: ModelConfig) -> None:
     config = engine_config(model, "cpu")
-    assert check_fit(config, model, GIB, num_replicas=2, gpus=[], ram=9 * GIB).level == Level.OK
-    assert check_fit(config, model, GIB, num_replicas=2, gpus=[], ram=8 * GIB).level == Level.PROBLEM
+    two_replicas = 2 * 4 * 8_190_735_360  # float32
+    assert check_fit(config, model, num_replicas=2, gpus=[], ram=two_replicas + 1).level == Level.OK
+    assert check_fit(config, model, num_replicas=2, gpus=[], ram=two_replicas).level == Level.PROBLEM

@@ -38,9 +38,9 @@ class ModelDriver:
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(config, self.group, dtype, stage=stage)
         self.num_bytes = load_weights(self.model, path, device)
-        spec = self.model.attention_specs[0]
+        spec = self.model.attention_layers[0]
         cache_spec = KVCacheSpec(
-            num_layers=len(self.model.attention_specs),
+            num_layers=len(self.model.attention_layers),
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=block_size,

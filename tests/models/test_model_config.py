@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import tiny_qwen3_config
+from checkpoints import tiny_model_config
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
 
@@ -19,7 +19,7 @@ ABSENT = object()
 
 def write(path: Path, generation: dict[str, Any] | None = None, **overrides: Any) -> Path:
     """A folder with a config.json; `ABSENT` removes a key."""
-    values = {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **tiny_qwen3_config(), **overrides}
+    values = {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **tiny_model_config(), **overrides}
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ABSENT}))
     if generation is not None:
@@ -43,13 +43,15 @@ def test_shapes(tmp_path: Path) -> None:
     assert (config.vocab_size, config.hidden_size, config.num_layers, config.intermediate_size) == (97, 32, 2, 48)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
     assert config.tie_word_embeddings
-    assert not config.attention_bias
+    assert not config.qkv_bias
+    assert not config.o_bias
+    assert config.layer_windows == (None, None)
     assert config.max_position_embeddings == 512
 
 
 def test_reading_needs_no_torch() -> None:
     code = (
-        "import sys, nvcli.models.config, nvcli.models.checkpoint, nvcli.models.registry;"
+        "import sys, nvcli.models.config, nvcli.models.checkpoint_check, nvcli.models.registry, nvcli.models.kv_groups;"
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"], check=True)
@@ -156,9 +158,10 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, ["`architectures`", "GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ({"architectures": ABSENT}, ["`architectures`"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["`quantization_config`", "awq"]),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, ["sliding", "64"]),
-        ({"use_sliding_window": True, "max_window_layers": 1}, ["sliding", "4096"]),  # what an absent window stands for
-        ({"use_sliding_window": True, "num_hidden_layers": 29}, ["sliding", "4096"]),
+        ({"layer_types": ["full_attention"]}, ["`layer_types`", "1 layer", "2"]),
+        ({"layer_types": ["full_attention", "linear_attention"]}, ["`layer_types`", "linear_attention"]),
+        ({"layer_types": "full_attention"}, ["`layer_types`", "not a list"]),
+        ({"use_sliding_window": True, "sliding_window": 0}, ["`sliding_window`", "0"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["`layer_types`", "sliding_attention"]),
         ({"hidden_act": "gelu"}, ["`hidden_act`", "gelu", "silu"]),
         ({"dtype": "float8_e4m3fn"}, ["`dtype`", "float8_e4m3fn", "bfloat16"]),
@@ -175,10 +178,75 @@ def test_refused(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) ->
 
 def test_sliding_window_that_no_layer_uses_is_fine(tmp_path: Path) -> None:
     """Qwen's configs carry a window that `use_sliding_window: false` or `max_window_layers` turns off."""
-    read(tmp_path, use_sliding_window=False, sliding_window=4096, max_window_layers=1)
-    read(tmp_path, use_sliding_window=True, sliding_window=4096, max_window_layers=2)
-    read(tmp_path, use_sliding_window=True, sliding_window=None, max_window_layers=1)
-    read(tmp_path, use_sliding_window=True, num_hidden_layers=28)  # an absent `max_window_layers` is 28
+    for keys in (
+        {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0},  # no sequence is longer
+    ):
+        assert read(tmp_path, **keys).layer_windows == (None, None)
+    absent = read(tmp_path, use_sliding_window=True, sliding_window=64, num_hidden_layers=29)
+    assert absent.layer_windows == (*[None] * 28, 64), "an absent `max_window_layers` is 28"
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({"sliding_window": 64, "max_window_layers": 1}, (None, 64)),
+        ({"max_window_layers": 1, "max_position_embeddings": 8192}, (None, 4096)),  # what an absent window stands for
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, (64, None)),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 2, "max_window_layers": 0}, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_windows_by_layer(tmp_path: Path, family: str, keys: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    config = read(tmp_path, architectures=[f"{family}ForCausalLM"], use_sliding_window=True, **keys)
+    assert config.layer_windows == windows
+
+
+def test_families_differ_by_their_biases_norms_and_windows(tmp_path: Path) -> None:
+    keys = {"attention_bias": True, "mlp_bias": True, "sliding_window": 64}
+
+    def traits(family: str) -> tuple[Any, ...]:
+        config = read(tmp_path, architectures=[f"{family}ForCausalLM"], **keys)
+        return config.qk_norm, config.qkv_bias, config.o_bias, config.mlp_bias, config.layer_windows[0]
+
+    assert traits("Llama") == (False, True, True, True, None)
+    assert traits("Mistral") == (False, False, False, False, 64)
+    assert traits("Qwen2") == (False, True, False, False, None)
+    assert traits("Qwen3") == (True, True, True, False, None)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2"])
+def test_an_absent_head_dim_is_the_heads_share_of_the_hidden_size(tmp_path: Path, family: str) -> None:
+    for absent in (None, ABSENT):
+        assert read(tmp_path, architectures=[f"{family}ForCausalLM"], head_dim=absent).head_dim == 8
+    write(tmp_path, architectures=[f"{family}ForCausalLM"], head_dim=None, hidden_size=30)
+    assert_refused(tmp_path, "`head_dim`", "4 heads", "30")
+
+
+def test_llama_2_says_no_rope_theta(tmp_path: Path) -> None:
+    config = read(tmp_path, architectures=["LlamaForCausalLM"], rope_parameters=ABSENT, rope_scaling=None)
+    assert (config.rope.rope_type, config.rope.theta) == ("default", 10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("Llama", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}),
+        ("Mistral", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}),
+        ("Mistral", {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}),
+    ],
+)
+def test_windows_that_a_family_does_not_have_are_refused(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
+    write(tmp_path, architectures=[f"{family}ForCausalLM"], **keys)
+    assert_refused(tmp_path, "`layer_types`", "_attention is not supported here")
+
+
+@pytest.mark.parametrize(("window", "expected"), [(64, 64), (None, None), (512, None)])
+def test_mistral_has_one_window_for_all_layers(tmp_path: Path, window: int | None, expected: int | None) -> None:
+    config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=window)
+    assert config.layer_windows == (expected, expected)
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1, True), (2, True), (3, False), (4, True), (8, False)])

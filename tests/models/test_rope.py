@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from checkpoints import tiny_qwen3_config
+from checkpoints import tiny_model_config
 from nvcli.models.config import load_model_config
 from nvcli.models.rope import RotaryTable
 
@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("head_dim", [16, 128])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_table_is_that_of_transformers(variant: str, head_dim: int, tmp_path: Path) -> None:
-    arguments = tiny_qwen3_config(head_dim=head_dim, rope_parameters=dict(VARIANTS[variant]))
+    arguments = tiny_model_config(head_dim=head_dim, rope_parameters=dict(VARIANTS[variant]))
     theirs = Qwen3Config(**arguments, architectures=["Qwen3ForCausalLM"])
     theirs.save_pretrained(tmp_path)
     ours = load_model_config(tmp_path)

@@ -15,7 +15,7 @@ from model_driver import ModelDriver
 from torch import Tensor
 
 from batches import RequestState
-from checkpoints import write_tiny_qwen3
+from checkpoints import write_tiny_model
 from nvcli.distributed.peer_memory import open_peer_memory
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.peer_memory import PeerLayout
@@ -25,6 +25,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied, biased": {"attention_bias": True},  # the bias of a row-parallel layer must enter the sum once
     "tied, one KV head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "vocabulary smaller than the ranks need": {"vocab_size": 9, "tie_word_embeddings": True},  # tp 4 pads 9 to 12
+    "biases cut by rows and added once": {"family": "Llama", "attention_bias": True, "mlp_bias": True},
+    "biases of shared KV heads": {"family": "Qwen2"},
 }
 PROMPT = [id % 9 for id in random.Random(3).choices(range(97), k=40)]
 
@@ -62,7 +64,7 @@ def norm_of_sum(group: TensorParallelGroup) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("models")
-    return [write_tiny_qwen3(folder / str(i), **overrides) for i, overrides in enumerate(SHAPES.values())]
+    return [write_tiny_model(folder / str(i), **overrides) for i, overrides in enumerate(SHAPES.values())]
 
 
 @pytest.mark.parametrize("size", [2, 4])  # 4 ranks share the two KV heads of some of the models

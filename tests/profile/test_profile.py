@@ -20,7 +20,8 @@ from nvcli.profile.advice import advise
 from nvcli.profile.lengths import Bucket, lengths_of
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
-from nvcli.sizing.memory import block_bytes, estimate
+from nvcli.sizing.kv_cache import block_bytes
+from nvcli.sizing.memory import estimate
 
 GIB = 1 << 30
 

@@ -11,8 +11,8 @@ from nvcli.distributed.stage import Stage
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.models.config import load_model_config
+from nvcli.models.kv_groups import block_bytes
 from nvcli.sampling_params import SamplingParams
-from nvcli.sizing.weights import kv_bytes_per_token
 from requests_factory import make_request
 
 EOS = 1
@@ -61,7 +61,7 @@ def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int,
     num_kv_tokens = config.pop("num_kv_tokens", None)
     if num_kv_tokens is not None:
         first = Stage(0, config.get("pipeline_parallel_size", 1))
-        size = kv_bytes_per_token(load_model_config(path), tensor_parallel_size=1, bytes_per_element=4, stage=first)
+        size = block_bytes(load_model_config(path), "float32", block_size=1, stage=first)
         config["kv_cache_memory"] = num_kv_tokens * size
     client = EngineClient.start(engine_config(model_path=path, max_model_len=400, **config))
     try:

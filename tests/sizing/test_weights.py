@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import write_tiny_qwen3
+from checkpoints import FAMILIES, write_tiny_model
 from nvcli.bench.shapes import write_shape
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
+from nvcli.models.geometry import model_tensors
+from nvcli.models.kv_groups import block_bytes
 from nvcli.models.registry import build_model
-from nvcli.runner.memory import weight_groups
-from nvcli.sizing.weights import kv_bytes_per_token, weight_elements
+from nvcli.sizing.weights import largest_stage, weight_bytes
 
 
 def group_of(rank: int, size: int) -> TensorParallelGroup:
@@ -24,21 +25,27 @@ def group_of(rank: int, size: int) -> TensorParallelGroup:
     return group
 
 
-def built(path: Path, tp: int, rank: int, stage: Stage = WHOLE) -> tuple[dict[str, int], int]:
-    model = build_model(load_model_config(path), group_of(rank, tp), torch.bfloat16, stage=stage)
-    specs = model.attention_specs
-    kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * 2 for spec in specs)
-    return {name: size // 2 for name, size in weight_groups(model).items()}, kv_bytes
+def assert_same(path: Path, tp: int, rank: int, stage: Stage = WHOLE, dtype: torch.dtype = torch.bfloat16) -> None:
+    """What is planned is what each item of the built model takes, and all of its parameters."""
+    config = load_model_config(path)
+    model = build_model(config, group_of(rank, tp), dtype, stage=stage)
+    name: Any = str(dtype).removeprefix("torch.")
+    planned = weight_bytes(config, name, tensor_parallel_size=tp, stage=stage)
+    assert planned == model.weight_bytes()
+    assert sum(planned.values()) == sum(p.numel() * p.element_size() for p in model.parameters())
+    by_name = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp": "MLP", "lm_head": "LM head"}
+    for key, part in by_name.items():
+        found = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if key in n)
+        assert planned.get(part, 0) == found, part
+    specs = model.attention_layers
+    kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
+    assert block_bytes(config, name, block_size=16, tensor_parallel_size=tp, stage=stage) == 16 * kv_bytes
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-14b"])
 def test_known_shapes(name: str, tp: int, tmp_path: Path) -> None:
-    path = write_shape(name, tmp_path)
-    model = load_model_config(path)
-    elements, kv_bytes = built(path, tp, rank=tp - 1)
-    assert weight_elements(model, tensor_parallel_size=tp) == elements
-    assert kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=2) == kv_bytes
+    assert_same(write_shape(name, tmp_path), tp, rank=tp - 1)
 
 
 @pytest.mark.parametrize(
@@ -48,25 +55,39 @@ def test_known_shapes(name: str, tp: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_biases_ties_shared_heads_and_padding(changes: dict[str, Any], tp: int, tmp_path: Path) -> None:
     shape = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
-    path = write_tiny_qwen3(tmp_path / "tiny", **{**shape, **changes})
-    model = load_model_config(path)
-    elements, kv_bytes = built(path, tp, rank=0)
-    assert weight_elements(model, tensor_parallel_size=tp) == elements
-    assert kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=2) == kv_bytes
+    path = write_tiny_model(tmp_path / "tiny", **{**shape, **changes})
+    for dtype in (torch.bfloat16, torch.float32):
+        assert_same(path, tp, rank=0, dtype=dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    assert_same(write_tiny_model(tmp_path / "tiny", family), tp=2, rank=1)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages(is_tied: bool, tmp_path: Path) -> None:
-    path = write_tiny_qwen3(tmp_path / "tiny", num_hidden_layers=5, tie_word_embeddings=is_tied)
-    model = load_model_config(path)
+    path = write_tiny_model(tmp_path / "tiny", num_hidden_layers=5, tie_word_embeddings=is_tied)
     for number in range(3):
-        stage = Stage(number, 3)
-        elements, kv_bytes = built(path, 2, rank=0, stage=stage)
-        assert weight_elements(model, tensor_parallel_size=2, stage=stage) == elements
-        assert kv_bytes_per_token(model, tensor_parallel_size=2, bytes_per_element=2, stage=stage) == kv_bytes
+        assert_same(path, tp=2, rank=0, stage=Stage(number, 3))
+
+
+def test_the_largest_stage(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "tiny", num_hidden_layers=5, tie_word_embeddings=False)
+    model = load_model_config(path)
+    assert largest_stage(model, 1) == WHOLE
+    assert largest_stage(model, 3) == Stage(0, 3), "two layers and the embedding"
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-0.6b", 0.60), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76)])
 def test_published_sizes(name: str, billions: float, tmp_path: Path) -> None:
-    elements = weight_elements(load_model_config(write_shape(name, tmp_path)))
-    assert sum(elements.values()) / 1e9 == pytest.approx(billions, abs=0.005)
+    weights = weight_bytes(load_model_config(write_shape(name, tmp_path)), "bfloat16")
+    assert sum(weights.values()) / 2e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_every_tensor_has_one_name(tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(tmp_path / "tiny", num_hidden_layers=3, tie_word_embeddings=True))
+    names = [tensor.name for tensor in model_tensors(config, "float32")]
+    assert len(set(names)) == len(names)
+    in_stages = [t.name for index in range(2) for t in model_tensors(config, "float32", Stage(index, 2))]
+    assert sorted(in_stages) == sorted([*names, "model.embed_tokens.weight"]), "each once; the tied head in both"

@@ -10,14 +10,15 @@ from nvcli.bench.ceilings import measure_ceilings
 from nvcli.bench.engines import Engines, Pass
 from nvcli.bench.file_workload import FileWorkload
 from nvcli.bench.measures import Run, run_of
-from nvcli.bench.roofline import Ceilings, ModelCosts
+from nvcli.bench.roofline import Ceilings
 from nvcli.bench.workload import Workload
-from nvcli.config import DTYPE_BYTES, EngineConfig
+from nvcli.config import EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.engine.request import Request, StepRecord
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.messages import EngineReady
 from nvcli.models.config import ModelConfig
+from nvcli.sizing.costs import model_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +76,9 @@ def bench(
     """
     measured = _measure(config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
     ceilings = measure_ceilings(config)
-    costs = ModelCosts.of(
+    costs = model_costs(
         model_config,
-        bytes_per_element=DTYPE_BYTES[config.dtype],
+        config.dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         stage=Stage(config.pipeline_parallel_size - 1, config.pipeline_parallel_size),
     )

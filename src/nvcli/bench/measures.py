@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.bench.engines import Pass
-from nvcli.bench.roofline import Ceilings, ModelCosts, Phase, Roofline
+from nvcli.bench.roofline import Ceilings, Phase, Roofline
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
+from nvcli.sizing.costs import ModelCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

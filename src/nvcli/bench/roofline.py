@@ -9,8 +9,8 @@ memory's bandwidth, and its operations, over the matrix rate. Counted is what no
     prompt attention    keys and values of each slice read once, the new ones written; 4 operations for each head, head
                         dimension and pair of tokens
 
-Activations, norms, sampling, embeddings and collectives count nothing. For dense decoder models, of one rank; with
-pipeline stages, of one of the last stage's, whose steps are the ones that are timed.
+Activations, norms, sampling, embeddings and collectives count nothing. What is counted is one rank's share of a dense
+decoder model; with pipeline stages a rank of the last stage, whose steps are the ones that are timed.
 
 The prefill and decode phases share the matrices of a mixed step by their tokens, its LM head by the rows that get a
 token, and its measured time by what their parts come to.
@@ -22,10 +22,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.engine.request import StepRecord
-from nvcli.models.config import ModelConfig
-from nvcli.sizing.weights import kv_bytes_per_token, kv_heads_per_rank
+from nvcli.sizing.costs import MatrixCosts, ModelCosts
 
 Phase = Literal["prefill", "decode"]
 
@@ -35,14 +33,14 @@ class Ceilings:
     """What a device gives, as measured (`nvcli.bench.ceilings`)."""
 
     bytes_per_second: float
-    """Reading memory."""
+    """How fast memory is read."""
     flops_per_second: float
     """Dense matrix products in the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one part of a step has to do."""
+    """What one part of a step has to move and to compute."""
 
     num_bytes: int = 0
     flops: int = 0
@@ -57,72 +55,50 @@ class Work:
         return max(self.num_bytes / ceilings.bytes_per_second, self.flops / ceilings.flops_per_second)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCosts:
-    """What one rank's share of a model costs."""
+def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
+    """Count the work of a step, part by part.
 
-    layer_weights: int
-    """Elements of all layers' matrices."""
-    lm_head_weights: int
-    kv_elements_per_token: int
-    """Keys and values of one token in all layers."""
-    attention_flops_per_pair: int
-    bytes_per_element: int
+    A record has sums over its rows alone, so where layers have a window, all rows are taken to be of equal length. That
+    counts too much for a step in which only some of them are longer than the window.
+    """
+    num_tokens = step.num_decodes + step.num_extend_tokens
+    decode, extend = Work(), Work()
+    for kind in costs.attention:
+        keys, pairs = step.decode_keys, step.extend_pairs
+        if kind.window is not None:
+            keys, pairs = min(keys, step.num_decodes * kind.window), min(pairs, step.num_extend_tokens * kind.window)
+        kv_bytes, flops = kind.kv_bytes_per_token, kind.flops_per_pair
+        decode += Work((keys + step.num_decodes) * kv_bytes, keys * flops)
+        extend += Work((step.extend_keys + step.num_extend_tokens) * kv_bytes, pairs * flops)
+    return {
+        "layer matrices": _matrix_work(costs.layers, num_tokens),
+        "LM head": _matrix_work(costs.lm_head, step.num_sampled),
+        "decode attention": decode,
+        "prompt attention": extend,
+    }
 
-    @staticmethod
-    def of(
-        model: ModelConfig, *, bytes_per_element: int, tensor_parallel_size: int = 1, stage: Stage = WHOLE
-    ) -> ModelCosts:
-        """`stage`: the last one."""
-        tp, num_layers = tensor_parallel_size, len(stage.layers(model.num_layers))
-        kv_heads = kv_heads_per_rank(model, tp)
-        query_size = model.num_heads * model.head_dim // tp
-        attention = model.hidden_size * (2 * query_size + 2 * kv_heads * model.head_dim)
-        mlp = 3 * model.hidden_size * model.intermediate_size // tp
-        return ModelCosts(
-            layer_weights=num_layers * (attention + mlp),
-            lm_head_weights=model.vocab_size * model.hidden_size // tp,
-            kv_elements_per_token=kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=1, stage=stage),
-            attention_flops_per_pair=num_layers * 4 * query_size,
-            bytes_per_element=bytes_per_element,
-        )
 
-    def parts(self, step: StepRecord) -> dict[str, Work]:
-        """The step's work, part by part."""
-        num_tokens = step.num_decodes + step.num_extend_tokens
-        kv_bytes = self.kv_elements_per_token * self.bytes_per_element
-        return {
-            "layer matrices": self._matrices(self.layer_weights, num_tokens),
-            "LM head": self._matrices(self.lm_head_weights, step.num_sampled),
-            "decode attention": Work(
-                (step.decode_keys + step.num_decodes) * kv_bytes, step.decode_keys * self.attention_flops_per_pair
-            ),
-            "prompt attention": Work(
-                (step.extend_keys + step.num_extend_tokens) * kv_bytes,
-                step.extend_pairs * self.attention_flops_per_pair,
-            ),
-        }
+def _matrix_work(costs: MatrixCosts, rows: int) -> Work:
+    return Work(costs.num_bytes, 2 * costs.num_weights * rows) if rows else Work()
 
-    def prefill_shares(self, step: StepRecord) -> dict[str, float]:
-        """What of each part is the prompts'; the rest is the decode rows'."""
-        num_tokens = step.num_decodes + step.num_extend_tokens
-        return {
-            "layer matrices": step.num_extend_tokens / max(1, num_tokens),
-            "LM head": 1 - step.num_decodes / max(1, step.num_sampled),
-            "decode attention": 0.0,
-            "prompt attention": 1.0,
-        }
 
-    def _matrices(self, weights: int, rows: int) -> Work:
-        return Work(weights * self.bytes_per_element, 2 * weights * rows) if rows else Work()
+def _prefill_shares(step: StepRecord) -> dict[str, float]:
+    """How much of each part belongs to the prompts; the rest is the decode rows'."""
+    num_tokens = step.num_decodes + step.num_extend_tokens
+    return {
+        "layer matrices": step.num_extend_tokens / max(1, num_tokens),
+        "LM head": 1 - step.num_decodes / max(1, step.num_sampled),
+        "decode attention": 0.0,
+        "prompt attention": 1.0,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Steps against the limit."""
+    """What steps took, against the limit."""
 
     seconds: float
-    """Measured, of the device."""
+    """The device's time for the steps, as measured."""
     limit_seconds: float
     limit_by_part: Mapping[str, float]
     bandwidth_share: float
@@ -135,7 +111,7 @@ class Roofline:
         return self.limit_seconds / self.seconds if self.seconds else 0.0
 
     def divided(self, count: int) -> Roofline:
-        """The same of one of `count` devices, on average."""
+        """The same for one of `count` devices, on average."""
         return replace(
             self,
             seconds=self.seconds / count,
@@ -147,13 +123,13 @@ class Roofline:
     def of(
         steps: Iterable[StepRecord], costs: ModelCosts, ceilings: Ceilings, *, phase: Phase | None = None
     ) -> Roofline:
-        """Of the steps' work, or of what of it belongs to one phase."""
+        """Compare the steps with the limit: all of their work, or the work that belongs to one phase."""
         total, seconds = Work(), 0.0
         by_part: dict[str, float] = {}
         for step in steps:
-            prefill_shares = costs.prefill_shares(step) if phase is not None else {}
+            prefill_shares = _prefill_shares(step) if phase is not None else {}
             step_limit = phase_limit = 0.0
-            for part, work in costs.parts(step).items():
+            for part, work in work_of(step, costs).items():
                 part_limit = work.seconds(ceilings)
                 share = 1.0 if phase is None else prefill_shares[part]
                 if phase == "decode":

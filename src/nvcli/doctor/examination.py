@@ -81,9 +81,9 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             findings = [*files.findings, *config_findings]
             if model_probe is not None:
                 findings += _findings(model_probe, "tokenizer")
-            if config is not None and files.config is not None and files.num_weights is not None:
+            if config is not None and files.config is not None and files.tensors is not None:
                 gpus = [] if isinstance(report, str) else _free_gpus(report, smi, layout)
-                findings.append(_fit(config, files.config, files.num_weights, layout, gpus))
+                findings.append(_fit(config, files.config, layout, gpus))
             yield Section(title=f"Model {run.model}", findings=findings)
 
 
@@ -111,9 +111,9 @@ def _free_gpus(report: DeviceReport, smi: SmiReport, layout: Layout) -> list[Gpu
     ]
 
 
-def _fit(config: EngineConfig, model: ModelConfig, num_weights: int, layout: Layout, gpus: list[GpuReport]) -> Finding:
+def _fit(config: EngineConfig, model: ModelConfig, layout: Layout, gpus: list[GpuReport]) -> Finding:
     ram = read_meminfo()["MemAvailable"]
-    return check_fit(config, model, num_weights, num_replicas=layout.data_parallel_size, gpus=gpus, ram=ram)
+    return check_fit(config, model, num_replicas=layout.data_parallel_size, gpus=gpus, ram=ram)
 
 
 def _layout(

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nvcli.config import DTYPE_BYTES, EngineConfig
+from nvcli.config import EngineConfig
 from nvcli.doctor.device_probe import GpuReport
 from nvcli.doctor.findings import Finding, format_gib, ok, problem, warning
 from nvcli.models.config import ModelConfig
-from nvcli.sizing.memory import largest_stage
-from nvcli.sizing.weights import weight_elements
+from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _LITTLE_BYTES = 2 << 30
 """Activations and CUDA graphs of usual runs take about this much; the rest holds KV cache."""
 
 
 def check_fit(
-    config: EngineConfig,
-    model: ModelConfig,
-    num_weights: int,
-    *,
-    num_replicas: int,
-    gpus: Sequence[GpuReport],
-    ram: int,
+    config: EngineConfig, model: ModelConfig, *, num_replicas: int, gpus: Sequence[GpuReport], ram: int
 ) -> Finding:
-    """Check one model. `num_replicas` is the data-parallel size; `ram` is the free bytes, for runs on a CPU."""
+    """Check the weights of one rank against the memory that it has.
+
+    `num_replicas` is the data-parallel size, and `ram` the bytes that are free, which count on a CPU alone.
+    """
     size = config.tensor_parallel_size
-    weights = num_weights * DTYPE_BYTES[config.dtype]
     if config.device == "cpu":
-        return _fit_ram(weights * num_replicas, ram, config)
-    if config.pipeline_parallel_size > 1:
-        of_stage = sum(weight_elements(model, stage=largest_stage(config, model)).values())
-        weights = weights * of_stage // sum(weight_elements(model).values())
-    weights //= size
+        return _fit_ram(sum(weight_bytes(model, config.dtype).values()) * num_replicas, ram, config)
+    stage = largest_stage(model, config.pipeline_parallel_size)
+    weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=stage).values())
     needed = gpus[: config.num_ranks * num_replicas]
     if not needed:
         return warning("memory", f"{format_gib(weights)} of weights a GPU, and no GPU to hold them", "see above")

@@ -5,7 +5,6 @@ This is torch-free and reads no weights; checks that load the tokenizer or build
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,6 @@ class ModelFiles:
     config: ModelConfig | None
     tensors: Mapping[str, TensorInfo] | None
     findings: list[Finding]
-
-    @property
-    def num_weights(self) -> int | None:
-        """The number of elements in all tensors."""
-        return None if self.tensors is None else sum(math.prod(info.shape) for info in self.tensors.values())
 
 
 def check_model_files(name: str) -> ModelFiles:

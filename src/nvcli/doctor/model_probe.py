@@ -1,6 +1,6 @@
 """Probe: loads and uses the tokenizer, and compares the weights with what config.json describes.
 
-It runs as `nvcli.doctor.model_probe:main` and imports transformers and torch.
+It runs as `nvcli.doctor.model_probe:main` and imports transformers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import msgspec
 from nvcli.doctor.findings import Finding, note, ok, problem, warning
 from nvcli.errors import LoadError, RowError
 from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files
+from nvcli.models import checkpoint_check
+from nvcli.models.checkpoint import read_tensors
 from nvcli.models.config import load_model_config
 
 _TEXT = "What is 17 times 7? It is 119."
@@ -78,14 +80,8 @@ def check_chat_template(tokenizer: Tokenizer) -> Finding:
 
 def check_tensors(path: Path) -> Finding:
     """Check that the checkpoint holds each tensor that the model has, in its shape, and no others."""
-    import torch
-
-    from nvcli.distributed.tensor_parallel import TensorParallelGroup
-    from nvcli.models.loader import check_weights
-    from nvcli.models.registry import build_model
-
     try:
-        check_weights(build_model(load_model_config(path), TensorParallelGroup.single(), torch.float32), path)
+        checkpoint_check.check_tensors(load_model_config(path), read_tensors(path), path)
     except LoadError as error:
         return problem("tensors", str(error), "config.json and weights must be of one model: download both again")
     return ok("tensors", "names and shapes are those that config.json describes")

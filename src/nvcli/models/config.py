@@ -6,49 +6,26 @@ cannot be served is refused here, by name, before any process is started or weig
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
-from nvcli.errors import ConfigError, LoadError
-from nvcli.models.registry import ARCHITECTURES
+from nvcli.errors import ConfigError
+from nvcli.models.families import FAMILIES
+from nvcli.models.json_file import JsonFile
+from nvcli.models.rope_config import RopeConfig, read_rope
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-_QWEN3_WINDOW, _QWEN3_MAX_WINDOW_LAYERS = 4096, 28
-"""What transformers takes for `sliding_window` and `max_window_layers` where they are absent."""
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-T = TypeVar("T", int, float, bool, str)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding. Fields that a rope type does not use keep their defaults."""
-
-    rope_type: RopeType
-    theta: float
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    """llama3, yarn: the context length before it was stretched."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    yarn_attention_factor: float = 1.0
-    """On cosines and sines, as transformers derives it where the file does not give it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shapes and settings of a decoder-only model, of the whole model, not of one rank."""
+    """The shapes and settings of a decoder-only model: of the whole model, not of one rank."""
 
     architecture: str
     vocab_size: int
@@ -60,16 +37,22 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool
+    qk_norm: bool
+    """Whether each head of the queries and keys is normed."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    layer_windows: tuple[int | None, ...]
+    """For each layer how many tokens a token attends to: itself and those right before it; None: all before it."""
     rope: RopeConfig
     max_position_embeddings: int
     dtype: CheckpointDtype
-    """What the weights are stored in, or meant to be used in."""
+    """The type that the weights are stored in, or are meant to be used in."""
     eos_token_ids: tuple[int, ...]
-    """Of both files, each once."""
-    generation_defaults: Mapping[str, Any]
-    """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. Not
-    checked: a run may do without them (`generation_config: none`)."""
+    """The end-of-sequence ids of both files, each once."""
+    generation_defaults: Mapping[str, Any] = field(hash=False)
+    """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. They are
+    not checked: a run may do without them (`generation_config: none`)."""
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError where the model cannot be cut over `size` ranks."""
@@ -103,10 +86,11 @@ class ModelConfig:
 
 def load_model_config(path: Path) -> ModelConfig:
     """Read the config files of a checkpoint folder. Raises LoadError that names the file and the key."""
-    config = _JsonFile.read(path / CONFIG_FILE)
-    generation = _JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
+    config = JsonFile.read(path / CONFIG_FILE)
+    generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
     architecture = _architecture(config)
     _refuse_unsupported(config)
+    traits = FAMILIES[architecture](config)
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.positive("vocab_size"),
@@ -114,12 +98,16 @@ def load_model_config(path: Path) -> ModelConfig:
         num_layers=config.positive("num_hidden_layers"),
         num_heads=config.positive("num_attention_heads"),
         num_kv_heads=_num_kv_heads(config),
-        head_dim=_head_dim(config),
+        head_dim=traits.head_dim,
         intermediate_size=config.positive("intermediate_size"),
         rms_norm_eps=config.get("rms_norm_eps", float),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-        attention_bias=config.get("attention_bias", bool, False),
-        rope=_rope(config),
+        qk_norm=traits.qk_norm,
+        qkv_bias=traits.qkv_bias,
+        o_bias=traits.o_bias,
+        mlp_bias=traits.mlp_bias,
+        layer_windows=traits.layer_windows,
+        rope=read_rope(config, default_theta=traits.default_rope_theta),
         max_position_embeddings=config.positive("max_position_embeddings"),
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(generation, config),
@@ -127,69 +115,17 @@ def load_model_config(path: Path) -> ModelConfig:
     )
 
 
-class _JsonFile:
-    """A JSON object that remembers where it came from, for messages."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any], section: str = "") -> None:
-        self.path = path
-        self.values = values
-        self.section = section
-
-    @classmethod
-    def read(cls, path: Path) -> _JsonFile:
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise LoadError(
-                f"{path}: no such file; a model is a folder in Hugging Face layout (config.json, weights, tokenizer)"
-            ) from None
-        except OSError as error:
-            raise LoadError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError as error:  # bad JSON or bad UTF-8
-            raise LoadError(f"{path}: not valid JSON ({error}); download the file again") from None
-        if not isinstance(values, dict):
-            raise LoadError(f"{path}: holds a {type(values).__name__} where a JSON object belongs")
-        return cls(path, values)
-
-    @classmethod
-    def read_if_present(cls, path: Path) -> _JsonFile:
-        return cls.read(path) if path.exists() else cls(path, {})
-
-    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of `key`; where it is absent or null, `default`, or an error without one."""
-        value = self.values.get(key)
-        if value is None:
-            if default is None:
-                raise self.error(key, "missing")
-            return default
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if kind is float and is_number:
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and not is_number):
-            raise self.error(key, f"{value!r} is not of type {kind.__name__}")
-        return value
-
-    def positive(self, key: str) -> int:
-        value = self.get(key, int)
-        if value <= 0:
-            raise self.error(key, f"{value} is not positive")
-        return value
-
-    def error(self, key: str, problem: str) -> LoadError:
-        return LoadError(f"{self.path}: `{self.section}{key}`: {problem}")
-
-
-def _architecture(config: _JsonFile) -> str:
+def _architecture(config: JsonFile) -> str:
     names = config.values.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise config.error("architectures", f"{names!r} names no architecture")
     for name in names:
-        if name in ARCHITECTURES:
+        if name in FAMILIES:
             return str(name)
-    raise config.error("architectures", f"{names[0]} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
+    raise config.error("architectures", f"{names[0]} is not supported; supported: {', '.join(sorted(FAMILIES))}")
 
 
-def _refuse_unsupported(config: _JsonFile) -> None:
+def _refuse_unsupported(config: JsonFile) -> None:
     values = config.values
     quantization = values.get("quantization_config")
     if quantization:
@@ -201,22 +137,9 @@ def _refuse_unsupported(config: _JsonFile) -> None:
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
         raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")
-    layer_types = values.get("layer_types")
-    if isinstance(layer_types, list):
-        if others := sorted({str(t) for t in layer_types} - {"full_attention"}):
-            raise config.error("layer_types", f"{', '.join(others)} is not supported, only full attention")
-    elif values.get("use_sliding_window"):
-        window = values.get("sliding_window", _QWEN3_WINDOW)
-        first = values.get("max_window_layers", _QWEN3_MAX_WINDOW_LAYERS)
-        has_window_layers = not isinstance(first, int) or first < config.positive("num_hidden_layers")
-        if window is not None and has_window_layers:
-            raise config.error(
-                "use_sliding_window",
-                f"sliding-window attention (window {window}) is not supported, only full attention",
-            )
 
 
-def _num_kv_heads(config: _JsonFile) -> int:
+def _num_kv_heads(config: JsonFile) -> int:
     num_heads = config.positive("num_attention_heads")
     if config.values.get("num_key_value_heads") is None:
         return num_heads
@@ -226,14 +149,7 @@ def _num_kv_heads(config: _JsonFile) -> int:
     return num_kv_heads
 
 
-def _head_dim(config: _JsonFile) -> int:
-    head_dim = config.positive("head_dim")  # not hidden_size / heads: Qwen3's differs, and its default is no guess
-    if head_dim % 2:
-        raise config.error("head_dim", f"{head_dim} is odd; rotary embedding pairs dimensions")
-    return head_dim
-
-
-def _dtype(config: _JsonFile) -> CheckpointDtype:
+def _dtype(config: JsonFile) -> CheckpointDtype:
     key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"  # the older name
     name = config.get(key, str, "float32").removeprefix("torch.")
     for dtype in get_args(CheckpointDtype):
@@ -242,69 +158,7 @@ def _dtype(config: _JsonFile) -> CheckpointDtype:
     raise config.error(key, f"{name!r} is not supported; supported: {', '.join(get_args(CheckpointDtype))}")
 
 
-def _rope(config: _JsonFile) -> RopeConfig:
-    """transformers 5 has everything in `rope_parameters`, for some families by layer type; before, `rope_theta` was at
-    the top level and the rest, if any, in `rope_scaling`."""
-    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
-    found = config.values.get(key) or {}
-    if not isinstance(found, dict):
-        raise config.error(key, f"{found!r} is not an object")
-    if isinstance(found.get("full_attention"), dict):
-        found = found["full_attention"]
-    values = {name: value for name, value in found.items() if value is not None}
-    values.setdefault("rope_theta", config.values.get("rope_theta"))
-    rope = _JsonFile(config.path, values, section=f"{key}.")
-
-    partial = values.get("partial_rotary_factor", config.values.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise rope.error("partial_rotary_factor", f"{partial} is not supported; supported: 1.0")
-    rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
-    theta = rope.get("rope_theta", float)
-    if rope_type == "default":
-        return RopeConfig(rope_type="default", theta=theta)
-    if rope_type == "linear":
-        return RopeConfig(rope_type="linear", theta=theta, factor=rope.get("factor", float))
-    if rope_type not in ("llama3", "yarn"):
-        raise rope.error("rope_type", f"{rope_type!r} is not supported; supported: {', '.join(get_args(RopeType))}")
-
-    max_positions = config.positive("max_position_embeddings")
-    top_level = config.values.get("original_max_position_embeddings")
-    if top_level is not None:
-        values["original_max_position_embeddings"] = top_level
-    original = rope.get("original_max_position_embeddings", int, max_positions)
-    if rope_type == "llama3":
-        return RopeConfig(
-            rope_type="llama3",
-            theta=theta,
-            factor=rope.get("factor", float),
-            original_max_position_embeddings=original,
-            low_freq_factor=rope.get("low_freq_factor", float),
-            high_freq_factor=rope.get("high_freq_factor", float),
-        )
-    factor = rope.get("factor", float, max_positions / original)
-    return RopeConfig(
-        rope_type="yarn",
-        theta=theta,
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=rope.get("beta_fast", float, 32.0) or 32.0,
-        beta_slow=rope.get("beta_slow", float, 1.0) or 1.0,
-        truncate=rope.get("truncate", bool, True),
-        yarn_attention_factor=_yarn_attention_factor(rope, factor),
-    )
-
-
-def _yarn_attention_factor(rope: _JsonFile, factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if "attention_factor" in rope.values:
-        return rope.get("attention_factor", float)
-    numerator, denominator = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
-    return mscale(numerator) / mscale(denominator) if numerator and denominator else mscale(1.0)
-
-
-def _eos_token_ids(*files: _JsonFile) -> tuple[int, ...]:
+def _eos_token_ids(*files: JsonFile) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     for file in files:
         value = file.values.get("eos_token_id")
@@ -315,10 +169,12 @@ def _eos_token_ids(*files: _JsonFile) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _generation_defaults(generation: _JsonFile) -> dict[str, Any]:
-    """`do_sample: false` is a checkpoint's word that it wants greedy decoding, and its temperature is then moot. Where
-    `do_sample` is absent, the keys that are present count, and nothing is said by those that are not: nvcli's own
-    defaults apply, as in vLLM, and not transformers' (greedy, or top_k 50)."""
+def _generation_defaults(generation: JsonFile) -> dict[str, Any]:
+    """Read the sampling defaults of generation_config.json.
+
+    `do_sample: false` asks for greedy decoding, whatever the temperature. Where `do_sample` is absent, the keys that
+    are present count. Absent keys take nvcli's own defaults, as in vLLM, and not transformers' (greedy, top_k 50).
+    """
     values = generation.values
     greedy = values.get("do_sample") is False
     keys = ("repetition_penalty",) if greedy else _SAMPLING_KEYS

@@ -1,23 +1,19 @@
-"""Architecture names of config.json, and the classes that build them. Nothing is imported until a model is built."""
+"""From a model's config to the modules that compute it. Nothing heavy is imported until a model is built."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.models.geometry import DTYPE_BYTES, StoredDtype, model_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from nvcli.distributed.tensor_parallel import TensorParallelGroup
     from nvcli.models.causal_lm import CausalLM
     from nvcli.models.config import ModelConfig
-    from nvcli.models.parallel import BuildContext, LinearMethod
-
-ARCHITECTURES = {"Qwen3ForCausalLM": "nvcli.models.qwen3:Qwen3ForCausalLM"}
+    from nvcli.models.parallel import LinearMethodFactory
 
 
 def build_model(
@@ -26,28 +22,33 @@ def build_model(
     dtype: torch.dtype,
     *,
     max_positions: int | None = None,
-    linear_method: LinearMethod | None = None,
+    linear_method: LinearMethodFactory | None = None,
     stage: Stage = WHOLE,
 ) -> CausalLM:
-    """This rank's part of the model, on the meta device; `loader.load_weights` gives it memory and weights.
+    """Build this rank's part of the model on the meta device; `loader.load_weights` gives it memory and weights.
 
-    `max_positions`: longest sequence that will run; None: what the config says. `stage`: of a pipeline. Raises
-    ConfigError where the shapes do not divide by the group's size, or the layers are too few.
+    `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
+    chooses how each linear layer is stored (None: plainly), and `stage` is the part of a pipeline. Raises ConfigError
+    where the shapes do not divide by the group's size, or the layers are too few.
     """
     import torch
 
-    from nvcli.models.parallel import BuildContext, PlainLinearMethod
+    from nvcli.models.dense import DenseForCausalLM
+    from nvcli.models.parallel import BuildContext, plain_linear_method
 
     config.check_tensor_parallel(group.size)
     config.check_pipeline_parallel(stage.count)
-    module_name, _, class_name = ARCHITECTURES[config.architecture].partition(":")
-    model_class: Callable[[ModelConfig, BuildContext], CausalLM] = getattr(import_module(module_name), class_name)
     build = BuildContext(
         group=group,
-        dtype=dtype,
-        linear_method=linear_method or PlainLinearMethod(),
+        tensors={tensor.name: tensor for tensor in model_tensors(config, _stored_dtype(dtype), stage)},
+        linear_method=linear_method or plain_linear_method,
         max_positions=max_positions or config.max_position_embeddings,
         stage=stage,
     )
     with torch.device("meta"):
-        return model_class(config, build)
+        return DenseForCausalLM(config, build)
+
+
+def _stored_dtype(dtype: torch.dtype) -> StoredDtype:
+    """The name of a torch type, as the geometry spells it."""
+    return next(name for name in DTYPE_BYTES if str(dtype) == f"torch.{name}")

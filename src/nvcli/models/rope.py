@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from nvcli.models.config import RopeConfig
+from nvcli.models.rope_config import RopeConfig
 from nvcli.models.weights import DerivedModule
 
 

@@ -1,7 +1,7 @@
 """How a model's parameters come from a checkpoint: each layer declares it, the loader carries it out.
 
-A layer knows its geometry (which rows or columns of which checkpoint tensor this rank owns, and where they go); the
-loader knows files and threads. Neither knows the other.
+A layer knows which part of which tensor this rank has (`geometry.py`) and where it goes; the loader knows files and
+threads. Neither knows the other.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from nvcli.models.geometry import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
-    """One rectangular piece of a parameter of the declaring module, and the checkpoint tensor it is read from."""
+    """One rectangular piece of a parameter, and the part of a checkpoint tensor that it is read from."""
 
-    tensor: str
-    """Full name in the checkpoint."""
-    shape: tuple[int, ...]
-    """Of the whole tensor, in the checkpoint."""
+    tensor: TensorSpec
     read: tuple[slice, ...]
-    """What this rank reads of it; may be empty, when only the tensor's existence and shape matter to this rank."""
+    """What this rank reads of the tensor. It may be empty, when this rank's part is all padding."""
     parameter: str
-    """Attribute of the module."""
+    """The parameter's name in the module that declares the source."""
     write: tuple[slice, ...]
     """Where in the parameter it goes; as large as `read`."""
 
@@ -34,8 +33,8 @@ class WeightModule(nn.Module, ABC):
     """A module with parameters of its own. What its sources leave uncovered is padding and becomes zero."""
 
     @abstractmethod
-    def weight_sources(self, path: str) -> Iterator[WeightSource]:
-        """Sources of this module's own parameters; `path` is the module's dotted name in the model."""
+    def weight_sources(self) -> Iterator[WeightSource]:
+        """The sources of this module's own parameters. A module that uses another one's parameter declares none."""
 
 
 class DerivedModule(nn.Module, ABC):
@@ -46,5 +45,12 @@ class DerivedModule(nn.Module, ABC):
         """Compute the buffers on `device`; called once, when the model leaves the meta device."""
 
 
-def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(0, n) for n in shape)
+def empty_parameter(tensor: TensorSpec, *shape: int) -> nn.Parameter:
+    """A parameter of that shape, in the type that ranks keep the tensor in."""
+    memory: Tensor = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
+    return nn.Parameter(memory, requires_grad=False)
+
+
+def length(part: slice) -> int:
+    """How many indices the slice covers."""
+    return int(part.stop) - int(part.start)

@@ -13,7 +13,8 @@ from nvcli.config import MAX_NUM_SEQS, EngineConfig, format_bytes
 from nvcli.errors import ConfigError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.sizing.memory import block_bytes, estimate, tokens_in
+from nvcli.sizing.kv_cache import block_bytes, blocks_held, tokens_in
+from nvcli.sizing.memory import estimate
 
 _MOST_ADVICE = 5
 _WORTH = 1.02
@@ -129,7 +130,7 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
 
 def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:
     """Return the requests that the KV cache would hold, `max_num_seqs` left aside."""
-    blocks_each = max(1.0, request_len / config.block_size)
+    blocks_each = blocks_held(config, model, request_len / config.block_size)
     return max(0.0, (room(config) // block_bytes(config, model) - 1) / blocks_each)
 
 

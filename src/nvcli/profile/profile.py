@@ -16,7 +16,8 @@ from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, missing
 from nvcli.profile.lengths import FileLengths
-from nvcli.sizing.memory import block_bytes, estimate
+from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request
+from nvcli.sizing.memory import estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +132,9 @@ def _profile(
         block_bytes=block_bytes(config, model),
         ranks=list(ranks),
         num_blocks=num_blocks,
-        full_length_requests=num_blocks / config.max_blocks_per_seq,
+        full_length_requests=num_blocks / blocks_of_request(config, model, config.max_model_len),
         lengths=lengths,
-        file_requests=num_blocks / lengths.mean_blocks if lengths is not None else None,
+        file_requests=num_blocks / blocks_held(config, model, lengths.mean_blocks) if lengths is not None else None,
         advice=advice,
     )
 

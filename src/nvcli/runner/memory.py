@@ -8,14 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from nvcli.attention.kv_cache import KVCacheSpec
 from nvcli.config import EngineConfig, format_bytes
 from nvcli.errors import CapacityError, LimitsTooHigh
 
-_WEIGHT_GROUPS = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp": "MLP", "lm_head": "LM head"}
-"""Parts of parameters' names, as checkpoints have them."""
 _CPU_SHARE = 0.25
 """Part of the free RAM that the ranks' caches take together, unless kv_cache_memory says otherwise."""
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
@@ -128,15 +125,6 @@ def check_weights_fit(num_bytes: int, device: torch.device) -> None:
             "the driver). To make it fit: raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp), or free "
             "the GPU"
         )
-
-
-def weight_groups(model: nn.Module) -> dict[str, int]:
-    """Bytes of a model's parameters by what they belong to; one that is shared counts where it is first."""
-    groups: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        part = next((group for key, group in _WEIGHT_GROUPS.items() if key in name), "norms")
-        groups[part] = groups.get(part, 0) + parameter.numel() * parameter.element_size()
-    return groups
 
 
 def free_bytes(device: torch.device) -> int:

@@ -24,6 +24,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.errors import LimitsTooHigh
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
+from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import init_random_weights, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.device import import_kernels, open_device
@@ -40,7 +41,6 @@ from nvcli.runner.memory import (
     peak_bytes,
     plan_memory,
     total_ram,
-    weight_groups,
 )
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
@@ -48,8 +48,8 @@ from nvcli.runner.stage_link import StageLink
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
-from nvcli.sizing.graph_sizes import graph_sizes, launch_bound_tokens
-from nvcli.sizing.weights import rows_of_shared_sums
+from nvcli.sizing.graph_sizes import step_graph_sizes
+from nvcli.sizing.memory import shared_sum_rows
 
 _CPU_WARM_UP_TOKENS = 16
 
@@ -90,7 +90,7 @@ class ModelRunner:
             kv_cache_bytes=self.kv_cache.num_bytes,
             weight_bytes=self._weight_bytes,
             attention_backend=self.backend.name,
-            group_windows=[window for window, _ in self.model.kv_groups],
+            group_windows=[group.window for group in self._kv_groups],
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
@@ -126,7 +126,7 @@ class ModelRunner:
     def _share_memory(self) -> None:
         with self._phase("share memory"):
             hidden_size = self.model_config.hidden_size
-            max_rows = rows_of_shared_sums(self.config.max_num_batched_tokens, hidden_size * self.dtype.itemsize)
+            max_rows = shared_sum_rows(self.config.max_num_batched_tokens, hidden_size * self.dtype.itemsize)
             self._notes = share_memory(
                 self.config, self._groups, max_rows=max_rows, hidden_size=hidden_size, dtype=self.dtype
             )
@@ -135,7 +135,7 @@ class ModelRunner:
 
     def _load_weights(self) -> None:
         with self._phase("load weights"):
-            check_weights_fit(sum(weight_groups(self.model).values()), self.device)
+            check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
             if self.config.load_format == "random":
                 self._weight_bytes = init_random_weights(self.model, self.device)
             else:
@@ -156,8 +156,9 @@ class ModelRunner:
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
+        self._kv_groups = kv_groups(self.model_config, self.stage)
         self._kv_spec = KVCacheSpec(
-            group_layers=tuple(numbers for _, numbers in self.model.kv_groups),
+            group_layers=tuple(group.layers for group in self._kv_groups),
             num_kv_heads=layers[0].num_kv_heads,
             head_dim=layers[0].head_dim,
             block_size=config.block_size,
@@ -169,13 +170,7 @@ class ModelRunner:
         config = self.config
         self._graph_shapes: list[BatchShape] = []
         if self.device.type == "cuda" and not config.enforce_eager:
-            layer_elements = sum(p.numel() for name, p in self.model.named_parameters() if ".layers." in name)
-            sizes = graph_sizes(
-                max_num_seqs=config.max_num_seqs,
-                max_num_decodes=config.max_num_decodes,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                launch_bound_tokens=launch_bound_tokens(len(self.model.attention_layers), layer_elements),
-            )
+            sizes = step_graph_sizes(config, self.model_config)
             shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
 
@@ -184,7 +179,7 @@ class ModelRunner:
         config = self.config
         max_tokens = config.max_num_batched_tokens + config.max_num_decodes
         self.link = StageLink(self._groups, max_tokens, self.model_config.hidden_size, self.dtype)
-        self.slots = SlotTable(config, len(self._kv_spec.group_layers), self.device)
+        self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
         self.sampler = Sampler(self.slots.sampling, self.slots, self.group, self.model_config.vocab_size)
         self.buffers = InputBuffers(
             self.slots.state,
@@ -297,7 +292,7 @@ class ModelRunner:
             device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
             total=torch.cuda.mem_get_info(self.device)[1] if on_gpu else total_ram(),
             budget=self.memory_plan.budget,
-            weights=weight_groups(self.model),
+            weights=self.model.weight_bytes(),
             planned=self.memory_plan.items(),
             measured=measured,
         )

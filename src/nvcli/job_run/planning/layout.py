@@ -26,12 +26,16 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from nvcli.config import DTYPE_BYTES, EngineConfig, ParallelSize, format_bytes
+from nvcli.config import EngineConfig, ParallelSize, format_bytes
+from nvcli.distributed.stage import Stage
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.models.config import ModelConfig
+from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.nvidia_smi import SmiGpu
-from nvcli.sizing.memory import block_bytes, estimate, largest_stage, tokens_in
-from nvcli.sizing.weights import kv_bytes_per_token, weight_elements
+from nvcli.sizing.costs import model_costs
+from nvcli.sizing.kv_cache import block_bytes, tokens_in
+from nvcli.sizing.memory import estimate
+from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64
@@ -93,7 +97,6 @@ def choose_layout(
     stages in `config` is kept, and its tensor-parallel size is not looked at. Raises ConfigError where there are too
     few GPUs for the sizes that are given, and CapacityError with the itemised plan where the model fits nowhere.
     """
-    dtype_bytes = DTYPE_BYTES[config.dtype]
     known_requests = num_requests
     if num_requests is None:
         num_requests = _LARGE_JOB * config.max_num_seqs * len(gpus)
@@ -110,7 +113,7 @@ def choose_layout(
             f"{shown}, and {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'} can be seen here: lower it, or "
             "look at CUDA_VISIBLE_DEVICES"
         )
-    candidates = [_candidate(gpus, model, config, tp, dp, num_requests, dtype_bytes) for tp, dp in sizes]
+    candidates = [_candidate(gpus, model, config, tp, dp, num_requests) for tp, dp in sizes]
     fitting = [one for one in candidates if one.num_tokens > 0]
     if not fitting:
         fitting = [_nearest(candidates, gpus, model, config)]
@@ -176,12 +179,11 @@ def _candidate(
     tp: int,
     dp: int,
     num_requests: int,
-    dtype_bytes: int,
 ) -> _Candidate:
     config = msgspec.structs.replace(config, tensor_parallel_size=tp, gpus=())
     each = config.num_ranks
-    weights = sum(weight_elements(model, tensor_parallel_size=tp, stage=largest_stage(config, model)).values())
-    weights *= dtype_bytes
+    stage = largest_stage(model, config.pipeline_parallel_size)
+    weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=tp, stage=stage).values())
     rooms = [_room(gpu, model, config) for gpu in gpus]
     # The GPUs with most room are taken; neighbours share a replica.
     chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: each * dp])
@@ -194,7 +196,7 @@ def _candidate(
         speeds = [_speed(gpus[index].name) for index in group]
         slowest = min(speeds, key=lambda speed: speed.bytes_per_second)
         if num_tokens:
-            rate += share / _replica_seconds(model, config, slowest, share, num_tokens, dtype_bytes)
+            rate += share / _replica_seconds(model, config, slowest, share, num_tokens)
     start = (each * dp - 1) * _PROCESS_SECONDS + (dp - 1) * each * weights / _LOAD_BYTES_PER_SECOND
     if each > 1:
         start += _NCCL_SECONDS
@@ -221,30 +223,32 @@ def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _replica_seconds(
-    model: ModelConfig, config: EngineConfig, speed: _Speed, num_requests: int, num_tokens: int, dtype_bytes: int
+    model: ModelConfig, config: EngineConfig, speed: _Speed, num_requests: int, num_tokens: int
 ) -> float:
     """Return the seconds that one replica takes for its share of the job."""
-    tp, pp, stage = config.tensor_parallel_size, config.pipeline_parallel_size, largest_stage(config, model)
+    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    stage = largest_stage(model, pp)
     num_layers = len(stage.layers(model.num_layers))
     usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
     running = max(1.0, min(config.max_num_seqs, num_requests, num_tokens / (2 * usual)))
-    elements = weight_elements(model, tensor_parallel_size=tp, stage=stage)
-    layers = elements["attention"] + elements["MLP"]
-    matrices = layers + elements.get("LM head", elements.get("embeddings", 0))
-    row_bytes = model.hidden_size * dtype_bytes
-    kv_bytes = kv_bytes_per_token(model, tensor_parallel_size=tp, bytes_per_element=dtype_bytes, stage=stage)
+    costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage)
+    head = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=Stage(pp - 1, pp)).lm_head
+    weights = costs.layers.num_weights + head.num_weights
+    matrix_bytes = costs.layers.num_bytes + head.num_bytes
+    row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
+    kv_bytes = costs.kv_read_bytes(1.5 * usual)
 
     flops = speed.flops_per_second / (1 + _PIECE_LOSS * math.log2(tp))
 
     def step(rows: float) -> float:
-        seconds = max(matrices * dtype_bytes / speed.bytes_per_second, 2 * matrices * rows / flops)
-        seconds += rows * (1.5 * usual * kv_bytes / speed.bytes_per_second + _ROW_SECONDS)
+        seconds = max(matrix_bytes / speed.bytes_per_second, 2 * weights * rows / flops)
+        seconds += rows * (kv_bytes / speed.bytes_per_second + _ROW_SECONDS)
         return seconds + num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
 
     steps = usual * (num_requests / running - 1) * step(max(1.0, running / pp))
     steps += 2 * usual / len(_LEFT) * sum(step(max(1.0, left * running / pp)) for left in _LEFT)
     prompt_tokens = num_requests * usual
-    prompts = 2 * layers * prompt_tokens / flops
+    prompts = 2 * costs.layers.num_weights * prompt_tokens / flops
     prompts += 2 * num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
     return pp * steps + prompts
 

@@ -1,4 +1,4 @@
-"""Qwen3's logits are those of transformers at every position, however the tokens are cut into steps."""
+"""The logits are those of transformers at every position, for every family, however the tokens are cut into steps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,33 @@ from model_driver import ModelDriver
 from torch import Tensor
 
 from batches import RequestState
-from checkpoints import reference_logits, write_tiny_qwen3
+from checkpoints import reference_logits, write_tiny_model
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "untied-gqa2": {},
-    "tied-gqa1": {"tie_word_embeddings": True, "num_key_value_heads": 4},
-    "tied-gqa4": {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-        }
-    },
-    "biased-wide-heads": {"attention_bias": True, "head_dim": 64, "num_hidden_layers": 3, "hidden_size": 48},
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3, untied, gqa 2": ("Qwen3", {}),
+    "qwen3, tied, gqa 1": ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen3, tied, gqa 4": ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8}),
+    "qwen3, yarn": ("Qwen3", {"rope_parameters": YARN}),
+    "qwen3, biased, wide heads": (
+        "Qwen3",
+        {"attention_bias": True, "head_dim": 64, "num_hidden_layers": 3, "hidden_size": 48},
+    ),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True, "num_hidden_layers": 3}),
+    "llama": ("Llama", {"head_dim": None}),
+    "llama, llama3 rope, tied": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama, biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral, heads as wide as the hidden size says": ("Mistral", {"sliding_window": None, "head_dim": None}),
 }
 
 
@@ -41,7 +53,8 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture(scope="module", params=SHAPES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("model"), **SHAPES[request.param])
+    family, overrides = SHAPES[request.param]
+    return write_tiny_model(tmp_path_factory.mktemp("model"), family, **overrides)
 
 
 def test_whole_prompt_over_many_blocks(checkpoint: Path) -> None:

@@ -1,0 +1,59 @@
+"""Whether the tensors of a checkpoint are those that its config.json describes. Torch-free; reads headers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.errors import LoadError
+from nvcli.models.checkpoint import TensorInfo
+from nvcli.models.config import ModelConfig
+from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors
+
+TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
+"""A tied LM head, which some tools write too, and the tensor whose values it must have."""
+
+_FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: Path, *, stage: Stage = WHOLE) -> None:
+    """Raise LoadError unless `tensors`, those of the checkpoint `path`, are the model's.
+
+    Every tensor that the stage needs must be there, in its shape and a type that can be read, and there must be none
+    that no stage knows.
+    """
+    _check_needed(model_tensors(config, config.dtype, stage), tensors, path)
+    known = {tensor.name for tensor in model_tensors(config, config.dtype)}
+    if config.tie_word_embeddings:
+        known.add(TIED_HEAD)
+    if extra := [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]:
+        raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', extra)}")
+
+
+def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo], path: Path) -> None:
+    if missing := [tensor.name for tensor in needed if tensor.name not in tensors]:
+        raise LoadError(f"{path}: {_some('missing from the checkpoint', missing)}{_tied_hint(missing)}")
+    for tensor in needed:
+        found = tensors[tensor.name]
+        if found.shape != tensor.shape:
+            raise LoadError(
+                f"{found.file}: tensor {tensor.name} has shape {list(found.shape)}, config.json asks for "
+                f"{list(tensor.shape)}"
+            )
+        if found.dtype not in _FLOAT_DTYPES:
+            raise LoadError(
+                f"{found.file}: tensor {tensor.name} is stored as {found.dtype}; supported: "
+                f"{', '.join(sorted(_FLOAT_DTYPES))}"
+            )
+
+
+def _some(what: str, names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"tensor{'s' if len(names) > 1 else ''} {what}: {shown}"
+
+
+def _tied_hint(missing: list[str]) -> str:
+    if missing == [TIED_HEAD]:
+        return "; if it shares the embedding's weight, config.json must say `tie_word_embeddings: true`"
+    return ""

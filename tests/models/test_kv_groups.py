@@ -1,0 +1,110 @@
+"""KV groups: every layer is in one of them, stages agree on them, and blocks are counted as they are held."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import tiny_model_config
+from nvcli.distributed.stage import Stage
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.kv_groups import KVGroup, block_bytes, blocks_needed, kv_groups
+
+
+def model_of(path: Path, windows: list[int | None], **overrides: Any) -> ModelConfig:
+    """A Qwen3 model with windows by layer."""
+    import json
+
+    window = next((one for one in windows if one is not None), None)
+    types = ["full_attention" if one is None else "sliding_attention" for one in windows]
+    values = {
+        "architectures": ["Qwen3ForCausalLM"],
+        **tiny_model_config(num_hidden_layers=len(windows), **overrides),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": types,
+    }
+    (path / "config.json").write_text(json.dumps(values))
+    config = load_model_config(path)
+    assert config.layer_windows == tuple(windows)
+    return config
+
+
+def test_layers_that_attend_alike_are_one_group(tmp_path: Path) -> None:
+    assert kv_groups(model_of(tmp_path, [None] * 5)) == (KVGroup(None, (0, 1, 2, 3, 4)),)
+    assert kv_groups(model_of(tmp_path, [16] * 3)) == (KVGroup(16, (0, 1, 2)),)
+    assert kv_groups(model_of(tmp_path, [16, None] * 2)) == (KVGroup(16, (0, 2)), KVGroup(None, (1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("num_windows", "num_full", "sizes"),
+    [
+        (18, 18, [18, 18]),
+        (22, 4, [4, 4, 4, 4, 3, 3, 4]),  # 5 : 1, as in Gemma 3
+        (14, 15, [14, 15]),
+        (1, 27, [1, 9, 9, 9]),
+    ],
+)
+def test_groups_are_few_and_nearly_full(num_windows: int, num_full: int, sizes: list[int], tmp_path: Path) -> None:
+    groups = kv_groups(model_of(tmp_path, [16] * num_windows + [None] * num_full))
+    assert [len(group.layers) for group in groups] == sizes
+
+
+def test_every_layer_is_in_one_group_of_its_stage(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for _ in range(30):
+        windows = [rng.choice([None, None, 16]) for _ in range(rng.randrange(3, 40))]
+        model = model_of(tmp_path, windows)
+        whole = kv_groups(model)
+        for count in (1, 2, 3):
+            for index in range(count):
+                stage = Stage(index, count)
+                groups = kv_groups(model, stage)
+                assert [group.window for group in groups] == [group.window for group in whole]
+                held = stage.layers(len(windows))
+                assert sorted(n for group in groups for n in group.layers) == list(range(len(held)))
+                for group in groups:
+                    assert all(windows[held.start + number] == group.window for number in group.layers)
+                    assert list(group.layers) == sorted(group.layers)
+
+
+def test_a_stage_without_layers_of_a_kind_has_the_group_all_the_same(tmp_path: Path) -> None:
+    model = model_of(tmp_path, [None, None, 16, 16])
+    assert kv_groups(model, Stage(0, 2)) == (KVGroup(None, (0, 1)), KVGroup(16, ()))
+
+
+def test_blocks_hold_the_layers_of_one_group(tmp_path: Path) -> None:
+    """2 KV heads of 16; float32."""
+    per_layer = 2 * 2 * 16 * 4
+    assert block_bytes(model_of(tmp_path, [None] * 4), "float32", block_size=8) == 4 * 8 * per_layer
+    mixed = model_of(tmp_path, [None, 16] * 2)
+    assert block_bytes(mixed, "float32", block_size=8) == 2 * 8 * per_layer
+    assert block_bytes(mixed, "bfloat16", block_size=8, tensor_parallel_size=2) == 8 * per_layer // 2
+    assert block_bytes(mixed, "float32", block_size=8, stage=Stage(0, 2)) == 8 * per_layer
+
+
+def test_a_window_keeps_its_blocks_and_those_of_a_chunk(tmp_path: Path) -> None:
+    full, windows = model_of(tmp_path, [None] * 2), model_of(tmp_path, [16] * 2)
+    assert [blocks_needed(full, n, block_size=8, chunk=32) for n in (1, 8, 9, 400)] == [1, 1, 2, 50]
+    assert [blocks_needed(windows, n, block_size=8, chunk=1) for n in (1, 8, 17, 400)] == [1, 1, 3, 3]
+    assert blocks_needed(windows, 400, block_size=8, chunk=32) == 7  # 47 tokens, the first in the middle of a block
+    mixed = model_of(tmp_path, [None, 16])
+    assert blocks_needed(mixed, 400, block_size=8, chunk=1) == 50 + 3
+
+
+def test_no_more_blocks_are_needed_than_are_held(tmp_path: Path) -> None:
+    """Walk through sequences in chunks: what a step's tokens see lies in as many blocks as were said, at most."""
+    rng = random.Random(1)
+    for _ in range(200):
+        window, block_size, chunk = rng.randrange(2, 60), rng.randrange(1, 20), rng.randrange(1, 50)
+        model = model_of(tmp_path, [window])
+        length, num_tokens, most = 0, rng.randrange(1, 300), 0
+        while length < num_tokens:
+            end = min(num_tokens, length + rng.randrange(1, chunk + 1))
+            first = max(0, length - (window - 1))
+            most = max(most, (end - 1) // block_size - first // block_size + 1)
+            length = end
+        assert most <= blocks_needed(model, num_tokens, block_size=block_size, chunk=chunk)

@@ -1,0 +1,70 @@
+"""Linear methods are chosen layer by layer, so that a checkpoint may leave some layers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from model_driver import CPU
+from torch import Tensor, nn
+
+from checkpoints import write_tiny_model
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.models.config import load_model_config
+from nvcli.models.loader import load_weights
+from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
+from nvcli.models.registry import build_model
+from nvcli.models.weights import WeightSource
+
+
+class DoublingMethod(PlainLinearMethod):
+    """Keeps each weight twice, and multiplies by their mean; the copy has a type of its own."""
+
+    def create(self, layer: ShardedLinear) -> None:
+        super().create(layer)
+        layer.copy = nn.Parameter(torch.empty_like(layer.weight, dtype=torch.float64), requires_grad=False)
+
+    def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
+        for source in super().sources(layer):
+            yield source
+            if source.parameter == "weight":
+                yield WeightSource(tensor=source.tensor, read=source.read, parameter="copy", write=source.write)
+
+    def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
+        assert isinstance(layer.copy, Tensor)
+        return x @ ((layer.weight + layer.copy) / 2).float().t()
+
+    def apply_gated(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        return LinearMethod.apply_gated(self, layer, x)
+
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor) -> Tensor:
+        return LinearMethod.apply_for_sum(self, layer, x)
+
+
+def test_a_factory_chooses_by_name_and_pieces(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "model")
+    seen: dict[str, list[str]] = {}
+
+    def factory(name: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
+        seen[name] = [piece.weight.name for piece in pieces]
+        return DoublingMethod() if ".mlp." in name and ".1." not in name else PlainLinearMethod()
+
+    config = load_model_config(path)
+    model = build_model(config, TensorParallelGroup.single(), torch.float32, linear_method=factory)
+    plain = build_model(config, TensorParallelGroup.single(), torch.float32)
+    num_bytes, plain_bytes = load_weights(model, path, CPU), load_weights(plain, path, CPU)
+    doubled = 3 * 32 * 48
+    assert num_bytes == plain_bytes + 8 * doubled, "bytes are those of the parameters that are there"
+    assert model.weight_bytes()["MLP"] == plain.weight_bytes()["MLP"] + 8 * doubled
+    assert seen["model.layers.1.self_attn.qkv_proj"] == [
+        f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"
+    ]
+    assert seen["model.layers.0.mlp.down_proj"] == ["model.layers.0.mlp.down_proj.weight"]
+    assert len(seen) == 2 * 4
+    x = torch.randn(5, 32)
+    for layer in ("0", "1"):
+        mlp = [m.get_submodule(f"model.layers.{layer}.mlp") for m in (model, plain)]
+        torch.testing.assert_close(mlp[0](x), mlp[1](x))
+        kinds = {type(module.method) for module in mlp[0].modules() if isinstance(module, ShardedLinear)}
+        assert kinds == {DoublingMethod if layer == "0" else PlainLinearMethod}
