@@ -120,7 +120,7 @@ def test_decode_sizes_reach_the_most_rows_and_pad_by_a_quarter_at_most(most: int
     sizes = decode_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
-    assert all(after <= 1.25 * before + 4 for before, after in itertools.pairwise(sizes))
+    assert all(after <= 1.25 * before + 8 for before, after in itertools.pairwise(sizes))
 
 
 def test_sizes_with_prompts_fit_the_limits() -> None:

@@ -64,9 +64,10 @@ def plan_memory(
     buffers: int,
     activations: int,
     graphs: int,
+    max_blocks: int,
     shared: int = 0,
 ) -> MemoryPlan:
-    """`shared`: bytes of `buffers` that torch's allocator does not know, being memory that other GPUs reach.
+    """`max_blocks`: more than these, the null block included, no job could use. `shared`: bytes of `buffers` that torch's allocator does not know, being memory that other GPUs reach.
 
     Ranks that follow others (`kv_blocks_before`) are not held to the budget, in which other programs count: a cache as
     large as before did fit, and what these have taken since is not free. Of what is free they leave the same share as
@@ -87,7 +88,6 @@ def plan_memory(
     if config.kv_cache_memory is not None:
         fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"
         kv_cache = config.kv_cache_memory
-    max_blocks = 1 + config.max_num_seqs * config.max_blocks_per_seq
     if config.kv_blocks_before is not None:
         max_blocks = min(max_blocks, 1 + config.kv_blocks_before)
         if device.type == "cuda":

@@ -49,6 +49,7 @@ from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
 from nvcli.sizing.graph_sizes import step_graph_sizes
+from nvcli.sizing.kv_cache import max_blocks
 from nvcli.sizing.memory import shared_sum_rows
 
 _CPU_WARM_UP_TOKENS = 16
@@ -237,6 +238,7 @@ class ModelRunner:
             buffers=self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes,
             activations=self._activation_bytes,
             graphs=self._graph_bytes,
+            max_blocks=max_blocks(self.config, self.model_config),
             shared=self._shared_bytes,
         )
         self._num_blocks = self._groups.world.min(self.memory_plan.num_blocks)

@@ -125,10 +125,10 @@ class StepRunner:
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch)
         self._backend.plan(batch.forward)
-        needs = self._sampler.needs(batch.sampled_slots)
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
         self._slots.apply(step)
+        needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)
         if padded is None:
             output = self._compute(batch, sample=needs.is_simple)
