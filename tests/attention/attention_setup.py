@@ -150,8 +150,8 @@ class Bench:
             q, k, v = self.random_qkv(batch.num_tokens)
             self.store(group, batch.slot_mapping[group], k, v)
             for (history, count), start in zip(work, starts, strict=True):
-                history.keys[group].append(k[start : start + count])
-                history.values[group].append(v[start : start + count])
+                history.keys[group].append(k[start : start + count].clone())
+                history.values[group].append(v[start : start + count].clone())
             inputs.append((q, k, v))
         return Step(self, batch, list(work), starts, inputs)
 

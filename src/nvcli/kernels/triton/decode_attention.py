@@ -21,7 +21,7 @@ from torch import Tensor
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
 
 _TILE_BYTES = 16 << 10
-"""Of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
+"""Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
 
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])

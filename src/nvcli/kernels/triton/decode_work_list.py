@@ -19,11 +19,11 @@ ITEM_FIELDS = 8
 """int32 of a list entry: row, first key, end, chunks of the row, its first partial result, which chunk, the row's slot,
 the first key that the row sees (the first chunk may begin before it, where a tile of keys does)."""
 MIN_CHUNK = 128
-"""Keys; shorter chunks cost more in reduction than they gain."""
+"""Fewest keys of a chunk that is cut: shorter chunks cost more in reduction than they gain."""
 FEW_ROWS = 8
-"""Up to here fewer programs with deeper pipelines are faster; above, programs enough for all (measured on an H200)."""
+"""Up to so many rows fewer programs with deeper pipelines are faster; above, programs enough for all (on an H200)."""
 _ROWS, _COLUMNS = 16, 256
-"""Rows that a program of the planning kernel places, and rows that it compares them with at a time."""
+"""A program of the planning kernel places _ROWS rows, and compares them with _COLUMNS others at a time."""
 
 
 @triton.jit

@@ -17,9 +17,9 @@ TILE_FIELDS = 8
 """int32 of a list entry: the request's slot, the tile's first row in the chunk, the chunk's first token, its number of
 tokens, keys of the request (0: attend to nothing); 3 unused, so that an entry lies in one sector of memory."""
 _COLUMNS = 256
-"""Chunks that a program of the planning kernel compares its own with at a time."""
+"""A program of the planning kernel compares its chunk with so many others at a time."""
 _LANES = 128
-"""Tiles that it stores at a time."""
+"""It stores so many tiles at a time."""
 
 
 @triton.jit(
