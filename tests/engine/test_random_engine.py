@@ -55,6 +55,12 @@ def random_requests(rng: random.Random, number: int) -> list[Request]:
     return requests
 
 
+def num_lowerings(limits: SchedulerLimits) -> int:
+    """How often a step may run out of memory before there is no smaller one."""
+    lowered = limits.lowered()
+    return 0 if lowered is None else 1 + num_lowerings(lowered)
+
+
 def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 4, 4, 8])
@@ -68,7 +74,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
         tokens_per_row=rng.choice([1, 1, 2, 3, 5]),
         kv_groups=groups,
     )
-    failures = rng.choice([0, 0, rng.randint(1, 4)])
+    failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
     share = rng.choice([0.03, 0.1, 0.5])
 
     def fails(step: StepInput) -> bool:
