@@ -30,11 +30,11 @@ from nvcli.executor.process import ChildProcess
 from nvcli.messages import EngineReady
 
 _STOPPED_CHECK_SECONDS = 0.5
-"""How often to look whether an engine that says nothing was stopped."""
+"""Seconds between two looks whether an engine that says nothing was stopped."""
 
 
 class EngineClient:
-    """Sends requests to an engine's process and takes its outputs. Not thread-safe.
+    """Sends requests to an engine's process and takes its outputs, for one thread.
 
     An engine says by itself what becomes of its ranks. That it is dead itself shows at once, that it was stopped by a
     signal within `step_timeout`, to whoever waits for it.
@@ -58,7 +58,7 @@ class EngineClient:
 
     @classmethod
     def start(cls, config: EngineConfig, *, name: str = "engine", runner: str = MODEL_RUNNER) -> EngineClient:
-        """Spawn the engine, which spawns its ranks; returns at once."""
+        """Spawn the engine, which spawns its ranks; this returns at once."""
         process = ChildProcess(
             "nvcli.engine.process:main",
             EngineStart(config=config, runner=runner),
@@ -68,7 +68,7 @@ class EngineClient:
         return cls(process, step_timeout=config.step_timeout)
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None:
-        """The engine's report; None when it is not ready within `timeout` seconds (None: wait for ever).
+        """Wait for the engine's report; None when it is not ready within `timeout` seconds (None: wait for ever).
 
         Raises LoadError, CapacityError or ConfigError as a rank met it, or WorkerError.
         """
@@ -82,7 +82,7 @@ class EngineClient:
         self._send(AddRequests(requests))
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """An output with finish_reason `abort` follows for each request that has not ended by then."""
+        """End requests early; an output with finish_reason `abort` follows for each that has not ended by then."""
         self._send(AbortRequests(list(request_ids)))
 
     def forget_prefixes(self) -> None:
@@ -117,7 +117,7 @@ class EngineClient:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Readable when `poll` has something; for waiting on several engines at once."""
+        """A descriptor that is readable when `poll` has something, to wait on several engines at once."""
         return self._process.control.fileno()
 
     @property
@@ -126,12 +126,12 @@ class EngineClient:
         return self._stats
 
     def take_steps(self) -> list[StepRecord]:
-        """Steps that were reported since the last call, where `record_steps` is on."""
+        """The records of steps that came since the last call; there are some where `record_steps` is on."""
         steps, self._steps = self._steps, []
         return steps
 
     def take_notes(self) -> list[str]:
-        """For the log: what the engine had to say since the last call."""
+        """Messages for the log that came since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -146,7 +146,7 @@ class EngineClient:
                 return message.peak_bytes
 
     def close(self) -> None:
-        """End the engine and its ranks. Idempotent."""
+        """End the engine and its ranks. It may be called again."""
         can_hear = not self._process.control.closed and not self._process.is_stopped
         if can_hear:
             with contextlib.suppress(OSError):
@@ -176,7 +176,7 @@ class EngineClient:
         return message
 
     def _has_message(self, timeout: float | None) -> bool:
-        """Wait for one, up to `timeout` seconds (None: for ever)."""
+        """Wait for a message, up to `timeout` seconds (None: for ever)."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             wait = min(_STOPPED_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))

@@ -56,7 +56,7 @@ class EngineCore:
         self._max_in_flight = max_in_flight
         self._in_flight: deque[ScheduledStep] = deque()
         self.notes: list[str] = []
-        """Warnings for the user that nobody has taken yet."""
+        """Warnings for the user that `take_notes` has not given out yet."""
 
     def add(self, requests: Iterable[Request]) -> None:
         self._scheduler.add(requests)

@@ -45,7 +45,7 @@ _IDLE_CHECK_SECONDS = 0.5
 
 
 def main(start: EngineStart, control: Connection) -> None:
-    """Runs until the parent says so or is gone, or until something fails; then reports it and ends, ranks and all."""
+    """Run an engine and its ranks until the parent ends it or is gone, or until something fails, which is reported."""
     encoder = msgspec.msgpack.Encoder()
 
     def send(message: FromEngine) -> None:
@@ -126,7 +126,7 @@ def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
 
 
 def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, executor: Executor) -> bool:
-    """Hand waiting messages to the core; wait for one when there is nothing to do. False: time to end."""
+    """Hand waiting messages to the core; wait for one when there is nothing to do. False when it is time to end."""
     while True:
         try:
             message = inbox.get(block=not core.has_work, timeout=_IDLE_CHECK_SECONDS)

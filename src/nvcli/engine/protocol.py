@@ -10,7 +10,7 @@ from nvcli.messages import EngineReady
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine process's argument."""
+    """The argument of an engine's process."""
 
     config: EngineConfig
     runner: str
@@ -44,11 +44,12 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stats: EngineStats
     steps: list[StepRecord] = []
     notes: list[str] = []
-    """For the log."""
+    """Messages for the log."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Class name from `nvcli.errors`, the message, and a WorkerError's traceback."""
+    """An engine's last message when it failed: the error's class name in `nvcli.errors` and its message, with the
+    traceback of a WorkerError."""
 
     kind: str
     message: str

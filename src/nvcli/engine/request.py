@@ -16,7 +16,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One sample of one row. A row with `n` samples is `n` requests; they share the prompt's KV blocks."""
 
     request_id: int
-    """Unique in the run; chosen by the parent."""
+    """A number that is unique in the run, chosen by the parent."""
     prompt_ids: bytes
     """Packed int32 (`messages.pack`), at least one, and fewer than `max_model_len`."""
     max_tokens: int
@@ -33,7 +33,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Tokens of a request since its last output. The last one of a request has a `finish_reason`."""
+    """The tokens of a request since its last output. The last output of a request has a `finish_reason`."""
 
     request_id: int
     token_ids: bytes
@@ -43,10 +43,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_cached_tokens: int = 0
     """Prompt tokens that were served from the prefix cache when the request was first admitted."""
     logprobs: list[TokenLogprobs] = []
-    """One for each token where the row asked."""
+    """One entry for each token where the row asked for them; else empty."""
     error_type: str = ""
     error: str = ""
-    """With finish_reason `error`: why, for the row's error object."""
+    """The reason for finish_reason `error`, for the row's error object."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""Spawns the ranks, talks to them over shared memory, watches that they live."""
+"""This room spawns the ranks, talks to them over shared memory, and watches that they live."""

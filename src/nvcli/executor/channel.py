@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 _HEADER = struct.Struct("@QQ")  # sequence number, length
 _ALIGN = 64
-"""Bytes; what different processes write lies in different cache lines."""
+"""Bytes of a cache line. Different processes write to different ones."""
 
 
 class ChannelClosed(Exception):
@@ -31,7 +31,7 @@ class ChannelSpec:
     """Layout and descriptors of a channel."""
 
     capacity: int
-    """Largest message, bytes."""
+    """Bytes of the largest message."""
     num_slots: int
     """Messages that may be unread at a time."""
     memory_fd: int
@@ -69,7 +69,7 @@ class ChannelSpec:
         return self.ack_bytes + sequence % self.num_slots * self.slot_bytes
 
     def reader_fds(self, reader: int) -> tuple[int, ...]:
-        """Descriptors to pass to the process of this reader."""
+        """The descriptors to pass to the process of this reader."""
         return (self.memory_fd, self.read_fds[reader])
 
     def writer_fds(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class ChannelSpec:
 
 
 def _acks(memory: mmap.mmap, spec: ChannelSpec) -> memoryview:
-    """What each reader has read, one number in every `_ALIGN` bytes.
+    """The number of the last message that each reader has read, one number in every `_ALIGN` bytes.
 
     An element of a view is written and read in one piece. `struct` is not: it zeroes the bytes before it packs them,
     and a writer that looks in between takes the reader for far behind.
@@ -86,7 +86,7 @@ def _acks(memory: mmap.mmap, spec: ChannelSpec) -> memoryview:
 
 
 class ChannelWriter:
-    """The writing end. Not thread-safe."""
+    """The writing end, for one thread."""
 
     def __init__(self, spec: ChannelSpec) -> None:
         self._spec = spec
@@ -101,7 +101,7 @@ class ChannelWriter:
         return self._sequence < min(self._acks) + self._spec.num_slots
 
     def send(self, message: bytes) -> None:
-        """Needs room. Raises ChannelClosed when a reader is gone."""
+        """Send a message; there must be room for it. Raises ChannelClosed when a reader is gone."""
         spec = self._spec
         sequence = self._sequence + 1
         if len(message) > spec.capacity:
@@ -118,7 +118,7 @@ class ChannelWriter:
             raise ChannelClosed from None
 
     def close(self) -> None:
-        """Readers see the end. Idempotent."""
+        """Close the writing end, so that readers see the end. It may be called again."""
         close_fds(self._write_fds)
         self._write_fds = ()
         self._acks.release()
@@ -126,7 +126,7 @@ class ChannelWriter:
 
 
 class ChannelReader:
-    """One reading end. Not thread-safe."""
+    """One reading end, for one thread."""
 
     def __init__(self, spec: ChannelSpec, reader: int) -> None:
         self._spec = spec
@@ -139,11 +139,11 @@ class ChannelReader:
         self._sequence = 0
 
     def fileno(self) -> int:
-        """Readable when a message is there or the writer is gone."""
+        """A descriptor that is readable when a message is there or the writer is gone."""
         return self._fd
 
     def receive(self) -> bytes:
-        """The next message; waits for it. Raises ChannelClosed when the writer is gone."""
+        """Wait for the next message. Raises ChannelClosed when the writer is gone."""
         if not os.read(self._fd, 1):
             raise ChannelClosed
         spec = self._spec
@@ -162,7 +162,7 @@ class ChannelReader:
         return bool(self._poll.poll(timeout * 1000))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close this reading end. It may be called again."""
         if not self._memory.closed:
             os.close(self._fd)
             self._acks.release()

@@ -20,18 +20,25 @@ from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, Ch
 from nvcli.executor.process import ChildProcess
 from nvcli.executor.status import StatusBoard
 from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory, RankStart, StorePort
-from nvcli.messages import EngineReady, StepInput, StepOutput, max_step_input_bytes, max_step_output_bytes
+from nvcli.messages import (
+    MAX_KV_GROUPS,
+    EngineReady,
+    StepInput,
+    StepOutput,
+    max_step_input_bytes,
+    max_step_output_bytes,
+)
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 
 _SPARE_SLOTS = 2
-"""Messages in a channel beside those of the steps in flight: of steps whose outputs are being taken in."""
+"""Messages that a channel holds beside those of the steps in flight: steps whose outputs are being taken in."""
 
 _BEHIND_SECONDS = 0.0005
-"""How often to look whether a rank that fell behind has caught up."""
+"""Seconds between two looks whether a rank that fell behind has caught up."""
 
 _STOPPED_CHECK_SECONDS = 0.5
-"""How often to look, while ranks start, whether one was stopped."""
+"""Seconds between two looks, while ranks start, whether one was stopped."""
 
 _RANK_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
@@ -39,10 +46,10 @@ _RANK_ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
-"""Defaults; what the user has set stays.
+"""Environment variables that ranks get unless the user has set them.
 
 Idle OpenMP threads spin for some microseconds and then sleep. Left to spin on a CPU they take the cores from the
-engine, the parent and each other: a small model's step beside one busy process took 7 to 160 ms, and 2 so.
+engine, the parent and each other: a small model's step beside one busy process then takes 7 to 160 ms instead of 2.
 
 NVLink multicast stays off: it takes a shared resource of the NVLink switches, which in a container or with a fabric
 manager in a bad state fails or hangs at start, and nothing here needs it.
@@ -50,10 +57,10 @@ manager in a bad state fails or hangs at start, and nothing here needs it.
 torch warns of what would be serialised with other messages of a group; each link between stages has its own."""
 
 _LEAVING_SECONDS = 0.005
-"""How often to look whether ranks that were told to leave have left."""
+"""Seconds between two looks whether ranks that were told to leave have left."""
 
 _CULPRIT_SECONDS = 0.3
-"""After a first failure, how long to listen for others: a rank that dies takes its peers' collectives with it."""
+"""Seconds to listen, after a first failure, for others: a rank that dies takes its peers' collectives with it."""
 
 
 class Executor:
@@ -73,7 +80,7 @@ class Executor:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
-                max_blocks_per_seq=config.max_blocks_per_seq,
+                max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # how many groups, the ranks will say
             ),
             num_readers=size,
             num_slots=num_slots,
@@ -109,11 +116,11 @@ class Executor:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
         self._submitted: list[tuple[int, float]] = []
-        """Ids and times of the steps whose outputs have not come back."""
+        """(id, time) of each submitted step whose output has not come back."""
         self._collected_at = 0.0
         """When the last output came: a step waits behind those before it, which is no fault of its ranks."""
         self._out_of_memory: RankOutOfMemory | None = None
-        """The first step that one of several ranks did not run."""
+        """What the first of several ranks said whose memory ran out; it names the first step that did not run."""
         self._poll = select.poll()
         self._poll.register(self._outputs.fileno(), select.POLLIN)
         for child in self._ranks:
@@ -122,7 +129,7 @@ class Executor:
     # ------------------------------------------------------------------ start
 
     def wait_ready(self) -> EngineReady:
-        """Rank 0's report with the memory of every rank, once all are ready.
+        """Wait until all ranks are ready; gives rank 0's report with the memory of every rank.
 
         Loading takes as long as it takes, but a rank that was stopped by a signal is given `step_timeout` only. Raises
         what a rank failed with, or WorkerError.
@@ -144,6 +151,7 @@ class Executor:
                         for other in self._ranks[1:]:
                             with contextlib.suppress(OSError):  # it has ended, and its last words come up below
                                 other.control.send(message)
+        assert len(ready[0].group_windows) <= MAX_KV_GROUPS, "steps may not fit the channel"
         memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
         self._num_blocks = ready[0].num_blocks
         return msgspec.structs.replace(ready[0], memory=memory)
@@ -166,7 +174,7 @@ class Executor:
         self._submitted.append((step.step_id, time.monotonic()))
 
     def collect(self) -> StepOutput:
-        """Output of the oldest submitted step; waits for it."""
+        """Wait for the output of the oldest submitted step."""
         step_id, submitted_at = self._submitted[0]
         deadline = max(submitted_at, self._collected_at) + self._timeout
         while True:
@@ -179,7 +187,7 @@ class Executor:
             if not events:
                 raise WorkerError(self._describe_stuck())
             if any(fd != self._outputs.fileno() for fd, _ in events):
-                self._hear()
+                self._poll_ranks()
         try:
             message = self._outputs.receive()
         except ChannelClosed:
@@ -189,16 +197,16 @@ class Executor:
         return self._decoder.decode(message)
 
     def check(self) -> None:
-        """Raise if a rank failed or died; for times when no step is in flight."""
+        """Raise if a rank failed or died. It is called when no step is in flight."""
         if any(fd != self._outputs.fileno() for fd, _ in self._poll.poll(0)):
-            self._hear()
+            self._poll_ranks()
 
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         """Go on with these limits after a step that ran out of memory; no step may be in flight.
 
-        None where the rank goes on as it is. Several ranks are ended and started anew, which takes as long as the start
-        and raises what `wait_ready` raises; it may be called again after LimitsTooHigh. Then the number of their KV
-        blocks, which hold nothing.
+        A lone rank goes on as it is, and the result is None. Several ranks are ended and started anew, and the result
+        is the number of their KV blocks, which hold nothing. That takes as long as the start and raises what
+        `wait_ready` raises; it may be called again after LimitsTooHigh.
         """
         assert not self._submitted
         if len(self._ranks) == 1:
@@ -218,16 +226,19 @@ class Executor:
     def close(self) -> list[int]:
         """End all ranks: they leave when their channel closes, or are killed. Idempotent.
 
-        Gives `Runner.peak_bytes` of each rank that says it on leaving (`record_steps`); 0 for the others.
+        The result is the `Runner.peak_bytes` of each rank, for those that say it on leaving (`record_steps`), else 0.
         """
         self._steps.close()
         deadline = time.monotonic() + 1.0
-        peak_bytes = [self._last_word(child, deadline) for child in self._ranks]
+        peak_bytes = [self._receive_peak_bytes(child, deadline) for child in self._ranks]
         self._end(deadline)
         return peak_bytes
 
     def _end(self, deadline: float) -> None:
-        """Ranks that have not left by `deadline` are killed, all at once: a GPU's process takes its time to go."""
+        """Wait for the ranks to leave until `deadline`, then kill those that have not.
+
+        They are killed all at once, since a process with a GPU takes its time to go.
+        """
         self._steps.close()
         while time.monotonic() < deadline and any(child.is_alive for child in self._ranks):
             time.sleep(_LEAVING_SECONDS)
@@ -237,7 +248,8 @@ class Executor:
             child.close()
         self._outputs.close()
 
-    def _last_word(self, child: ChildProcess, deadline: float) -> int:
+    def _receive_peak_bytes(self, child: ChildProcess, deadline: float) -> int:
+        """What a leaving rank says of its memory until `deadline`; 0 where it says nothing."""
         with contextlib.suppress(EOFError, OSError):
             while child.control.poll(max(0.0, deadline - time.monotonic())):
                 message = child.control.recv()
@@ -246,7 +258,7 @@ class Executor:
         return 0
 
     def _receive(self, rank: int) -> Any:
-        """A rank's message; a failure or its end is raised."""
+        """Receive a rank's message. Its failure or its end is raised."""
         child = self._ranks[rank]
         try:
             message = child.control.recv()
@@ -256,8 +268,8 @@ class Executor:
             self._raise_failure(failed={rank: message})
         return message
 
-    def _hear(self) -> None:
-        """A rank has said something while steps run: that it ran out of memory, or it is raised."""
+    def _poll_ranks(self) -> None:
+        """Take in what a rank says while steps run: that it ran out of memory, or why it failed, which is raised."""
         error = self._find_cause({}, set())
         if error is not None:
             raise error

@@ -78,7 +78,7 @@ class ChildProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """By a signal (SIGSTOP, a debugger): alive, and it does nothing."""
+        """Whether a signal (SIGSTOP, a debugger) has stopped it: it is alive and does nothing."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
@@ -96,7 +96,7 @@ class ChildProcess:
         return f"exited with code {code}"
 
     def kill(self) -> None:
-        """Returns before it is gone; `close` is still to be called."""
+        """Kill it; this returns before it is gone, and `close` is still to be called."""
         self._popen.kill()
 
     def close(self, grace: float = 0.0) -> None:

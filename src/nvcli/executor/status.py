@@ -17,7 +17,7 @@ class StatusBoard:
 
     @staticmethod
     def create(num_ranks: int) -> int:
-        """A descriptor to open the board with, here and in the ranks."""
+        """Make the memory of a board; the result is a descriptor to open it with, here and in the ranks."""
         fd = os.memfd_create("nvcli-status")
         os.ftruncate(fd, num_ranks * _ENTRY.size)
         return fd
@@ -26,7 +26,7 @@ class StatusBoard:
         _ENTRY.pack_into(self._memory, rank * _ENTRY.size, step_id, phase.encode()[:48])
 
     def describe(self, rank: int) -> str:
-        """Such as `load weights` or `step 57`."""
+        """What a rank is doing, such as `load weights` or `step 57`."""
         step_id, phase = _ENTRY.unpack_from(self._memory, rank * _ENTRY.size)
         name = phase.rstrip(b"\0").decode(errors="replace") or "start-up"
         return name if step_id < 0 else f"{name} {step_id}"

@@ -34,12 +34,12 @@ from nvcli.runner.device import open_gpu_context
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
 
 _MAX_REASON = 200
-"""Characters; the message has room for them."""
+"""Characters of the longest reason; the message has room for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStart:
-    """A rank's argument."""
+    """The argument of a rank's process."""
 
     config: EngineConfig
     rank: int
@@ -54,7 +54,7 @@ class RankStart:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """Last word of a rank: the error's class name (of `nvcli.errors`, or `WorkerError`), message and traceback."""
+    """A failed rank's last message: the error's class name (in `nvcli.errors`), its message and its traceback."""
 
     kind: str
     message: str
@@ -63,14 +63,14 @@ class RankFailed:
 
 @dataclass(frozen=True, slots=True)
 class RankClosed:
-    """Last word of a rank that was told to end, where `record_steps` is on."""
+    """The last message of a rank that was told to end, sent where `record_steps` is on."""
 
     peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutOfMemory:
-    """One of several ranks did not run a step, nor runs any behind it."""
+    """A message from one of several ranks: it did not run a step, and runs none behind it."""
 
     step_id: int
     reason: str
@@ -78,14 +78,14 @@ class RankOutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class StorePort:
-    """Rank 0 to the others, through the executor: where the rendezvous store listens."""
+    """A message from rank 0 to the others, through the executor: where the rendezvous store listens."""
 
     port: int
 
 
 @dataclass(frozen=True, slots=True)
 class NotRun:
-    """Output of a step that did not run."""
+    """The output of a step that did not run."""
 
     step_id: int
     reason: str
@@ -96,7 +96,7 @@ class NotRun:
 
 
 def main(start: RankStart, control: Connection) -> None:
-    """Runs until the engine closes the channel. The process ends here, without interpreter tear-down."""
+    """Run a rank until the engine closes the channel. The process ends here, without interpreter tear-down."""
     code = 0
     try:
         _run(start, control)

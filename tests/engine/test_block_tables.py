@@ -1,0 +1,218 @@
+"""Requests hold the blocks that each KV group needs, and find those of earlier ones as far as every group allows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.block_tables import BlockTables, KVGroup
+from nvcli.engine.state import RequestState
+from nvcli.engine.step_draft import StepDraft
+from requests_factory import make_request
+
+BLOCK_SIZE = 4
+FULL, WINDOW = KVGroup(), KVGroup(window=6)
+
+
+class Requests:
+    """Requests that enter, compute and leave, without a scheduler."""
+
+    def __init__(self, groups: tuple[KVGroup, ...], num_blocks: int) -> None:
+        self.manager = BlockManager(num_blocks)
+        self.tables = BlockTables(self.manager, groups, BLOCK_SIZE)
+        self.running: list[RequestState] = []
+        self.num_entered = 0
+
+    def enter(self, prompt: list[int], *, reserve: int = 0) -> RequestState | None:
+        state = RequestState(make_request(self.num_entered, prompt, 1000))
+        if not self.tables.enter(state, reserve=reserve):
+            return None
+        state.slot = self.num_entered
+        self.num_entered += 1
+        self.running.append(state)
+        return state
+
+    def compute(self, state: RequestState, num_tokens: int) -> int:
+        """As many of these tokens as there is room for, as a chunk or, behind the known tokens, as a decode row."""
+        if state.num_computed + num_tokens > state.capacity:
+            num_tokens = self.tables.grow(state, num_tokens, StepDraft(), least=1)
+        state.num_computed += num_tokens
+        self.tables.register(state)
+        return num_tokens
+
+    def compute_all(self, prompt: list[int], chunk: int) -> RequestState:
+        state = self.enter(prompt)
+        assert state is not None
+        while state.num_uncomputed:
+            assert self.compute(state, min(chunk, state.num_uncomputed)) > 0
+        return state
+
+    def leave(self, state: RequestState) -> None:
+        self.running.remove(state)
+        self.tables.release(state)
+        self.tables.check_integrity(self.running)
+
+    def num_held(self, state: RequestState) -> list[int]:
+        """Blocks that a request holds of each group."""
+        return [sum(block > 0 for block in blocks) for blocks in state.blocks]
+
+
+def test_blocks_behind_a_window_are_freed_between_chunks() -> None:
+    """The next chunk's first token attends to itself and the 5 before it."""
+    requests = Requests((FULL, WINDOW), 40)
+    state = requests.enter(list(range(40)))
+    assert state is not None
+    assert requests.num_held(state) == [10, 1]
+    assert requests.compute(state, 8) == 8
+    assert requests.num_held(state) == [10, 2]
+    requests.compute(state, 4)  # the first of them is token 8, which attends to tokens 3 to 8
+    assert requests.num_held(state) == [10, 3]
+    requests.compute(state, 8)  # token 12 attends to tokens 7 to 12
+    assert requests.num_held(state) == [10, 4]
+    assert state.blocks[1][:1] == [0]
+
+
+def test_a_chunk_is_as_long_as_there_are_blocks() -> None:
+    requests = Requests((WINDOW,), 4)
+    state = requests.enter(list(range(40)))
+    assert state is not None
+    assert requests.compute(state, 40) == 16
+    chunks = []
+    while state.num_uncomputed:
+        chunks.append(requests.compute(state, state.num_uncomputed))
+    assert chunks == [8, 8, 8]
+    requests.tables.check_integrity(requests.running)
+
+
+def test_no_block_is_taken_where_there_is_room_for_too_few_tokens() -> None:
+    requests = Requests((FULL,), 3)
+    state = requests.compute_all(list(range(7)), 7)
+    assert requests.tables.grow(state, 6, StepDraft(), least=6) == 5
+    assert requests.num_held(state) == [2]
+    assert requests.tables.grow(state, 6, StepDraft(), least=5) == 5
+    assert requests.num_held(state) == [3]
+    assert requests.tables.grow(state, 6, StepDraft(), least=6) == 5
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (WINDOW,), (FULL, WINDOW), (WINDOW, FULL, KVGroup(window=11))])
+def test_an_equal_prompt_finds_all_blocks_but_the_last_tokens(groups: tuple[KVGroup, ...]) -> None:
+    """Also where the blocks behind the window were freed long ago: they keep their contents until they are needed."""
+    requests = Requests(groups, 100)
+    prompt = list(range(40))
+    requests.leave(requests.compute_all(prompt, 5))
+    again = requests.enter(prompt)
+    assert again is not None
+    assert again.num_computed == 36
+    for group, first in zip(groups, again.first_columns, strict=True):
+        # Token 36 attends to 31 and on in a window of 6, to 26 and on in one of 11.
+        assert first == {None: 0, 6: 7, 11: 6}[group.window]
+    requests.tables.check_integrity(requests.running)
+
+
+def test_a_window_needs_only_its_own_blocks_of_a_prefix() -> None:
+    requests = Requests((WINDOW,), 100)
+    prompt = list(range(40))
+    first = requests.compute_all(prompt, 40)
+    blocks = first.blocks[0].copy()
+    requests.leave(first)
+    requests.manager.unregister(blocks[:6])
+    again = requests.enter(prompt)
+    assert again is not None
+    assert (again.num_computed, again.blocks[0][:9]) == (36, [0] * 7 + blocks[7:9])
+    requests.leave(again)
+    requests.manager.unregister(blocks[7:8])  # tokens 36 and 32 need it, and token 28 needs block 5
+    last = requests.enter(prompt)
+    assert last is not None
+    assert last.num_computed == 0
+
+
+def test_the_hit_is_the_longest_that_all_groups_allow() -> None:
+    """Group 0 has lost its blocks from the sixth on; the window before that is whole only up to the fourth."""
+    requests = Requests((FULL, WINDOW), 100)
+    prompt = list(range(40))
+    first = requests.compute_all(prompt, 40)
+    full, windowed = (blocks.copy() for blocks in first.blocks)
+    requests.leave(first)
+    requests.manager.unregister([full[6], windowed[4]])
+    again = requests.enter(prompt)
+    assert again is not None
+    # 24 tokens need windowed blocks 4 and 5, 20 tokens 3 and 4, 16 tokens 2 and 3.
+    assert again.num_computed == 16
+    assert again.blocks[0][:4] == full[:4]
+    assert again.blocks[1][:4] == [0, 0, *windowed[2:4]]
+
+
+def test_groups_do_not_share_blocks() -> None:
+    requests = Requests((FULL, KVGroup(window=100)), 100)
+    prompt = list(range(16))
+    states = [requests.compute_all(prompt, 16) for _ in range(2)]
+    assert states[0].blocks[0][:3] == states[1].blocks[0][:3]
+    assert states[0].blocks[1][:3] == states[1].blocks[1][:3]
+    assert not set(states[0].blocks[0]) & set(states[0].blocks[1])
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 9, 30])
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 9, 14, 23])
+def test_what_can_fit_fits_with_one_token_at_a_time(window: int, num_tokens: int) -> None:
+    groups = (FULL, KVGroup(window))
+    needed = next(n for n in range(1, 50) if BlockTables(BlockManager(n), groups, BLOCK_SIZE).can_fit(num_tokens))
+    requests = Requests(groups, needed)
+    state = requests.compute_all(list(range(num_tokens)), 1)
+    assert state.num_computed == num_tokens
+    scarce = Requests(groups, needed - 1)
+    stuck = scarce.enter(list(range(num_tokens)))
+    while stuck is not None and stuck.num_uncomputed and scarce.compute(stuck, 1):
+        pass
+    assert stuck is None or stuck.num_uncomputed
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_random_operations_keep_integrity(data: st.DataObject) -> None:
+    """Requests of few different tokens enter, compute, lose tokens that did not count, and leave, in any order. What a
+    request finds in the cache was written for the same tokens in the same group."""
+    windows = data.draw(st.lists(st.sampled_from([None, 1, 3, 6, 9]), min_size=1, max_size=3))
+    groups = tuple(map(KVGroup, windows))
+    requests = Requests(groups, data.draw(st.integers(1, 40)))
+    contents: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def write(state: RequestState, start: int) -> None:
+        known = min(len(state.token_ids), state.num_computed)
+        for group, blocks in enumerate(state.blocks):
+            for column in range(start // BLOCK_SIZE, -(-state.num_computed // BLOCK_SIZE)):
+                end = (column + 1) * BLOCK_SIZE
+                contents[blocks[column]] = (group, tuple(state.token_ids[:end])) if end <= known else (group, ())
+
+    for _ in range(data.draw(st.integers(1, 40))):
+        running = requests.running
+        state = data.draw(st.sampled_from(running)) if running else None
+        action = data.draw(st.sampled_from(["enter", "compute", "count", "leave", "forget"]))
+        if action == "enter":
+            prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30))
+            entered = requests.enter(prompt, reserve=data.draw(st.integers(0, 3)))
+            if entered is not None:
+                for group, blocks in enumerate(entered.blocks):
+                    for column in range(entered.first_columns[group], entered.num_computed // BLOCK_SIZE):
+                        expected = (group, tuple(prompt[: (column + 1) * BLOCK_SIZE]))
+                        assert contents[blocks[column]] == expected
+        elif state is None:
+            continue
+        elif action == "compute":
+            start = state.num_computed
+            most = state.num_uncomputed if state.num_uncomputed > 0 else 5
+            requests.compute(state, data.draw(st.integers(1, most)))
+            write(state, start)
+        elif action == "count" and state.num_computed >= len(state.token_ids):
+            tokens = data.draw(st.lists(st.integers(0, 1), max_size=state.num_computed + 1 - len(state.token_ids)))
+            state.token_ids.extend(tokens)
+            state.num_computed = len(state.token_ids) - 1
+            requests.tables.trim(state)
+            write(state, state.num_computed)
+            requests.tables.register(state)
+        elif action == "leave":
+            requests.leave(state)
+        elif action == "forget":
+            requests.manager.forget_prefixes()
+        requests.tables.check_integrity(requests.running)

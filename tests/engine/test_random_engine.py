@@ -1,0 +1,174 @@
+"""Whatever is drawn at random, in any combination: numbers of tokens that a row gives, windows, stages, too few blocks,
+aborts, steps that run out of memory. Every request gets the tokens that it gets alone, one at a time, all keys in the
+cache."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.request import Request, RequestOutput
+from nvcli.messages import StepInput, unpack
+from nvcli.sampling_params import SamplingParams
+from rank_in_process import RankInProcess, make_core, random_count
+from requests_factory import make_request
+
+MAX_MODEL_LEN = 96
+Tokens = dict[int, list[int]]
+FULL, NARROW, WIDE = KVGroup(), KVGroup(window=6), KVGroup(window=17)
+
+
+@dataclass
+class Case:
+    """One random engine with its job."""
+
+    rng: random.Random
+    limits: SchedulerLimits
+    rank: RankInProcess
+    num_blocks: int
+    requests: list[Request]
+
+
+def random_requests(rng: random.Random, number: int) -> list[Request]:
+    prefixes = [[rng.randrange(50) for _ in range(rng.randrange(30))] for _ in range(3)]
+    requests = []
+    for i in range(number):
+        prompt = rng.choice(prefixes) + [rng.randrange(50) for _ in range(rng.randint(1, 20))]
+        if i and rng.random() < 0.2:  # an earlier prompt and what may be its answer's beginning
+            prompt = unpack(rng.choice(requests).prompt_ids).tolist()[: MAX_MODEL_LEN // 2]
+        longest = MAX_MODEL_LEN - len(prompt)
+        max_tokens = longest if rng.random() < 0.15 else rng.randint(1, min(30, longest))
+        stop_ids = [100 + rng.randrange(50) for _ in range(rng.choice([0, 0, 1, 4]))]
+        sampling = SamplingParams(
+            temperature=0,
+            repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+        )
+        fields: dict[str, Any] = {"stop_ids": stop_ids, "sampling": sampling, "stream": rng.random() < 0.2}
+        requests.append(make_request(i, prompt, max_tokens, **fields))
+    return requests
+
+
+def num_lowerings(limits: SchedulerLimits) -> int:
+    """How often a step may run out of memory before there is no smaller one."""
+    lowered = limits.lowered()
+    return 0 if lowered is None else 1 + num_lowerings(lowered)
+
+
+def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4, 4, 4, 8])
+    num_seqs = rng.randint(1, 12)
+    limits = SchedulerLimits(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=rng.randint(num_seqs, 64),
+        max_model_len=MAX_MODEL_LEN,
+        block_size=block_size,
+        num_micro_batches=rng.choice([1, 1, 1, 2, 3]),
+        tokens_per_row=rng.choice([1, 1, 2, 3, 5]),
+        kv_groups=groups,
+    )
+    failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
+    share = rng.choice([0.03, 0.1, 0.5])
+
+    def fails(step: StepInput) -> bool:
+        return len(rank.failed) < failures and rng.random() < share
+
+    def some_blocks() -> int:
+        return rng.randint(len(groups) * (24 // block_size + 1), len(groups) * 240 // block_size)
+
+    rank = RankInProcess(
+        limits,
+        accept=random_count(rng) if rng.random() < 0.7 else None,
+        fails=fails,
+        blocks_anew=some_blocks if rng.random() < 0.5 else None,
+    )
+    return Case(rng, limits, rank, some_blocks(), random_requests(rng, 40))
+
+
+def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[int, RequestOutput], Tokens]:
+    """Requests arrive bit by bit; some need their last token, some are aborted. Last outputs and tokens by request."""
+    rng = case.rng
+    max_in_flight = max(case.limits.num_micro_batches, rng.choice([1, 2, 2, 2]))
+    core, scheduler = make_core(case.limits, case.rank, num_blocks=case.num_blocks, max_in_flight=max_in_flight)
+    done: dict[int, RequestOutput] = {}
+    tokens: Tokens = {request.request_id: [] for request in case.requests}
+    num_added = 0
+    for _ in range(20_000):
+        if num_added == len(case.requests) and not core.has_work:
+            break
+        for request in case.requests[num_added : num_added + rng.randrange(4)]:
+            core.add([request])
+            num_added += 1
+            if rng.random() < hold_back:
+                scheduler._by_id[request.request_id].needs_last_token = True
+        if num_added and rng.random() < abort:
+            core.abort([rng.randrange(num_added)])
+        if rng.random() < 0.01:
+            core.forget_prefixes()
+        for output in core.step():
+            assert output.request_id not in done
+            tokens[output.request_id] += unpack(output.token_ids)
+            if output.finish_reason is not None:
+                done[output.request_id] = output
+        scheduler.check_integrity()
+    assert done.keys() == tokens.keys(), "the engine does not come to an end"
+    assert scheduler.block_manager.num_used == 0
+    assert len(core.take_notes()) == len(case.rank.failed)
+    assert core.stats.num_running == 0
+    return done, tokens
+
+
+def expected_answers(requests: list[Request]) -> dict[int, tuple[list[int], str | None]]:
+    """One token at a time, one group that keeps all, and room for everything."""
+    plain = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=MAX_MODEL_LEN, block_size=4)
+    case = Case(random.Random(0), plain, RankInProcess(plain), 1000, requests)
+    done, tokens = run_at_random(case, hold_back=0, abort=0)
+    return {i: (tokens[i], output.finish_reason) for i, output in done.items()}
+
+
+def blocks_needed(num_tokens: int, limits: SchedulerLimits) -> int:
+    """What a request takes that computes so many tokens one by one."""
+
+    def held(position: int, group: KVGroup) -> int:
+        first = 0 if group.window is None else max(0, position - group.window + 1)
+        return len({p // limits.block_size for p in range(first, position + 1)})
+
+    return max(sum(held(position, group) for group in limits.kv_groups) for position in range(num_tokens))
+
+
+GROUPS = {
+    "full": (FULL,),
+    "window": (NARROW,),
+    "wide window": (WIDE,),
+    "full and window": (FULL, NARROW),
+    "three": (WIDE, FULL, NARROW),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
+@pytest.mark.parametrize("seed", range(20))
+def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGroup, ...]) -> None:
+    case = random_case(seed * 7 + len(groups), groups)
+    expected = expected_answers(case.requests)
+    done, tokens = run_at_random(case, hold_back=case.rng.choice([0, 0.3]), abort=case.rng.choice([0, 0.02]))
+    for request in case.requests:
+        i = request.request_id
+        answer, reason = expected[i]
+        num_computed = len(unpack(request.prompt_ids)) + len(answer) - 1
+        if done[i].finish_reason == "abort":
+            assert tokens[i] == answer[: len(tokens[i])]
+        elif done[i].finish_reason == "error":
+            assert tokens[i] == answer[: len(tokens[i])]
+            num_tokens, num_slots = (int(word) for word in re.findall(r"\d+", done[i].error))
+            assert num_tokens <= num_computed
+            assert blocks_needed(num_tokens, case.limits) * case.limits.block_size > num_slots
+        else:
+            assert (tokens[i], done[i].finish_reason) == (answer, reason)
+            assert case.rank.failed or blocks_needed(num_computed, case.limits) <= case.num_blocks

@@ -1,0 +1,157 @@
+"""RankInProcess: an executor around a HashingRunner, which checks every step against what ranks may expect.
+
+It stands for ranks of any kind: KV groups with windows, decode rows of several tokens of which a random number counts,
+stages (outputs that come late), and steps that run out of memory, some of them half done.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from fake_runners import (
+    HashingRunner,
+    decode_slots_of,
+    engine_config,
+    rows_of,
+    spans_of,
+)
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.core import EngineCore
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.request import RequestOutput
+from nvcli.engine.scheduler import Scheduler
+from nvcli.messages import StepInput, StepOutput, max_step_input_bytes, unpack
+from nvcli.runner.interface import RankContext
+
+
+class RankInProcess:
+    """Runs steps at once; their outputs are collected when the engine wants them."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        accept: Callable[[int], int] | None = None,
+        fails: Callable[[StepInput], bool] = lambda step: False,
+        blocks_anew: Callable[[], int] | None = None,
+    ) -> None:
+        """`accept`: given a row's number of logits, how many of its tokens count (None: all). `fails`: which steps run
+        out of memory. `blocks_anew`: then the rank is replaced by a new one with so many KV blocks."""
+        self.limits = limits
+        self.accept = accept
+        self.fails = fails
+        self.blocks_anew = blocks_anew
+        self.steps: list[StepInput] = []
+        self.failed: list[StepInput] = []
+        self.num_short_rows = 0
+        self.passes_over = False
+        self.outputs: deque[tuple[set[int], StepOutput]] = deque()
+        """Slots that sample, and what they sampled."""
+        self.runner = self.make_runner()
+
+    def make_runner(self) -> HashingRunner:
+        context = RankContext(
+            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
+        )
+        runner = HashingRunner(engine_config(block_size=self.limits.block_size), context)
+        runner.windows = [group.window for group in self.limits.kv_groups]
+        runner.accept = self.accept
+        return runner
+
+    def submit(self, step: StepInput) -> None:
+        self.check(step)
+        self.steps.append(step)
+        output = StepOutput(step_id=step.step_id, token_ids=b"", out_of_memory="as planned")
+        if not self.passes_over or step.restarts:
+            self.passes_over = self.fails(step)
+            if self.passes_over:
+                self.failed.append(step)
+                if len(self.failed) % 3 == 1:
+                    self.runner.apply(step)
+                elif len(self.failed) % 3 == 2:
+                    self.runner.launch(step)
+            else:
+                self.check_waits(step)
+                launched = self.runner.launch(step)
+                assert launched is not None
+                output = launched.result()
+        self.outputs.append(({slot for slot, _, num_logits in rows_of(step) if num_logits}, output))
+
+    def check(self, step: StepInput) -> None:
+        """What holds for every step, whether it runs or not."""
+        limits = self.limits
+        encoded = msgspec.msgpack.encode(step)
+        assert msgspec.msgpack.decode(encoded, type=StepInput) == step
+        assert len(encoded) <= max_step_input_bytes(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            max_blocks_per_seq=-(-limits.max_model_len // limits.block_size) * len(limits.kv_groups),
+        )
+        rows, lens = rows_of(step), unpack(step.seq_lens)
+        assert 0 < len(rows) == len(lens) == len({slot for slot, _, _ in rows}) <= limits.max_num_seqs
+        assert step.total_tokens <= limits.max_num_batched_tokens
+        assert max(lens) <= limits.max_model_len
+        decodes, chunks = rows[: step.num_decodes], rows[step.num_decodes :]
+        assert len({(num_tokens, num_logits) for _, num_tokens, num_logits in decodes}) <= 1
+        assert all(0 < num_tokens == num_logits <= limits.tokens_per_row for _, num_tokens, num_logits in decodes)
+        assert all(0 <= num_logits <= 1 <= num_tokens for _, num_tokens, num_logits in chunks)
+        assert len(decodes) <= -(-limits.max_num_seqs // limits.num_micro_batches)
+        brought = {(slot, start + len(tokens)) for slot, start, tokens in spans_of(step)}
+        chunk_ends = {(slot, end) for (slot, _, _), end in zip(chunks, lens[step.num_decodes :], strict=True)}
+        assert chunk_ends <= brought, "a chunk without its tokens"
+
+    def check_waits(self, step: StepInput) -> None:
+        """With stages a decode row brings its token along, and is in no step whose output has not been collected."""
+        freed = set(unpack(step.freed_slots))
+        for waiting, _ in self.outputs:
+            waiting -= freed  # they belong to other requests now
+        if self.limits.num_micro_batches > 1:
+            decodes = decode_slots_of(step)
+            assert not any(waiting & set(decodes) for waiting, _ in self.outputs), "a request is in two steps in flight"
+            brought = {slot: (start, tokens) for slot, start, tokens in spans_of(step)}
+            for slot in decodes:
+                position = self.runner.lens[slot]
+                assert brought[slot] == (position, [self.runner.tokens[slot][position]])
+
+    def collect(self) -> StepOutput:
+        return self.outputs.popleft()[1]
+
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        assert not self.outputs
+        if self.blocks_anew is None:
+            return None
+        self.runner = self.make_runner()
+        self.passes_over = False
+        return self.blocks_anew()
+
+
+def make_core(
+    limits: SchedulerLimits, rank: RankInProcess, *, num_blocks: int, max_in_flight: int = 2
+) -> tuple[EngineCore, Scheduler]:
+    scheduler = Scheduler(limits, BlockManager(num_blocks))
+    return EngineCore(scheduler, rank, max_in_flight=max_in_flight), scheduler
+
+
+def run(core: EngineCore, scheduler: Scheduler, *, max_steps: int = 20_000) -> dict[int, RequestOutput]:
+    """Step until nothing is left, checking integrity after each; the last output of each request."""
+    done: dict[int, RequestOutput] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            break
+        for output in core.step():
+            assert output.request_id not in done
+            done[output.request_id] = output
+        scheduler.check_integrity()
+    assert not core.has_work, "the engine does not come to an end"
+    assert scheduler.block_manager.num_used == 0
+    return done
+
+
+def random_count(rng: random.Random) -> Callable[[int], int]:
+    """Any number of tokens, more often none or all."""
+    return lambda num_logits: rng.choice([0, num_logits, rng.randint(0, num_logits)])
