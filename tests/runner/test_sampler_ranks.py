@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from fake_runners import engine_config
-from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, pack
+from nvcli.messages import ForwardMode, NewSlot, StepInput, pack
 from nvcli.models.group import TensorParallelGroup
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.uploader import Uploader
+from slot_sampling import slot_sampling
 from tensor_parallel_ranks import run_ranks
 
 VOCAB_SIZE = 10_007  # divides by nothing
@@ -40,28 +41,6 @@ SAMPLINGS: dict[str, list[dict[str, Any]]] = {
         {"temperature": 0.3, "frequency_penalty": -1.5, "bias_ids": [6], "bias_values": [-5.0], "num_logprobs": 0},
     ],
 }
-
-
-def slot_sampling(row: int, **overrides: Any) -> SlotSampling:
-    values: dict[str, Any] = {
-        "seed": 5,
-        "row": row,
-        "sample": 0,
-        "prompt_len": 3,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_tokens": 0,
-        "num_logprobs": -1,
-        "stop_ids": [],
-        "bias_ids": [],
-        "bias_values": [],
-    }
-    return SlotSampling(**{**values, **overrides})
 
 
 def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
