@@ -44,7 +44,7 @@ KINDS = {
     "SiLU": r"silu",
     "attention": r"attention|plan_decode",
     "norms": r"rms_norm",
-    "sampler": r"best_of|threshold",
+    "sampler": r"_sample_|_min_kept|_choose_candidates",
     "step inputs": r"decode_inputs",
     "copies": r"Memcpy|Memset|copy|fill|index",
     "matrix products": r"gemm|cutlass|nvjet|_linear_kernel|splitK",
