@@ -44,7 +44,7 @@ KINDS = {
     "SiLU": r"silu",
     "attention": r"attention|plan_",
     "norms": r"rms_norm",
-    "sampler": r"best_of|top_k|candidates|kept_logit",
+    "sampler": r"_sample_|_min_kept|_choose_candidates",
     "step inputs": r"prepare_inputs|write_tokens",
     "copies": r"Memcpy|Memset|copy|fill|index",
     "matrix products": r"gemm|cutlass|nvjet|_linear_kernel|splitK",

@@ -97,10 +97,10 @@ def test_all_of_many_equal_tokens_are_drawn_alike() -> None:
     assert len(ids.unique()) > 0.9 * num_rows
 
 
-@pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 97, 2049])
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 97, 2049])
 def test_small_vocabularies(vocab_size: int) -> None:
-    logits = random_logits(len(LIMITS), vocab_size)
-    columns = make_columns(torch.ones(len(LIMITS)), LIMITS)
+    logits = random_logits(5, vocab_size)
+    columns = make_columns(torch.ones(5), LIMITS[2:7])
     expected = expected_sample(logits, columns)
     assert torch.equal(sample(logits, columns), expected)
     for kernel in (False, True):

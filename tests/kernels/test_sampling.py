@@ -11,7 +11,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from nvcli.kernels.sampling import apply_penalties, greedy, gumbel_max, keep_likely
+from nvcli.kernels.sampling import SamplingColumns, apply_penalties, gumbel_max, keep_likely
 
 OFF_K, OFF_P, OFF_M = 0, 1.0, 0.0
 
@@ -25,13 +25,27 @@ def keep(logits: torch.Tensor, top_k: int = OFF_K, top_p: float = OFF_P, min_p: 
     return keep_likely(logits, torch.full((n,), top_k), torch.full((n,), top_p), torch.full((n,), min_p))
 
 
+def columns(temperature: torch.Tensor, numbers: torch.Tensor) -> SamplingColumns:
+    """Without limits; `numbers` are seeds, rows and samples."""
+    off = torch.zeros_like(temperature)
+    return SamplingColumns(
+        temperature=temperature,
+        top_k=off.int(),
+        top_p=off + 1,
+        min_p=off,
+        seed=numbers,
+        row=numbers,
+        sample=numbers,
+    )
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_gumbel_max_follows_softmax(temperature: float) -> None:
     """20,000 draws of each position's own noise; chi-square well inside what chance allows."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.5])
     n = 20_000
-    zeros = torch.zeros(n, dtype=torch.int64)
-    ids = gumbel_max(logits.expand(n, -1), torch.full((n,), temperature), zeros, torch.arange(n), zeros, zeros)
+    same = columns(torch.full((n,), temperature), torch.zeros(n, dtype=torch.int64))
+    ids = gumbel_max(logits.expand(n, -1), same, torch.arange(n))
     expected = (logits / temperature).softmax(-1) * n
     counts = torch.bincount(ids, minlength=len(logits))
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
@@ -42,9 +56,9 @@ def test_zero_temperature_is_greedy_beside_random_rows() -> None:
     logits = random_logits(50, 1000)
     temperature = torch.tensor([0.0, 1.0]).repeat(25)
     rows = torch.arange(50)
-    ids = gumbel_max(logits, temperature, rows, rows, rows, rows)
-    assert torch.equal(ids[::2], greedy(logits)[::2])
-    assert not torch.equal(ids[1::2], greedy(logits)[1::2])
+    ids = gumbel_max(logits, columns(temperature, rows), rows)
+    assert torch.equal(ids[::2], logits.argmax(dim=-1)[::2])
+    assert not torch.equal(ids[1::2], logits.argmax(dim=-1)[1::2])
 
 
 @pytest.mark.parametrize("k", [1, 5, 50, 999, 5000])
@@ -88,7 +102,7 @@ def test_filtering_leaves_the_noise_of_what_remains() -> None:
     """A token that would have won, and survives the filter, still wins."""
     logits = random_logits(400, 50)
     rows = torch.arange(400)
-    args = (torch.ones(400), rows, rows, rows, rows)
+    args = columns(torch.ones(400), rows), rows
     free, filtered = gumbel_max(logits, *args), gumbel_max(keep(logits, top_k=10), *args)
     survived = keep(logits, top_k=10).gather(1, free[:, None])[:, 0] > -torch.inf
     assert 0 < survived.sum() < 400

@@ -56,10 +56,6 @@ def random_logits(num_rows: int, dtype: torch.dtype, scale: float) -> torch.Tens
     return torch.randn(num_rows, VOCAB_SIZE + 64, device="cuda").mul_(scale).to(dtype)[:, :VOCAB_SIZE]
 
 
-def is_limited(columns: SamplingColumns) -> torch.Tensor:
-    return (columns.temperature > 0) & ((columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0))
-
-
 def kept_tokens(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
     """[N, V] bool by the plain definition, for rows that are not greedy; a few rows at a time fit the memory."""
     parts = []
@@ -159,7 +155,7 @@ def test_thresholds(dtype: torch.dtype, scale: float) -> None:
     columns, slots, positions = parameters(512)
     logits = random_logits(512, dtype, scale)
     actual = top_k_top_p.min_kept_logit(logits, columns, slots)
-    limited = is_limited(columns)
+    limited = columns.is_limited
     assert torch.equal(actual > -torch.inf, limited)
     at = limited.nonzero()[:, 0]
     chosen = columns.at(at)
@@ -201,7 +197,7 @@ def test_limited_rows(dtype: torch.dtype, scale: float, is_tied: bool) -> None:
     ids = sampling.sample(logits, columns, slots, positions)
     kept = kept_tokens(logits, columns)
     # Where the mass of the likelier tokens equals top_p up to rounding, a token may be in or out.
-    limited = is_limited(columns)
+    limited = columns.is_limited
     is_kept = kept.gather(1, ids[:, None].long())[:, 0] | ~limited
     assert (~is_kept).sum() <= 2
     sure = is_kept.nonzero()[:, 0]
@@ -251,8 +247,8 @@ def test_no_batch_size_compiles_anew() -> None:
 
     kernels = [
         norm_kernels._rms_norm_kernel,
-        sampling_kernels._chunk_kernel,
-        sampling_kernels._row_kernel,
+        sampling_kernels._sample_chunk_kernel,
+        sampling_kernels._sample_row_kernel,
         threshold_kernels._min_kept_logit_kernel,
     ]
 

@@ -10,11 +10,12 @@ import torch
 
 from fake_runners import engine_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
-from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, pack
+from nvcli.messages import NewSlot, StepInput, pack
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.uploader import Uploader
+from slot_sampling import slot_sampling
 from tensor_parallel_ranks import run_ranks
 
 VOCAB_SIZE = 10_007  # divides by nothing
@@ -42,28 +43,6 @@ SAMPLINGS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def slot_sampling(row: int, **overrides: Any) -> SlotSampling:
-    values: dict[str, Any] = {
-        "seed": 5,
-        "row": row,
-        "sample": 0,
-        "prompt_len": 3,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_tokens": 0,
-        "num_logprobs": -1,
-        "stop_ids": [],
-        "bias_ids": [],
-        "bias_values": [],
-    }
-    return SlotSampling(**{**values, **overrides})
-
-
 def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
     """By case: (the ids, the log-probabilities, how often logits were gathered, whether the batch is simple)."""
     generator = torch.Generator().manual_seed(1)
@@ -77,20 +56,22 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
     group.gather = lambda x: (gathered.append(1), gather(x))[1]  # type: ignore[method-assign]
     results = {}
     for case, kinds in SAMPLINGS.items():
-        slot_table, table = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), CPU), SamplingTable(NUM_SLOTS, CPU)
+        slot_table = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), 1, CPU)
         new = [
-            NewSlot(
-                slot=i,
-                num_cached_tokens=0,
-                prefix_ids=pack(range(i, 2 * i)),
-                sampling=slot_sampling(i * 7, **kinds[i % len(kinds)]),
-            )
+            NewSlot(slot=i, num_cached_tokens=0, sampling=slot_sampling(i * 7, **kinds[i % len(kinds)]))
             for i in range(NUM_SLOTS)
         ]
-        upload = Uploader(0, CPU)
-        slot_table.apply(StepInput(step_id=0, mode=ForwardMode.EXTEND, new_slots=new), upload)
-        table.fill(new, upload)
-        sampler = Sampler(table, slot_table, group, VOCAB_SIZE)
+        upload = slot_table.upload
+        prefixes = StepInput(
+            step_id=0,
+            new_slots=new,
+            token_slots=pack(range(NUM_SLOTS)),
+            token_starts=pack([0] * NUM_SLOTS),
+            token_counts=pack(range(NUM_SLOTS)),
+            token_ids=pack(id_ for i in range(NUM_SLOTS) for id_ in range(i, 2 * i)),
+        )
+        slot_table.apply(prefixes)
+        sampler = Sampler(slot_table.sampling, slot_table, group, VOCAB_SIZE)
         slots = torch.arange(NUM_SLOTS).flip(0)
         positions = slots.int()
         gathered.clear()
@@ -144,7 +125,7 @@ def test_log_probabilities_are_of_the_unmodified_logits_and_of_the_rows_that_ask
 
 def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_request() -> None:
     """The greedy token by hand; a slot that is filled again keeps nothing of its last request."""
-    table, slot_table = SamplingTable(4, CPU), SlotTable(engine_config(max_num_seqs=4), CPU)
+    table, slot_table = SamplingTable(4, CPU), SlotTable(engine_config(max_num_seqs=4), 1, CPU)
     upload, group = Uploader(0, CPU), TensorParallelGroup.single()
     sampler = Sampler(table, slot_table, group, 50)
     logits = torch.arange(50.0).expand(4, 50)
@@ -152,7 +133,7 @@ def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_re
 
     def fill(*kinds: dict[str, Any]) -> None:
         new = [
-            NewSlot(slot=i, num_cached_tokens=0, prefix_ids=b"", sampling=slot_sampling(i, temperature=0.0, **kind))
+            NewSlot(slot=i, num_cached_tokens=0, sampling=slot_sampling(i, temperature=0.0, **kind))
             for i, kind in enumerate(kinds)
         ]
         table.fill(new, upload)

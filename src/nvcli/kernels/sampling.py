@@ -45,6 +45,11 @@ class SamplingColumns:
         return SamplingColumns(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
 
     @property
+    def is_limited(self) -> Tensor:
+        """[S] bool: slots whose tokens are drawn from a part of the vocabulary."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
+    @property
     def has_small_top_k(self) -> Tensor:
         """[S] bool: slots that draw their tokens from at most `MAX_CANDIDATES`, ties aside."""
         return (self.temperature > 0) & (self.top_k > 0) & (self.top_k <= MAX_CANDIDATES)
@@ -67,11 +72,10 @@ def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: T
         return sampling.sample(logits, columns, slots, positions)
     columns, logits = columns.at(slots), logits.float()
     min_kept = min_kept_logit(logits, columns)
-    scaled = logits / torch.where(columns.temperature > 0, columns.temperature, 1.0)[:, None]
-    logits = logits.masked_fill(scaled < min_kept[:, None], -torch.inf)
-    if not (columns.temperature > 0).any():
-        return greedy(logits).int()
-    return gumbel_max(logits, columns.temperature, columns.seed, positions.long(), columns.row, columns.sample).int()
+    if (min_kept > -torch.inf).any():
+        scaled = logits / torch.where(columns.temperature > 0, columns.temperature, 1.0)[:, None]
+        logits = logits.masked_fill(scaled < min_kept[:, None], -torch.inf)
+    return gumbel_max(logits, columns, positions).int()
 
 
 def packed_argmax(
@@ -117,46 +121,31 @@ def min_kept_logit(logits: Tensor, columns: SamplingColumns) -> Tensor:
     limits.
     """
     out = torch.full_like(columns.temperature, -torch.inf)
-    limited = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
-    at = ((columns.temperature > 0) & limited).nonzero()[:, 0]
+    at = columns.is_limited.nonzero()[:, 0]
     if len(at):
         scaled = logits[at].float() / columns.temperature[at, None]
         out[at] = min_kept_scaled(scaled, columns.top_k[at], columns.top_p[at], columns.min_p[at])
     return out
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """The first of the largest logits of each row: [N, V] → [N] int64."""
-    return logits.argmax(dim=-1)
-
-
-def gumbel_max(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor
-) -> Tensor:
+def gumbel_max(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
     """Sample from softmax(logits / temperature): the largest of logits / temperature + Gumbel noise. [N] int64.
 
-    Where `temperature` is 0 the largest logit is taken. The noise of a token is a function of (seed, position, row,
-    sample, token) alone, so that removing other tokens (top-k and the like) leaves it as it is.
+    Where the temperature is 0 the largest logit is taken; limits are not looked at; `columns` has N rows. The noise of
+    a token is a function of (seed, position, row, sample, token) alone, so that removing other tokens (top-k and the
+    like) leaves it as it is.
     """
-    noise = token_uniforms(seeds, positions, rows, samples, logits.shape[-1])
-    return _with_noise(logits, temperature, noise).argmax(dim=-1)
+    return noisy_scores(logits, columns, positions, start=0).argmax(dim=-1)
 
 
 def noisy_scores(logits: Tensor, columns: SamplingColumns, positions: Tensor, *, start: int) -> Tensor:
     """Scores of the tokens from `start` on, of which the largest is sampled: [N, M] → [N, M]; `columns` has N rows."""
-    if not (columns.temperature > 0).any():
+    is_greedy = (columns.temperature == 0)[:, None]
+    if is_greedy.all():
         return logits
-    uniforms = token_uniforms(
-        columns.seed, positions.long(), columns.row, columns.sample, logits.shape[-1], start=start
-    )
-    return _with_noise(logits, columns.temperature, uniforms)
-
-
-def _with_noise(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
-    """logits / temperature + the Gumbel noise of uniform numbers, which are overwritten; logits where greedy."""
-    noise = uniforms.log_().neg_().log_().neg_()
-    is_greedy = (temperature == 0)[:, None]
-    scaled = logits / torch.where(is_greedy, 1.0, temperature[:, None])
+    words = (columns.seed, positions.long(), columns.row, columns.sample)
+    noise = token_uniforms(*words, logits.shape[-1], start=start).log_().neg_().log_().neg_()
+    scaled = logits / torch.where(is_greedy, 1.0, columns.temperature[:, None])
     return torch.where(is_greedy, scaled, scaled + noise)
 
 

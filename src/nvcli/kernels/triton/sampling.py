@@ -39,12 +39,12 @@ _LISTED_GROUPS = 128
 """Most groups whose tokens a row's program holds: MAX_CANDIDATES, and as many again for equal logits."""
 _ROW_WARPS = 16
 _MAX_REGISTERS = 64
-"""Of a thread, without which the compiler takes so many that too few programs run at a time."""
+"""A thread may use so many; left alone the compiler takes more, and too few programs run at a time."""
 _WORST_SCORE = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def _chunk_kernel(
+def _sample_chunk_kernel(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -115,7 +115,7 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _row_kernel(
+def _sample_row_kernel(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -277,7 +277,7 @@ def _launch(
     if has_candidates:
         maxima = torch.empty(num_rows, num_chunks * chunk_groups, dtype=logits.dtype, device=device)
         groups = torch.empty(num_rows, _LISTED_GROUPS, dtype=torch.int32, device=device)
-    _chunk_kernel[(num_rows, num_chunks)](
+    _sample_chunk_kernel[(num_rows, num_chunks)](
         logits,
         columns.temperature,
         columns.top_k,
@@ -303,7 +303,7 @@ def _launch(
         num_warps=4,
         maxnreg=_MAX_REGISTERS,
     )
-    _row_kernel[(num_rows,)](
+    _sample_row_kernel[(num_rows,)](
         logits,
         columns.temperature,
         columns.top_k,
