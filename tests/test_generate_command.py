@@ -337,7 +337,7 @@ def test_a_lost_copys_traceback_is_kept(tmp_path: Path) -> None:
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60, check=False)
     assert done.returncode == 3
     path = tmp_path / "in.out.jsonl.traceback.txt"
-    assert len(re.findall(rb"replica \d: rank 0 failed at step 5: .* \(traceback: .*\)\n", done.stderr)) == 2
+    assert len(re.findall(rb"copy \d of the model: rank 0 failed at step 5: .* \(traceback: .*\)\n", done.stderr)) == 2
     assert b"Traceback" not in done.stderr
     assert path.read_text().count("Traceback") == 2
 

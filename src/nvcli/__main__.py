@@ -1,4 +1,4 @@
-"""`nvcli`, and `python -m nvcli`."""
+"""The entry of `nvcli` and of `python -m nvcli`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 
 def main() -> None:
-    """The command. While it is loaded Ctrl-C ends it without a word: nothing has begun that could be lost."""
+    """Run the command. While it is loaded, Ctrl-C ends it without a word: nothing has begun that could be lost."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from nvcli.cli.main import main as run

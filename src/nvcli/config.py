@@ -30,13 +30,13 @@ AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of one element."""
+"""The bytes of one element of each dtype."""
 
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
 
 DEFAULT_CONFIG_FILE = "nvcli.yaml"
-"""Read from the current folder when no configuration file is named."""
+"""The file that is read from the current folder when no configuration file is named."""
 
 FLAG_KEYS = {
     "--model": "model",
@@ -62,11 +62,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_errors: Annotated[int, Meta(ge=0)] | None = None
     """More failed rows than this in one run end it; null: it goes on to the end."""
     keep_going: bool = False
-    """With several copies of the model: one that dies does not end the run, the others compute its rows."""
+    """With several copies of the model, one that dies does not end the run: the others compute its rows."""
     sync_seconds: Annotated[float, Meta(ge=0.05, le=3600)] = 2.0
     """Answered rows are on disk at most about this long after they came."""
     reorder_memory: str | PositiveInt = "256MiB"
-    """With `order: input`, what rows that wait for their turn may take before they wait in a temporary file."""
+    """The memory that answered rows may take with `order: input`, before they wait in a temporary file."""
     prompt_field: Annotated[str, Meta(min_length=1)] = "prompt"
     """The key (Parquet: column) of a row's prompt text."""
     messages_field: Annotated[str, Meta(min_length=1)] = "messages"
@@ -120,7 +120,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     enforce_eager: bool = False
     """true: no CUDA graphs."""
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
-    """With a row's index, what its random choices follow from."""
+    """The seed of all random choices; a row's choices follow from it and the row's index."""
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
     """Seconds a rank may take for one step before the run is ended."""
     generation_config: Literal["auto", "none"] = "auto"
@@ -131,7 +131,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine replica and its ranks need, with every `auto` resolved. Derived from a RunConfig."""
+    """The configuration of one replica's engine and ranks, derived from a RunConfig with every `auto` resolved."""
 
     model_path: Path
     """A local folder in Hugging Face layout."""
@@ -208,7 +208,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_config_file(explicit: Path | None) -> Path | None:
-    """The file to read: the one that was named, else `nvcli.yaml` in the current folder, else none."""
+    """Return the file to read: the one that was named, else `nvcli.yaml` in the current folder, else None."""
     default = Path(DEFAULT_CONFIG_FILE)
     return explicit or (default if default.is_file() else None)
 
@@ -256,7 +256,7 @@ def _check_model(run: RunConfig) -> None:
 
 
 def _check_together(run: RunConfig, source: ConfigSource) -> None:
-    """What no single key can break. Raises ConfigError."""
+    """Check what no key can break by itself. Raises ConfigError."""
 
     def fail(path: tuple[str, ...], message: str) -> None:
         origin = source.origin(path)
@@ -295,7 +295,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
 
 
 def parse_size(size: str | int | None) -> int | None:
-    """Bytes of `512MiB` (1024²), `2GB` (1000³) or a plain number of bytes. Raises ValueError saying what is allowed."""
+    """Return the bytes of a size such as `512MiB` (1024²) or `2GB` (1000³). Raises ValueError for other texts."""
     if size is None or isinstance(size, int):
         return size
     match = _SIZE.fullmatch(size)
@@ -309,7 +309,7 @@ def parse_size(size: str | int | None) -> int | None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Such as `1.50 GiB`."""
+    """Return a size as text, such as `1.50 GiB`."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 1024 and len(units) > 1:
         value /= 1024

@@ -1,7 +1,7 @@
-"""Where configuration comes from: a YAML file, `--set key=value` and flags, laid over each other in that order.
+"""The sources of the configuration: a YAML file, `--set key=value` and flags, laid over each other in that order.
 
-Collects plain values and remembers for each key which file and line, or which flag, set it. Knows nothing of what
-keys mean; `config.py` gives the values their types and asks here for the origin of a wrong one.
+A source collects plain values and remembers for each key which file and line, or which flag, set it. It does not know
+what keys mean; `config.py` gives the values their types and asks here for the origin of a wrong one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nvcli.validation import is_text, show
 
 
 class ConfigSource:
-    """Values by key, and where each came from."""
+    """The values by key, and the origin of each."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self._origins: dict[KeyPath, str] = {}
 
     def add_file(self, path: Path) -> None:
-        """Raises ConfigError if the file cannot be read, is not YAML, repeats a key or is not a mapping."""
+        """Add a file. Raises ConfigError if it cannot be read, is not YAML, repeats a key or is not a mapping."""
         try:
             text = path.read_bytes().decode("utf-8-sig")
         except OSError as error:
@@ -58,7 +58,7 @@ class ConfigSource:
             loader.dispose()
 
     def add_override(self, text: str) -> None:
-        """One `--set key=value`; dots lead into sections, the value is read as YAML."""
+        """Add one `--set key=value`; dots lead into sections, and the value is read as YAML."""
         key, equals, value_text = text.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
@@ -70,13 +70,13 @@ class ConfigSource:
         self._put(path, value, f"--set {text}")
 
     def add_flag(self, flag: str, key: str, value: Any) -> None:
-        """A flag that is short for a key: `add_flag("--tp", "tensor_parallel_size", 2)`."""
+        """Add a flag that is short for a key, as in `add_flag("--tp", "tensor_parallel_size", 2)`."""
         if not is_text(str(value)):
             raise ConfigError(f"{flag} {value}: not UTF-8 text")
         self._put(tuple(key.split(".")), value, f"{flag} {value}")
 
     def origin(self, path: KeyPath) -> str:
-        """Which file and line, or flag, set this value or the section around it; empty for a default."""
+        """Return the file and line, or the flag, that set a value or the section around it; empty for a default."""
         while path and path not in self._origins:
             path = path[:-1]
         return self._origins.get(path, "")  # () is the file as a whole, if there is one
@@ -98,7 +98,7 @@ class ConfigSource:
 
 
 _MISREAD = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)
-"""What PyYAML raises for a text that is not YAML, or whose tag (`!!timestamp x`) does not fit its value."""
+"""Errors of PyYAML for a text that is not YAML, or whose tag (`!!timestamp x`) does not fit its value."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -124,7 +124,7 @@ _Loader.add_implicit_resolver(
 def _walk(
     node: yaml.MappingNode, file: Path, under: KeyPath = (), seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[KeyPath, int]]:
-    """The path and line of each key. Raises ConfigError for a key that its mapping holds twice."""
+    """Yield the path and line of each key. Raises ConfigError for a key that its mapping holds twice."""
     lines: dict[str, int] = {}
     seen |= {id(node)}
     for key_node, value_node in node.value:

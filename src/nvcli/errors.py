@@ -42,8 +42,8 @@ class LimitsTooHigh(CapacityError):
 class WorkerError(NvcliError):
     """An engine or rank process failed, died or stopped answering.
 
-    `traceback`: of an exception that nobody expected there, which is a bug in nvcli or in what it stands on; else
-    empty. For a file (`job_run.early_end`), not for messages.
+    `traceback` is that of an unexpected exception, which is a bug in nvcli or in a library; else it is empty. It goes
+    into a file (`job_run.early_end`), not into messages.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -72,9 +72,9 @@ class RowError(NvcliError):
 
 
 def named(kind: str, message: str, traceback: str = "") -> NvcliError:
-    """The error of that class name, as another process reported it. RowErrors are never reported so.
+    """Return the error of a class name, as another process reported it.
 
-    Only WorkerErrors have a traceback.
+    RowErrors are never reported so. Only WorkerErrors have a traceback.
     """
     if kind == WorkerError.__name__:
         return WorkerError(message, traceback)
@@ -86,13 +86,13 @@ Error = TypeVar("Error", bound=NvcliError)
 
 
 def reworded(error: Error, message: str) -> Error:
-    """The same error with another message."""
+    """Return the same error with another message."""
     other = copy.copy(error)
     other.args = (message,)
     return other
 
 
 def first_line(error: BaseException) -> str:
-    """Class and first line of what any exception says."""
+    """Return the class and the first line of an exception's message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

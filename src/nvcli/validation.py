@@ -24,7 +24,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL
 
 
 class InvalidValue(ValueError):
-    """`path` says which value is wrong (a key that should not be there included); the text is ready for a user."""
+    """A value or key that is not allowed. `path` says where it stands; the text is ready for a user."""
 
     def __init__(self, path: Path, message: str, *, unknown_key: bool = False) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class InvalidValue(ValueError):
 
 
 def convert(data: Any, kind: type[T], *, under: Path = ()) -> T:
-    """`data` as a `kind`, strictly; `under` is the path of `data` itself, for messages. Raises InvalidValue."""
+    """Convert `data` to a `kind`, strictly. `under` is the path of `data` for messages. Raises InvalidValue."""
     try:
         return msgspec.convert(data, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -42,13 +42,13 @@ def convert(data: Any, kind: type[T], *, under: Path = ()) -> T:
 
 
 def join_path(path: Path) -> str:
-    """("sampling", "stop", 0) → sampling.stop[0]"""
+    """Return a path as text: ("sampling", "stop", 0) becomes `sampling.stop[0]`."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")
 
 
 def show(value: Any, limit: int = 60) -> str:
-    """A value as its user wrote it, more or less, on one line and not too long."""
+    """Return a value roughly as its user wrote it, on one line and not too long."""
     import json
 
     try:
@@ -59,7 +59,10 @@ def show(value: Any, limit: int = 60) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it: no half of a surrogate pair, as bytes that are no UTF-8 become in file names."""
+    """Tell whether UTF-8 can hold a text.
+
+    It cannot hold halves of surrogate pairs, which stand for bytes of file names that are no UTF-8.
+    """
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -68,7 +71,7 @@ def is_text(value: str) -> bool:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    """Return the end of a message about an unknown name: the nearest known name, or all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
@@ -115,7 +118,7 @@ def _follow(steps: str, data: Any, info: inspect.Type) -> tuple[Path, Any, inspe
 
 
 def _container(info: inspect.Type) -> inspect.Type:
-    """The member of a union that a path can lead into."""
+    """Return the member of a union that a path can lead into."""
     if isinstance(info, inspect.UnionType):
         inner = (inspect.StructType, inspect.DictType, inspect.ListType)
         return next((part for part in info.types if isinstance(part, inner)), info)
@@ -123,7 +126,7 @@ def _container(info: inspect.Type) -> inspect.Type:
 
 
 def _fits(value: Any, info: inspect.Type) -> bool:
-    """Whether a number is within its bounds; used to find the one wrong entry of a mapping."""
+    """Tell whether a number is within its bounds, which finds the one wrong entry of a mapping."""
     if not isinstance(info, inspect.IntType | inspect.FloatType):
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -150,7 +153,7 @@ def _field_names(info: inspect.Type) -> list[str]:
 
 
 def describe(info: inspect.Type) -> str:
-    """What a type allows, in words."""
+    """Describe in words which values a type allows."""
     match info:
         case inspect.UnionType():
             return " or ".join(describe(part) for part in info.types)

@@ -1,4 +1,4 @@
-"""What the command line says on standard error, and the two ways in which a command ends without an error."""
+"""Messages on standard error, and the two ways in which a command ends early without an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has done so far. The loop keeps these counts; progress and summary show them."""
+"""Counts of a run's work so far. The loop keeps them; progress and summary show them."""
 
 from __future__ import annotations
 

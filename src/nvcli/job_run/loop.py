@@ -38,7 +38,7 @@ MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 
 
 class Engine(Protocol):
-    """What the loop needs of a replica's engine; `engine.client.EngineClient` is the real one."""
+    """The part of a replica's engine that the loop uses; `engine.client.EngineClient` is the real one."""
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None: ...
     def add(self, requests: list[Request]) -> None: ...
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 
 class Observer(Protocol):
-    """Who is told what happens in the loop, beside the counts."""
+    """An object that the loop tells of events which the user should know."""
 
     def replica_ready(self, ready: EngineReady) -> None:
         """A replica has loaded the model. This is called once for each replica."""
@@ -69,7 +69,7 @@ _DEATHS = (WorkerError, CapacityError)
 
 
 class _Replica:
-    """One engine and what it has been given."""
+    """One engine and the rows that it has been given."""
 
     def __init__(self, number: int, engine: Engine, capacity: int) -> None:
         self.number = number
@@ -213,7 +213,7 @@ class JobLoop:
             )
 
     def _collect(self) -> None:
-        """Take what the replicas say: answers to the writer, dead replicas out of the run."""
+        """Take the outputs of all replicas: answers go to the writer, dead replicas out of the run."""
         complete: list[OpenRow] = []
         deaths: list[tuple[_Replica, NvcliError]] = []
         with self._timed("taking answers"):
@@ -230,7 +230,7 @@ class JobLoop:
         self._counts.num_planned = self._planner.num_rows + (self._duplicates.num_rows if self._duplicates else 0)
 
     def _poll_replica(self, replica: _Replica, complete: list[OpenRow]) -> None:
-        """Take what one replica says, and add the rows that it completes. Raises what the replica died of."""
+        """Take one replica's outputs, and add the rows that they complete. Raises what the replica died of."""
         if replica.ready is None:
             replica.ready = replica.engine.wait_ready(0)
             if replica.ready is not None:

@@ -1,4 +1,4 @@
-"""What a run starts for a job: how many replicas, each with which configuration, and in which order they get rows."""
+"""The plan of a run: how many replicas it starts, with which configuration, and how they get rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUICKLY_READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run starts."""
+    """The replicas that a run starts."""
 
     engine_configs: tuple[EngineConfig, ...]
     """The configuration of each replica; they differ in their number alone."""

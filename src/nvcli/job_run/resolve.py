@@ -1,6 +1,7 @@
-"""What a job is: from the configuration, the files and the checkpoint to a `ResolvedJob`, with every choice made.
+"""Resolves a job: the configuration, the files and the checkpoint become a `ResolvedJob`.
 
-Everything that can be checked without a process is checked here. Imports no torch: see `detect_device`.
+Every choice is made and everything is checked that can be without starting a process. Imports no torch: see
+`detect_device`.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ class ResolvedJob:
     model_path: Path
     model: ModelConfig
     config: EngineConfig
-    """What `run` comes to for this checkpoint; the layout is still to be chosen (`job_run.plan`)."""
+    """The engine's configuration for this checkpoint; the layout is still to be chosen (`job_run.plan`)."""
     sampling_defaults: Mapping[str, Any]
-    """What a row's own `sampling` lies over."""
+    """The defaults that lie under a row's own `sampling`."""
     can_continue: bool
     """Whether the inputs can be read again, so that another run may continue the output."""
     manifest: Manifest
-    """What the answers depend on, to be kept beside the output."""
+    """Everything that the answers depend on, to be kept beside the output."""
 
     @property
     def model_limits(self) -> ModelLimits:
-        """What the model and its configuration allow a row."""
+        """The limits that the model and its configuration set to a row."""
         return ModelLimits(
             max_model_len=self.config.max_model_len,
             vocab_size=self.model.vocab_size,
@@ -110,7 +111,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
 
 
 class ModelFacts(Protocol):
-    """What is needed of `models.config.ModelConfig`."""
+    """The part of `models.config.ModelConfig` that is used here."""
 
     @property
     def max_position_embeddings(self) -> int: ...
@@ -215,7 +216,7 @@ def attention_choice(choice: str | AttentionBackends) -> str:
 
 
 def sampling_defaults(run: RunConfig, model: ModelFacts) -> dict[str, Any]:
-    """Return what a row's `sampling` lies over: the config's `sampling`, over the checkpoint's generation_config.
+    """Return the defaults of a row's `sampling`: the config's `sampling` over the checkpoint's generation_config.
 
     Holds only keys that somebody set. Raises ConfigError.
     """

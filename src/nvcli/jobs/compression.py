@@ -43,7 +43,7 @@ class Unpacker:
         self.num_bytes = 0
         """Compressed bytes taken so far."""
         self.member_end = 0
-        """Where the last complete member ends, in compressed bytes from the start."""
+        """The end of the last complete member, in compressed bytes from the start."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the plain bytes that `data` adds, in pieces. Raises CompressionError.

@@ -67,7 +67,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
-    """For each token, the log-probabilities of alternatives by their text."""
+    """The log-probabilities of each token's alternatives, by their text."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,1 +1,1 @@
-"""What a job runs on, and in which order its rows are computed."""
+"""The choice of replicas and GPUs for a job, and of the order in which its rows are computed."""

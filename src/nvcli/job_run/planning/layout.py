@@ -43,11 +43,11 @@ _LARGE_JOB = 64
 _LEFT = (0.875, 0.625, 0.375, 0.125)
 """The share of the last requests that still run, in each quarter of the time that they take to end."""
 _LAYER_SECONDS = 30e-6
-"""What each layer adds to a decode step beside bytes and operations: small kernels and the gaps between them."""
+"""The time that each layer adds to a decode step: small kernels and the gaps between them."""
 _PIECE_LOSS = 0.03
 """The share by which operations get slower with each halving of the matrices."""
 _ROW_SECONDS = 3e-6
-"""What each request adds to a decode step: the sampler, and prompts that share the step."""
+"""The time that each request adds to a decode step: the sampler, and prompts that share the step."""
 _PROCESS_SECONDS = 0.2
 _LOAD_BYTES_PER_SECOND = 40e9
 """The speed at which all replicas together load weights from the page cache."""

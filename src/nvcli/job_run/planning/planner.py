@@ -50,7 +50,7 @@ class Planner:
         self._max_passed_over = max_passed_over
         self._longest_first = longest_first
         self._last: list[tuple[bytes, int] | None] = [None] * num_replicas
-        """For each replica, the prompt that it took last and its shareable blocks."""
+        """The prompt that each replica took last, and the number of its shareable blocks."""
         self._in_order: deque[WaitingRow[PreparedRow]] = deque()
         """Waiting rows in the order of their arrival; rows taken meanwhile are dropped when they come to the front."""
         self._num_added = 0

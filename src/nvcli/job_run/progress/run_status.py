@@ -84,7 +84,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     """Requests in the replicas that do not run yet, and rows that were read ahead."""
     message: str | None = None
-    """What ended the run, where `state` is `failed`."""
+    """The error that ended the run, where `state` is `failed`."""
 
 
 def bare_status(state: State, started: datetime.datetime, message: str | None = None) -> RunStatus:

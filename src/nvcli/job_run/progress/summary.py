@@ -1,4 +1,4 @@
-"""What a run did, for its end: rows, errors by type, tokens, rates and where the time went."""
+"""The summary of a run at its end: rows, errors by type, tokens, rates and where the time went."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SHOWN_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimes:
-    """Where a run's time went, in wall-clock seconds; parts may overlap."""
+    """The times of a run in wall-clock seconds; parts may overlap."""
 
     total: float
     generating: float = 0.0
-    """From the first request to the last answer."""
+    """The time from the first request to the last answer."""
     startup: dict[str, float] = field(default_factory=dict)
     """The start-up of the slowest replica, by part."""
     loading_tokenizer: float = 0.0
@@ -31,7 +31,7 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a finished run did."""
+    """The work of a finished run."""
 
     output: str
     rows: int
@@ -39,7 +39,7 @@ class Summary:
     errors: dict[str, int]
     """Failed rows of the whole output by error type."""
     counts: Counts
-    """What this run did."""
+    """The counts of this run."""
     times: RunTimes
     was_complete: bool = False
     """The output was complete before, and there was nothing to do."""

@@ -21,7 +21,7 @@ _ROW_BYTES = 1000
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model and its configuration allow a row."""
+    """The limits that a model and its configuration set to a row."""
 
     max_model_len: int
     vocab_size: int

@@ -41,18 +41,17 @@ class _Batch:
         self._num_bytes = 0
         self._most_rows = FIRST_BATCH_ROWS
 
-    def add(self, row: Job | JobResult, num_bytes: int) -> None:
+    def add(self, row: Job | JobResult, num_bytes: int) -> bool:
+        """Add a row. Returns True if the batch is full with it; the next batch may then be larger."""
         self.rows.append(row)
         self._num_bytes += num_bytes
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.rows) >= self._most_rows or self._num_bytes >= MAX_BATCH_BYTES
+        if len(self.rows) < self._most_rows and self._num_bytes < MAX_BATCH_BYTES:
+            return False
+        self._most_rows = min(2 * self._most_rows, MAX_BATCH_ROWS)
+        return True
 
     def take(self) -> list[Job | JobResult]:
-        """Return the rows and begin a new batch. After a full batch the next one may be larger."""
-        if self.is_full:
-            self._most_rows = min(2 * self._most_rows, MAX_BATCH_ROWS)
+        """Return the rows and begin a new batch."""
         rows, self.rows, self._num_bytes = self.rows, [], 0
         return rows
 
@@ -99,9 +98,8 @@ class RowReader:
         for name in self._inputs:
             try:
                 for row, num_bytes in self._rows(name):
-                    if row is not None:
-                        batch.add(row, num_bytes)
-                    if batch.is_full or (row is None and batch.rows):
+                    is_due = batch.add(row, num_bytes) if row is not None else bool(batch.rows)
+                    if is_due:
                         yield batch.take()
             except (OSError, CompressionError) as error:
                 if batch.rows:

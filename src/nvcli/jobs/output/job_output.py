@@ -37,7 +37,7 @@ _DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What is asked of an output beside its name."""
+    """The settings of an output beside its name."""
 
     order: Order = "completion"
     """The order of its rows."""
@@ -50,7 +50,7 @@ class OutputOptions:
     limit: int | None = None
     """Only so many rows of the inputs are wanted; None: all."""
     reorder_bytes: int = 1 << 28
-    """What rows that wait for their turn may take in memory when the output is put in order."""
+    """The memory that rows may take while they wait for their turn, when the output is put in order."""
 
 
 class JobOutput:

@@ -28,7 +28,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an output is made from. Facts and descriptions of inputs are compared; names are for messages."""
+    """The sources of an output. Facts and descriptions of inputs are compared; names are for messages."""
 
     version: int = VERSION
     created: int

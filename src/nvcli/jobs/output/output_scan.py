@@ -20,7 +20,7 @@ class OutputScan:
         self.errors: Counter[str] = Counter()
         """Failed rows by error type."""
         self.sound_bytes = 0
-        """Where the last sound line ends, or in a compressed file its member; bytes behind it can be cut off."""
+        """The end of the last sound line, or in a compressed file of its member; bytes behind it can be cut off."""
         self.num_damaged = 0
         """Lines before `sound_bytes` that are no rows, or that repeat the row of an earlier line."""
         self.is_in_order = True
