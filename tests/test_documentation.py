@@ -1,0 +1,127 @@
+"""The documentation: every key, option, command and room is described, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from nvcli.cli.main import app
+from nvcli.config import FLAG_KEYS, JobConfig, RunConfig
+from nvcli.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parent.parent
+MAIN = ROOT / "README.md"
+MAP = ROOT / "src/nvcli/README.md"
+CONFIGS = ROOT / "configs/README.md"
+JOBS = ROOT / "src/nvcli/jobs/README.md"
+SCRIPTS = ROOT / "scripts/README.md"
+PAGES = [MAIN, MAP, CONFIGS, JOBS, SCRIPTS]
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def section(page: Path, heading: str) -> str:
+    """The text below a heading of the page, up to the next heading of the same level or a higher one."""
+    level = heading.index(" ")
+    _, found, rest = page.read_text(encoding="utf-8").partition(f"\n{heading}\n")
+    assert found, f"{page} has no heading {heading!r}"
+    return re.split(rf"^#{{1,{level}}} ", rest, flags=re.MULTILINE)[0]
+
+
+def first_column(text: str) -> list[str]:
+    """The names in code style in the first column of a section's tables."""
+    return [name for line in text.splitlines() if line.startswith("|") for name in names_in(line.split("|")[1])]
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """The lines of a section's tables, by each name in their first column."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return {name: line for line in lines for name in names_in(line.split("|")[1])}
+
+
+def test_every_key_is_documented_and_no_other() -> None:
+    keys = [key for key in RunConfig.__struct_fields__ if key != "job"]
+    assert sorted(first_column(section(CONFIGS, "## Keys"))) == sorted(keys)
+    job_keys = [f"job.{key}" for key in JobConfig.__struct_fields__]
+    assert sorted(first_column(section(CONFIGS, "## Keys of the `job` section"))) == sorted(job_keys)
+
+
+def test_every_sampling_key_is_documented_and_no_other() -> None:
+    documented = first_column(section(JOBS, "### The `sampling` object"))
+    assert sorted(documented) == sorted(SamplingParams.__struct_fields__)
+
+
+def test_flags_stand_beside_the_keys_that_they_set() -> None:
+    keys = rows_of(section(CONFIGS, "## Keys") + section(CONFIGS, "## Keys of the `job` section"))
+    missing = [flag for flag, key in FLAG_KEYS.items() if flag != "--device" and f"`{flag}`" not in keys[key]]
+    assert missing == []
+
+
+def test_every_command_is_documented_and_no_other() -> None:
+    documented = first_column(section(MAIN, "## Commands"))
+    assert [name.removeprefix("nvcli ") for name in documented if name.startswith("nvcli ")] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_in_the_usage_of_its_command(command: str) -> None:
+    page, heading = (MAIN, "## Commands") if command == "generate" else (SCRIPTS, f"## `nvcli {command}`")
+    usage = next(block for block in section(page, heading).split("```") if block.startswith(f"\nnvcli {command} "))
+    options = [parameter for parameter in COMMANDS[command].params if parameter.param_type_name == "option"]
+    shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", usage))
+    assert [option.opts for option in options if shown.isdisjoint(option.opts) and "--help" not in option.opts] == []
+
+
+def test_every_room_is_on_the_map() -> None:
+    named = first_column(section(MAP, "## The rooms"))
+    folders = [f"{path.parent.name}/" for path in MAP.parent.glob("*/__init__.py")]
+    assert [folder for folder in folders if folder not in named] == []
+
+
+def test_every_script_is_described() -> None:
+    text = SCRIPTS.read_text(encoding="utf-8")
+    scripts = [path.name for path in SCRIPTS.parent.glob("*") if runs_by_itself(path)]
+    assert [name for name in scripts if name not in text] == []
+
+
+def runs_by_itself(path: Path) -> bool:
+    """Whether a file of scripts/ is a program, and not a module or data."""
+    if not path.is_file():
+        return False
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return "__main__" in text if path.suffix == ".py" else text.startswith("#!")
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not target.startswith("https://"):
+                yield page, target
+
+
+def anchors(page: Path) -> list[str]:
+    """The names that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize(
+    ("page", "target"), [pytest.param(*link, id=f"{link[0].parent.name}:{link[1]}") for link in links()]
+)
+def test_every_link_leads_somewhere(page: Path, target: str) -> None:
+    path, _, anchor = target.partition("#")
+    there = (page.parent / path).resolve() if path else page
+    assert there.exists()
+    assert not anchor or anchor in anchors(there)
+
+
+def test_the_main_page_is_short() -> None:
+    assert len(MAIN.read_text(encoding="utf-8").splitlines()) <= 200
