@@ -2,9 +2,11 @@
 """Time the attention backends on this GPU: decode by lengths and rows, prefill by shapes; a table at the end.
 
     python3 scripts/bench_attention.py [--only decode|prefill] [--backends triton,flash-attn,…] [--rows 1,16,64,…]
+                                       [--window N]
 
 bf16 on random data, KV heads 8 × 128. Decode lengths are uniform in 100 to 1,620. Each figure is the median of several
-replays of a CUDA graph over several layers' caches, so that no layer finds its keys in the L2 cache.
+replays of a CUDA graph over several layers' caches, so that no layer finds its keys in the L2 cache. With a window,
+bytes and operations count the keys that are seen alone.
 """
 
 from __future__ import annotations
@@ -23,26 +25,29 @@ from torch import Tensor
 
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.errors import ConfigError
-from nvcli.messages import ForwardMode
 
 DEVICE = torch.device("cuda")
 NUM_KV_HEADS, HEAD_DIM, DTYPE = 8, 128, torch.bfloat16
 CACHE_BYTES = 32 << 30
-"""Of all layers together."""
+"""The caches of all layers together."""
 
 
-def make_case(num_heads: int, block_size: int, max_num_seqs: int = 1024) -> AttentionCase:
+def make_case(
+    num_heads: int, block_size: int, window: int | None, max_num_seqs: int = 1024, max_tokens: int = 16_384
+) -> AttentionCase:
+    spec = AttentionSpec(
+        num_heads=num_heads, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5, window=window
+    )
     return AttentionCase(
         device=DEVICE,
         dtype=DTYPE,
-        num_heads=num_heads,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
+        specs=(spec,),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
     )
 
 
@@ -56,16 +61,27 @@ def memory_pool() -> Tensor:
     return pool
 
 
+class PooledCache(KVCache):
+    """A cache whose memory is cut from the pool."""
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.data[index, 0], self.data[index, 1]
+
+
 def make_cache(num_blocks: int, block_size: int) -> KVCache:
-    """Of as many layers as the pool has room for, 28 at most."""
+    """A cache of as many layers as the pool has room for, 28 at most."""
     block = (block_size, NUM_KV_HEADS, HEAD_DIM)
     layer_size = 2 * num_blocks * math.prod(block)
     num_layers = min(28, memory_pool().numel() // layer_size)
     assert num_layers >= 2, "one layer would be timed in the L2 cache"
     spec = KVCacheSpec(
-        num_layers=num_layers, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, block_size=block_size, dtype=DTYPE
+        group_layers=(tuple(range(num_layers)),),
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_size=block_size,
+        dtype=DTYPE,
     )
-    kv_cache = KVCache(spec, 0, DEVICE)
+    kv_cache = PooledCache(spec, 1, DEVICE)
     kv_cache.num_blocks = num_blocks
     kv_cache.data = memory_pool()[: num_layers * layer_size].view(num_layers, 2, num_blocks, *block)
     return kv_cache
@@ -74,7 +90,7 @@ def make_cache(num_blocks: int, block_size: int) -> KVCache:
 def make_batch(
     extend_lens: list[int], seq_lens: np.ndarray, block_size: int, backend: AttentionBackend, spread: int = 1
 ) -> ForwardBatch:
-    """Prompt slices of these lengths, or decode rows where there are none; blocks in random order among `spread` times
+    """Prefill chunks of these lengths, or decode rows where there are none; blocks in random order among `spread` times
     as many; in order where it is 0."""
     num_blocks = -(-seq_lens // block_size)
     total = int(num_blocks.sum())
@@ -82,20 +98,27 @@ def make_batch(
     tables = np.zeros((len(seq_lens), int(num_blocks.max())), dtype=np.int32)
     for row, (end, count) in enumerate(zip(np.cumsum(num_blocks), num_blocks, strict=True)):
         tables[row, :count] = ids[end - count : end]
-    query_lens = extend_lens or [1] * len(seq_lens)
+    num_rows = len(seq_lens)
+    query_lens = np.array(extend_lens or [1] * num_rows)
     nothing = torch.empty(0, device=DEVICE)
+    slots = np.random.default_rng(2).permutation(num_rows)
+    slot_tables = np.zeros_like(tables)
+    slot_tables[slots] = tables
+    shape = BatchShape(decode_rows=num_rows)
+    if extend_lens:
+        shape = BatchShape(prefill_rows=num_rows, prefill_tokens=sum(extend_lens))
     return ForwardBatch(
-        mode=ForwardMode.EXTEND if extend_lens else ForwardMode.DECODE,
+        shape=shape,
         input_ids=nothing,
         positions=nothing,
         slot_mapping=nothing,
-        block_tables=torch.from_numpy(tables).to(DEVICE),
+        slots=torch.from_numpy(slots).to(DEVICE),
+        block_tables=torch.from_numpy(slot_tables).to(DEVICE)[None],
         seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(DEVICE),
-        seq_lens_host=seq_lens,
         query_start_loc=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=DEVICE),
         logits_rows=nothing,
-        num_decodes=0 if extend_lens else len(seq_lens),
-        extend_lens=extend_lens,
+        num_tokens_host=query_lens,
+        seq_lens_host=seq_lens,
         kv_cache=make_cache(max(spread, 1) * total + 1, block_size),
         backend=backend,
     )
@@ -151,21 +174,18 @@ class Layers:
     """One call of `forward` for each layer of a batch."""
 
     batch: ForwardBatch
-    num_heads: int
+    spec: AttentionSpec
 
     def __post_init__(self) -> None:
-        shape = (self.batch.num_tokens, self.num_heads + 2 * NUM_KV_HEADS, HEAD_DIM)
-        heads = torch.randn(shape, device=DEVICE).to(DTYPE)
-        self.q = heads[:, : self.num_heads]
-        self.k, self.v = heads[:, self.num_heads :].chunk(2, dim=1)
-        self.count = self.batch.kv_cache.spec.num_layers
+        num_heads = self.spec.num_heads
+        heads = torch.randn((self.batch.num_tokens, num_heads + 2 * NUM_KV_HEADS, HEAD_DIM), device=DEVICE).to(DTYPE)
+        self.q = heads[:, :num_heads]
+        self.k, self.v = heads[:, num_heads:].chunk(2, dim=1)
+        self.count = self.batch.kv_cache.spec.layers_per_block
 
     def __call__(self) -> None:
-        spec = AttentionSpec(
-            num_heads=self.num_heads, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5
-        )
         for layer in range(self.count):
-            self.batch.backend.forward(spec, layer, self.q, self.k, self.v, self.batch)
+            self.batch.backend.forward(self.spec, layer, self.q, self.k, self.v, self.batch)
 
     def seconds(self) -> float:
         return time_graph(self) / self.count
@@ -175,7 +195,12 @@ def block_size_of(name: str) -> int:
     return 256 if name == "flash-attn" else 64
 
 
-def decode_table(names: list[str], heads: list[int], rows: list[int]) -> list[str]:
+def plan_times(batch: ForwardBatch) -> str:
+    """µs on the host + on the GPU."""
+    return f"{time_host_plan(batch) * 1e6:.0f}+{time_device_plan(batch) * 1e6:.0f}"
+
+
+def decode_table(names: list[str], heads: list[int], rows: list[int], window: int | None) -> list[str]:
     lines = [
         "decode: µs per layer (GB/s of K and V); last, plan of a step: µs on the host + on the GPU",
         "heads  rows " + "".join(f"{name:>20}" for name in names),
@@ -183,18 +208,19 @@ def decode_table(names: list[str], heads: list[int], rows: list[int]) -> list[st
     for num_heads in heads:
         for num_rows in rows:
             lens = np.random.default_rng(1).integers(100, 1620, num_rows)
-            num_bytes = int(lens.sum()) * 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
+            num_keys = int(np.minimum(lens, window or lens.max()).sum())
+            num_bytes = num_keys * 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
             cells, plans = [], []
             for name in names:
-                case = make_case(num_heads, block_size_of(name))
+                case = make_case(num_heads, block_size_of(name), window)
                 backend = selection._load(name)(case)
                 batch = make_batch([], lens, case.block_size, backend)
                 backend.prepare_capture(batch)
                 backend.plan(batch)
                 backend.plan_on_device(batch)
-                seconds = Layers(batch, num_heads).seconds()
+                seconds = Layers(batch, case.specs[0]).seconds()
                 cells.append(f"{seconds * 1e6:12.1f} ({num_bytes / seconds / 1e9:5.0f})")
-                plans.append(f"{time_host_plan(batch) * 1e6:.0f}+{time_device_plan(batch) * 1e6:.0f}")
+                plans.append(plan_times(batch))
             lines.append(f"{num_heads:>3}/{NUM_KV_HEADS} {num_rows:>5} " + "".join(f"{cell:>20}" for cell in cells))
             lines[-1] += "   " + " ".join(plans)
             print(lines[-1], flush=True)
@@ -209,26 +235,38 @@ PROMPTS = {
 }
 
 
-def prefill_table(names: list[str], heads: list[int]) -> list[str]:
-    lines = ["prefill: µs per layer (TFLOP/s)", f"{'heads':5} {'prompts':20}" + "".join(f"{n:>20}" for n in names)]
+def count_pairs(num_tokens: int, length: int, window: int | None) -> int:
+    """Pairs of a token and a key that it sees, of the last `num_tokens` of a request."""
+    seen = np.arange(length - num_tokens + 1, length + 1)
+    return int(np.minimum(seen, window or length).sum())
+
+
+def prefill_table(names: list[str], heads: list[int], window: int | None) -> list[str]:
+    lines = [
+        "prefill: µs per layer (TFLOP/s); last, plan of a step: µs on the host + on the GPU",
+        f"{'heads':5} {'prompts':20}" + "".join(f"{n:>20}" for n in names),
+    ]
     for num_heads in heads:
         for title, (extend_lens, seq_lens) in PROMPTS.items():
-            pairs = sum(n * (length - n) + n * (n + 1) // 2 for n, length in zip(extend_lens, seq_lens, strict=True))
+            pairs = sum(count_pairs(n, length, window) for n, length in zip(extend_lens, seq_lens, strict=True))
             flops = 4 * num_heads * HEAD_DIM * pairs
-            cells = []
+            cells, plans = [], []
             for name in names:
                 if name == "torch-varlen":
                     cells.append(_torch_varlen(num_heads, extend_lens, seq_lens, flops))
                     continue
-                case = make_case(num_heads, block_size_of(name))
+                case = make_case(num_heads, block_size_of(name), window)
                 backend = selection._load(name)(case)
                 batch = make_batch(extend_lens, np.array(seq_lens), case.block_size, backend)
                 backend.plan(batch)
-                layers = Layers(batch, num_heads)
+                backend.plan_on_device(batch)
+                layers = Layers(batch, case.specs[0])
                 layers.count = min(layers.count, 4)
                 seconds = layers.seconds()
                 cells.append(f"{seconds * 1e6:12.1f} ({flops / seconds / 1e12:5.0f})")
+                plans.append(plan_times(batch))
             lines.append(f"{num_heads:>3}/{NUM_KV_HEADS} {title:20}" + "".join(f"{cell:>20}" for cell in cells))
+            lines[-1] += "   " + " ".join(plans)
             print(lines[-1], flush=True)
     return lines
 
@@ -253,21 +291,23 @@ def main() -> None:
     parser.add_argument("--backends", default="triton,flash-attn,flashinfer")
     parser.add_argument("--rows", default="1,16,64,256,1024")
     parser.add_argument("--heads", default="16,32")
+    parser.add_argument("--window", type=int)
     args = parser.parse_args()
     heads = [int(text) for text in args.heads.split(",")]
     names = []
     for name in args.backends.split(","):
         try:
-            selection._choose(name, make_case(heads[0], block_size_of(name)), [])
+            selection._choose(name, make_case(heads[0], block_size_of(name), args.window), [])
             names.append(name)
         except ConfigError as error:
             print(error)
     lines: list[str] = []
     with torch.inference_mode():
         if args.only != "prefill":
-            lines += decode_table(names, heads, [int(text) for text in args.rows.split(",")])
+            lines += decode_table(names, heads, [int(text) for text in args.rows.split(",")], args.window)
         if args.only != "decode":
-            lines += prefill_table([*names, "torch-varlen"], heads)
+            others = [] if args.window else ["torch-varlen"]
+            lines += prefill_table([*names, *others], heads, args.window)
     print("\n" + torch.cuda.get_device_name(), "torch", torch.__version__)
     print("\n".join(lines))
 

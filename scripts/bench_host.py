@@ -33,8 +33,8 @@ BLOCK_SIZE = 64
 
 class NullOutput:
     def __init__(self, step: StepInput) -> None:
-        num_sampled = len(step.decode_slots) // 4 + sum(step.extend_samples[::4])
-        self._output = StepOutput(step_id=step.step_id, token_ids=bytes(4 * num_sampled))
+        num_logits = step.num_decodes + sum(step.num_logits[4 * step.num_decodes :: 4])
+        self._output = StepOutput(step_id=step.step_id, token_ids=bytes(4 * num_logits))
 
     def result(self) -> StepOutput:
         return self._output

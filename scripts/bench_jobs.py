@@ -18,13 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, Job, JobResult, Usage
-from nvcli.jobs.job_output import open_output
-from nvcli.jobs.manifest import Manifest
-from nvcli.jobs.output_scan import scan_output
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
-from nvcli.jobs.writer import ResultWriter
+from nvcli.jobs.output.job_output import open_output
+from nvcli.jobs.output.manifest import Manifest
+from nvcli.jobs.output.output_scan import scan_output
+from nvcli.jobs.output.writer import ResultWriter
+from nvcli.jobs.rows.parser import RowParser
 
 JOB = Manifest(created=0, model="m", facts={}, inputs=[])
 GENERATOR = """

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nvcli.kernels import activation, norm, rotary, sampling
-from nvcli.kernels.decode_inputs import DecodeInputs, decode_inputs
+from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows, prepare_inputs
 
 VOCAB_SIZE = 151_936
 MODELS = {"0.6B": (1024, 16, 8, 3072), "8B": (4096, 32, 8, 12288)}
@@ -168,24 +168,42 @@ def bench_sampler() -> None:
         print(f"likely_threshold, {n} rows: " + ", ".join(f"{name} {t:.1f}" for m, name, t in limited if m == n))
 
 
-def bench_decode_inputs() -> None:
+def bench_prepare_inputs() -> None:
+    """Steps of n decode rows, and of one prompt of 8,192 tokens."""
     times = []
-    for n in ROWS:
-        ints = torch.zeros(n, dtype=torch.int32, device="cuda")
-        out = DecodeInputs(
-            input_ids=ints,
-            positions=ints.clone(),
-            slot_mapping=ints.long(),
-            seq_lens=ints.clone(),
-            block_tables=torch.zeros(n, 256, dtype=torch.int32, device="cuda"),
+    for n, num_tokens in [*((n, 1) for n in ROWS), (1, 8192)]:
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device="cuda")
+
+        total = n * num_tokens
+        state = SlotState(
+            lengths=ints(n + 1), token_ids=ints(n + 1, 16384), block_tables=ints(1, n + 1, 256), block_size=64
         )
-        tables = [torch.zeros(n + 1, width, dtype=torch.int32, device="cuda") for width in (4096, 256)]
-        computed, slots = torch.zeros(n + 1, dtype=torch.int32, device="cuda"), torch.arange(n, device="cuda")
-        here = microseconds(
-            lambda: decode_inputs(slots, computed, *tables, out, block_size=16, padding_slot=n)  # noqa: B023
+        rows = StepRows(
+            slots=torch.arange(n + 1, dtype=torch.int32, device="cuda"),
+            num_tokens=torch.tensor([num_tokens] * n + [0], dtype=torch.int32, device="cuda"),
+            num_logits=torch.tensor([1] * n + [0], dtype=torch.int32, device="cuda"),
+            query_start_loc=torch.tensor([*range(0, total + 1, num_tokens), total], dtype=torch.int32, device="cuda"),
+            logits_start_loc=torch.tensor([*range(n + 1), n], dtype=torch.int32, device="cuda"),
         )
-        times.append((here, 0.0, n * 2048 / BYTES_PER_US))
-    row("decode_inputs", times)
+        inputs = StepInputs(
+            input_ids=ints(total),
+            positions=ints(total),
+            slot_mapping=ints(1, total, dtype=torch.int64),
+            slots=ints(n + 1, dtype=torch.int64),
+            seq_lens=ints(n + 1),
+            logits_rows=ints(n, dtype=torch.int64),
+            sample_slots=ints(n, dtype=torch.int64),
+            sample_positions=ints(n),
+        )
+
+        def prepare(rows=rows, state=state, inputs=inputs) -> None:  # type: ignore[no-untyped-def]
+            state.lengths.zero_()
+            prepare_inputs(rows, state, inputs)
+
+        times.append((microseconds(prepare), 0.0, total * 24 / BYTES_PER_US))
+    row("prepare_inputs", times)
 
 
 def tune() -> None:
@@ -254,6 +272,6 @@ if __name__ == "__main__":
     for model in MODELS:
         bench_layers(model)
     bench_sampler()
-    bench_decode_inputs()
+    bench_prepare_inputs()
     if "--tune" in sys.argv:
         tune()

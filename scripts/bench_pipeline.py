@@ -30,17 +30,17 @@ from nvcli.config import EngineConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.engine.protocol import AddRequests
 from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.job_run.generate import generate
+from nvcli.job_run.progress.display import Progress
+from nvcli.job_run.progress.summary import Summary
+from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, JobResult, Usage
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
-from nvcli.jobs.writer import ResultWriter, Sink
+from nvcli.jobs.output.writer import ResultWriter, Sink
+from nvcli.jobs.rows.parser import RowParser
 from nvcli.messages import EngineReady, pack
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.generate import generate
-from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
-from nvcli.pipeline.progress import Progress
-from nvcli.pipeline.summary import Summary
-from nvcli.pipeline.tokenizer import Tokenizer
 
 ANSWER = pack(range(20, 28))
 FORMS = ("prompt", "chat", "no-id", "huge")
@@ -202,7 +202,7 @@ def measure_stages(path: Path, num_rows: int, model: Path, max_num_seqs: int, ra
     summary, engine = show("all", lambda: run_all([str(path)], model, os.devnull, max_num_seqs, rate))
     assert summary.rows == num_rows
     assert not summary.errors, summary.errors
-    seconds = summary.generation_seconds
+    seconds = summary.times.generating
     starved = engine.starved_seconds / seconds
     print(f"  generating   {num_rows / seconds:>10,.0f}, engine starved {starved:.1%} of the time")
 
@@ -241,7 +241,7 @@ def run_child(output: str, model: Path, max_num_seqs: int) -> None:
     Tokenizer.load(model)  # what is imported counts as before the first row
     ready = _peak_bytes()
     summary, _ = run_all(["-"], model, output, max_num_seqs)
-    report = {"rows": summary.rows, "seconds": summary.generation_seconds, "ready": ready, "peak": _peak_bytes()}
+    report = {"rows": summary.rows, "seconds": summary.times.generating, "ready": ready, "peak": _peak_bytes()}
     print(json.dumps(report))
 
 

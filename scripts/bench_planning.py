@@ -18,8 +18,8 @@ from pathlib import Path
 
 from demo_tasks import raw_prompt, sample_lookups
 from nvcli.config import JobConfig, RunConfig
-from nvcli.pipeline.generate import generate
-from nvcli.pipeline.progress import Progress
+from nvcli.job_run.generate import generate
+from nvcli.job_run.progress.display import Progress
 
 
 def main() -> None:
@@ -58,11 +58,12 @@ def main() -> None:
             seconds = time.perf_counter() - started
             results = [json.loads(line) for line in output.read_text().splitlines()]
             answers[plan] = {row["index"]: [choice["text"] for choice in row["choices"]] for row in results}
-            computed = summary.prompt_tokens - summary.cached_tokens
+            counts = summary.counts
+            computed = counts.prompt_tokens - counts.cached_tokens
             print(
-                f"plan {str(plan).lower():<5} {computed:>9,} of {summary.prompt_tokens:,} prompt tokens computed, "
-                f"{summary.generation_seconds:.1f} s generating ({seconds:.1f} s in all), "
-                f"{summary.num_preemptions} preemptions"
+                f"plan {str(plan).lower():<5} {computed:>9,} of {counts.prompt_tokens:,} prompt tokens computed, "
+                f"{summary.times.generating:.1f} s generating ({seconds:.1f} s in all), "
+                f"{counts.num_preemptions} preemptions"
             )
         print("the same answers:", answers[False] == answers[True])
 

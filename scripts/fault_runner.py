@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from nvcli import cli
+from nvcli.cli import main as cli
 from nvcli.config import EngineConfig
 from nvcli.engine.client import EngineClient
 from nvcli.messages import EngineReady, StepInput

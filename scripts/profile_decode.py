@@ -31,9 +31,9 @@ from nvcli.config import EngineConfig, RunConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.messages import StepInput, StepOutput
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config
 from nvcli.runner.interface import PendingOutput, RankContext
 from nvcli.runner.model_runner import ModelRunner
 
@@ -42,10 +42,10 @@ KINDS = {
     "choice of tokens over the ranks": r"_max_kernel",
     "q/k norm, RoPE, KV store": r"qk_norm_rope",
     "SiLU": r"silu",
-    "attention": r"attention|plan_decode",
+    "attention": r"attention|plan_",
     "norms": r"rms_norm",
-    "sampler": r"best_of|threshold",
-    "step inputs": r"decode_inputs",
+    "sampler": r"best_of|top_k|candidates|kept_logit",
+    "step inputs": r"prepare_inputs|write_tokens",
     "copies": r"Memcpy|Memset|copy|fill|index",
     "matrix products": r"gemm|cutlass|nvjet|_linear_kernel|splitK",
 }

@@ -16,9 +16,9 @@ import os, sys
 sys.path.insert(0, {tests!r})
 from fake_engine import FakeEngine
 from tokenizers import Tokenizer as Backend
-from nvcli import cli
+from nvcli.cli import main as cli
 from nvcli.engine.client import EngineClient
-from nvcli.pipeline.tokenizer import Tokenizer
+from nvcli.job_run.text.tokenizer import Tokenizer
 
 class Loaded:  # spares each test the import of transformers
     chat_template = eos_token_id = None
@@ -34,7 +34,7 @@ cli.main()
 WITH_RUNNER = """
 import sys
 sys.path.insert(0, {tests!r})
-from nvcli import cli
+from nvcli.cli import main as cli
 from nvcli.engine.client import EngineClient
 
 start = EngineClient.start

@@ -6,6 +6,9 @@ import errno
 import os
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from nvcli.engine.protocol import EngineStart
 from nvcli.errors import LoadError
 from nvcli.executor import executor
 from nvcli.executor.process import ChildProcess
-from nvcli.messages import EngineReady, StepInput, StepOutput, pack, unpack
+from nvcli.messages import EngineReady, SlotSampling, StepInput, StepOutput, pack, unpack
 from nvcli.runner.interface import RankContext, Runner
 
 BLOCK_SIZE = 4
@@ -55,7 +58,9 @@ class CountingRunner:
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         self.context = context
         self.is_output_rank = context.rank == config.output_rank
-        self.counts: dict[int, int] = {}
+        self.lens: dict[int, int] = {}
+        """Computed tokens of each slot."""
+        self.sampling: dict[int, SlotSampling] = {}
         self.ready = EngineReady(
             num_blocks=64,
             block_size=config.block_size,
@@ -69,69 +74,169 @@ class CountingRunner:
         return 1000 + self.context.rank
 
     def launch(self, step: StepInput) -> Output | None:
-        for new in step.new_slots:
-            # A request that comes back after a preemption brings its output along as prompt.
-            self.counts[new.slot] = new.num_cached_tokens - new.sampling.prompt_len
-        tokens = []
-        for slot in unpack(step.decode_slots):
-            tokens.append(100 + self.counts[slot])
-            self.counts[slot] += 1
-        extends = zip(unpack(step.extend_slots), unpack(step.extend_lens), unpack(step.extend_samples), strict=True)
-        for slot, length, samples in extends:
-            self.counts[slot] += length
-            if samples:
-                tokens.append(100 + self.counts[slot])
-                self.counts[slot] += 1
+        self.apply(step)
+        tokens: list[int] = []
+        for slot, num_tokens, num_logits in rows_of(step):
+            self.lens[slot] += num_tokens
+            num_generated = self.lens[slot] - self.sampling[slot].prompt_len
+            tokens += range(100 + num_generated - num_logits + 1, 100 + num_generated + 1)
         return Output(StepOutput(step_id=step.step_id, token_ids=pack(tokens))) if self.is_output_rank else None
+
+    def apply(self, step: StepInput) -> None:
+        """Take in what changed since the last step."""
+        for new in step.new_slots:
+            self.lens[new.slot] = new.num_cached_tokens
+            self.sampling[new.slot] = new.sampling
+
+
+def rows_of(step: StepInput) -> list[tuple[int, int, int]]:
+    """(slot, number of tokens, number of logits) of each row."""
+    return list(zip(unpack(step.slots), unpack(step.num_tokens), unpack(step.num_logits), strict=True))
+
+
+def spans_of(step: StepInput) -> list[tuple[int, int, list[int]]]:
+    """(slot, first position, tokens) of each span of tokens that the step brings."""
+    token_ids = unpack(step.token_ids).tolist()
+    spans, first = [], 0
+    for slot, start, count in zip(*map(unpack, (step.token_slots, step.token_starts, step.token_counts)), strict=True):
+        spans.append((slot, start, token_ids[first : first + count]))
+        first += count
+    assert first == len(token_ids)
+    return spans
+
+
+def decode_slots_of(step: StepInput) -> list[int]:
+    return unpack(step.slots)[: step.num_decodes].tolist()
+
+
+def chunk_lens_of(step: StepInput) -> list[int]:
+    return unpack(step.num_tokens)[step.num_decodes :].tolist()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the cache holds of a token: enough to tell whose it is."""
+
+    position: int
+    before: int
+    """Hash of the tokens before it."""
+    hash: int
+    """Hash of them and itself."""
 
 
 class HashingRunner(CountingRunner):
     """A model in little: each token depends on all before it, by what the blocks hold for them.
 
-    A block that is read before it was written is an error; one that holds something else changes the answer.
+    It follows `StepInput`'s contract as a real rank does, by its own true lengths, which a step advances by as many
+    tokens as it accepts (`accept`; all of them unless a test sets it). A row reads the keys that its tokens attend to,
+    in each KV group from that group's blocks. They must be there, be of these positions and chain up to one another: a
+    key that was not written, was overwritten or is another request's shows, here or in the answer.
     """
+
+    BAD_TOKEN = 7
+    """Drafted where a token will not be accepted; never sampled."""
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
         self.block_size = config.block_size
-        self.kv: dict[tuple[int, int], int] = {}
-        self.tables: dict[int, dict[int, int]] = {}
-        self.lens: dict[int, int] = {}
-        self.last: dict[int, int] = {}
+        self.windows: list[int | None] = [None]
+        """Of each KV group: at least 2 tokens, or None."""
+        self.accept: Callable[[int], int] | None = None
+        """Given a row's number of logits, how many of its tokens count."""
+        self.kv: dict[tuple[int, int], Key] = {}
+        self.tables: dict[tuple[int, int], dict[int, int]] = {}
+        """By KV group and slot, column → block."""
+        self.slots: set[int] = set()
+        self.tokens: dict[int, dict[int, int]] = {}
+        """By slot, position → token: those that steps brought and those that were sampled."""
+        self.num_short_rows = 0
+        """Rows of which fewer tokens counted than had logits."""
 
     def launch(self, step: StepInput) -> Output | None:
         self.apply(step)
-        tokens = [self.compute(slot, [self.last[slot]]) for slot in unpack(step.decode_slots)]
-        inputs = iter(unpack(step.token_ids))
-        extends = zip(unpack(step.extend_slots), unpack(step.extend_lens), unpack(step.extend_samples), strict=True)
-        for slot, length, samples in extends:
-            token = self.compute(slot, [next(inputs) for _ in range(length)])
-            if samples:
-                tokens.append(token)
-        return Output(StepOutput(step_id=step.step_id, token_ids=pack(tokens))) if self.is_output_rank else None
+        tokens: list[int] = []
+        counts: list[int] = []
+        bounds = unpack(step.seq_lens)
+        for (slot, num_tokens, num_logits), bound in zip(rows_of(step), bounds, strict=True):
+            assert slot in self.slots
+            assert self.lens[slot] + num_tokens <= bound, "longer than the upper bound"
+            assert self.accept is not None or self.lens[slot] + num_tokens == bound
+            given = self.compute(slot, num_tokens, num_logits)
+            tokens += given
+            if num_logits:
+                counts.append(len(given))
+        if not self.is_output_rank:
+            return None
+        return Output(
+            StepOutput(step_id=step.step_id, token_ids=pack(tokens), counts=pack(counts) if self.accept else b"")
+        )
 
     def apply(self, step: StepInput) -> None:
         for slot in unpack(step.freed_slots):
-            self.tables.pop(slot, None)
+            self.slots.discard(slot)
         for new in step.new_slots:
-            assert new.slot not in self.tables, "the slot is taken"
-            self.tables[new.slot] = {}
-            self.lens[new.slot] = new.num_cached_tokens
-        for slot, column, block in zip(*map(unpack, (step.block_slots, step.block_columns, step.block_ids))):  # noqa: B905
-            self.tables[slot][column] = block
+            assert new.slot not in self.slots, "the slot is taken"
+            self.slots.add(new.slot)
+            self.tokens[new.slot] = {}
+            for group in range(len(self.windows)):
+                self.tables[group, new.slot] = {}
+        super().apply(step)
+        columns = (step.block_groups, step.block_slots, step.block_columns, step.block_ids)
+        for group, slot, column, block in zip(*map(unpack, columns), strict=True):
+            assert slot in self.slots
+            assert block > 0
+            self.tables[group, slot][column] = block
+        for slot, start, tokens in spans_of(step):
+            assert slot in self.slots
+            self.tokens[slot].update(enumerate(tokens, start))
 
-    def compute(self, slot: int, tokens: list[int]) -> int:
-        """Store keys of these tokens, the next of a slot, and choose the one behind them."""
-        for token in tokens:
-            position = self.lens[slot]
-            before = self.kv[self.place(slot, position - 1)] if position else 1
-            self.kv[self.place(slot, position)] = (before * 31 + token + 7) % 1_000_003
-            self.lens[slot] += 1
-        self.last[slot] = 100 + self.kv[self.place(slot, self.lens[slot] - 1)] % 50
-        return self.last[slot]
+    def compute(self, slot: int, num_tokens: int, num_logits: int) -> list[int]:
+        """Store the keys of a row's tokens, drafted ones included; the tokens that count."""
+        start, known = self.lens[slot], self.tokens[slot]
+        num_certain = num_tokens - max(0, num_logits - 1)  # the others are drafted
+        count = num_logits if self.accept is None else self.accept(num_logits)
+        assert 0 <= count <= num_logits
+        given: list[int] = []
+        last = self.check_past(slot, start)
+        for position in range(start, start + num_tokens):
+            is_right = position < start + num_certain or len(given) < count
+            key = Key(position, last, hash((last, known[position] if is_right else self.BAD_TOKEN)))
+            for group in range(len(self.windows)):
+                self.kv[self.place(group, slot, position)] = key
+            last = key.hash
+            if position >= start + num_tokens - num_logits and len(given) < count:
+                known[position + 1] = self.sample(slot, position, key)
+                given.append(known[position + 1])
+        self.lens[slot] = start + num_tokens - num_logits + count
+        self.num_short_rows += count < num_logits
+        return given
 
-    def place(self, slot: int, position: int) -> tuple[int, int]:
-        return self.tables[slot][position // self.block_size], position % self.block_size
+    def check_past(self, slot: int, start: int) -> int:
+        """Read what the token at `start` attends to; the hash of all tokens before it."""
+        hashes = {0 if start == 0 else self.check_group(group, slot, start) for group in range(len(self.windows))}
+        assert len(hashes) == 1, "KV groups hold different tokens"
+        return hashes.pop()
+
+    def check_group(self, group: int, slot: int, start: int) -> int:
+        window = self.windows[group]
+        first = 0 if window is None else max(0, start - window + 1)
+        keys = [self.kv[self.place(group, slot, position)] for position in range(first, start)]
+        assert [key.position for key in keys] == list(range(first, start)), "keys of other positions"
+        assert all(key.before == before.hash for before, key in pairwise(keys)), "keys of other requests"
+        assert first > 0 or keys[0].before == 0
+        return keys[-1].hash
+
+    def sample(self, slot: int, position: int, key: Key) -> int:
+        sampling = self.sampling[slot]
+        if sampling.repetition_penalty != 1.0:
+            assert all(p in self.tokens[slot] for p in range(position + 1)), "tokens that penalties must count"
+        token = 100 + key.hash % 50
+        if token in sampling.stop_ids and position + 1 - sampling.prompt_len < sampling.min_tokens:
+            return 1000  # nobody stops on it
+        return token
+
+    def place(self, group: int, slot: int, position: int) -> tuple[int, int]:
+        return self.tables[group, slot][position // self.block_size], position % self.block_size
 
 
 class OutOfMemoryRunner(HashingRunner):

@@ -13,10 +13,10 @@ from nvcli.config import Order
 from nvcli.errors import RowError
 from nvcli.jobs.compression import Unpacker, compression_of
 from nvcli.jobs.job import Choice, JobResult, Place, RowForm, Usage, failed
-from nvcli.jobs.job_output import JobOutput, open_output
-from nvcli.jobs.manifest import Manifest
-from nvcli.jobs.reorder import ReorderBuffer
-from nvcli.jobs.writer import ResultWriter
+from nvcli.jobs.output.job_output import JobOutput, open_output
+from nvcli.jobs.output.manifest import Manifest
+from nvcli.jobs.output.reorder import ReorderBuffer
+from nvcli.jobs.output.writer import ResultWriter
 
 JOB = Manifest(created=1000, model="m", facts={"seed": 0, "dtype": "float32"}, inputs=[("in.jsonl", "5 bytes")])
 FAILING = frozenset((3, 4))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.jobs.job import Place
 from nvcli.messages import pack
-from nvcli.pipeline.prepare import PreparedRow
 from nvcli.sampling_params import SamplingParams
 
 

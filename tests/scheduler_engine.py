@@ -11,7 +11,7 @@ from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.messages import EngineReady, StepInput, StepOutput
+from nvcli.messages import EngineReady, StepInput, StepOutput, unpack
 
 
 class InstantExecutor:
@@ -21,8 +21,8 @@ class InstantExecutor:
         self._outputs: deque[StepOutput] = deque()
 
     def submit(self, step: StepInput) -> None:
-        num_sampled = len(step.decode_slots) // 4 + sum(step.extend_samples[::4])
-        self._outputs.append(StepOutput(step_id=step.step_id, token_ids=b"\x05\0\0\0" * num_sampled))
+        num_logits = sum(unpack(step.num_logits))
+        self._outputs.append(StepOutput(step_id=step.step_id, token_ids=b"\x05\0\0\0" * num_logits))
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()

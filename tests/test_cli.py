@@ -80,13 +80,13 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
     script = tmp_path / "probe.py"
     script.write_text(
         "import os, sys\n"
-        "from nvcli import cli\n"
+        "from nvcli.cli import main as cli\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'rich', 'numpy', 'huggingface_hub', 'safetensors'}\n"
         "def leave(code):\n"
         "    found = heavy & sys.modules.keys()\n"
         "    print('heavy:', sorted(found), file=sys.stderr)\n"
         "    sys.exit(code)\n"
-        "cli._leave = leave\n"
+        "cli._exit = leave\n"
         "cli.main()\n"
     )
     command = [sys.executable, str(script), *arguments]
@@ -221,15 +221,15 @@ def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     script = """
 import os, signal, sys
-from nvcli.pipeline import generate
+from nvcli.job_run import resolve
 def resolve_model(name):
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except Exception:
         raise AssertionError("a library took it for an error")
-generate.resolve_model = resolve_model
+resolve.resolve_model = resolve_model
 sys.argv = ["nvcli", "generate", "in.jsonl", "-m", "demo", "--progress-file", "progress.json"]
-from nvcli.cli import main
+from nvcli.cli.main import main
 main()
 """
     command = [sys.executable, "-c", script]

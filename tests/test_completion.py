@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from nvcli.cli import app
+from nvcli.cli.main import app
 from nvcli.config import RunConfig
 
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

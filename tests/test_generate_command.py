@@ -443,7 +443,7 @@ def test_with_keep_going_the_other_copy_takes_over(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 0, stderr.decode()
     assert b"warning: a copy of the model died" in stderr
-    assert f"replica 1: the engine 1 (pid {engines[1]}) was killed by SIGKILL".encode() in stderr
+    assert f"copy 1 of the model: the engine 1 (pid {engines[1]}) was killed by SIGKILL".encode() in stderr
     assert b"1 copy of the model died on the way" in stderr
     assert b"Traceback" not in stderr
     assert gone(victims)

@@ -27,9 +27,9 @@ from comparison.report import format_table, standings
 from nvcli.bench.command import parse_range
 from nvcli.bench.workload import Workload
 from nvcli.errors import ConfigError, NvcliError
+from nvcli.job_run.resolve import detect_device
 from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.resolve import detect_device
 
 _SCRIPTS = Path(__file__).parent.parent
 _USUAL_MODEL_LEN = 4096

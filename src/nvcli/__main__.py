@@ -9,7 +9,7 @@ def main() -> None:
     """The command. While it is loaded Ctrl-C ends it without a word: nothing has begun that could be lost."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from nvcli.cli import main as run
+    from nvcli.cli.main import main as run
 
     run()
 

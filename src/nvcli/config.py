@@ -96,7 +96,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
-    """GPUs (on a CPU: processes) that share every layer of a copy. auto: see `pipeline.layout`; 1 on a CPU."""
+    """GPUs (on a CPU: processes) that share every layer of a copy. auto: see `job_run.planning.layout`; 1 on a CPU."""
     pipeline_parallel_size: PositiveInt = 1
     """Stages that the layers of a copy are dealt out to, each on its own `tensor_parallel_size` GPUs."""
     data_parallel_size: ParallelSize = "auto"

@@ -10,7 +10,7 @@
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
     └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
 
-Messages are for users: one or two lines, no traceback. `cli.py` alone turns them into exit codes.
+Messages are for users: one or two lines, no traceback. `cli.main` alone turns them into exit codes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerError(NvcliError):
     """An engine or rank process failed, died or stopped answering.
 
     `traceback`: of an exception that nobody expected there, which is a bug in nvcli or in what it stands on; else
-    empty. For a file (`pipeline.traceback_file`), not for messages.
+    empty. For a file (`job_run.early_end`), not for messages.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:

@@ -19,6 +19,9 @@ from nvcli.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
 MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
 """Most ids that a request may stop on: its own and the model's end-of-sequence ids."""
 
+MAX_KV_GROUPS = 8
+"""Most KV groups that a model may have: the step channel is made before a rank can say how many there are."""
+
 
 def pack(ids: Iterable[int]) -> bytes:
     """int32 in native byte order."""
@@ -32,18 +35,14 @@ def unpack(data: bytes) -> array[int]:
 
 
 class ForwardMode(IntEnum):
-    """What kind of batch a step is (SGLang's names)."""
+    """What a step contains (SGLang's names). It is derived, for records and logs: no code path hangs on it."""
 
     EXTEND = 1
-    """Prompt slices only."""
+    """Prefill chunks only."""
     DECODE = 2
-    """One token for each request."""
+    """Decode rows only."""
     MIXED = 3
-    """Decode rows first, then prompt slices."""
-    IDLE = 4
-    """Nothing for this rank, which still takes part in collectives."""
-    TARGET_VERIFY = 5
-    DRAFT_EXTEND = 6
+    """Decode rows, then prefill chunks."""
 
 
 class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -78,39 +77,64 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     slot: int
     num_cached_tokens: int
-    """Leading tokens whose keys and values are in its blocks already; the first slice starts behind them."""
-    prefix_ids: bytes
-    """Packed ids of those tokens where penalties must count them; else empty."""
+    """Leading tokens whose keys and values are in its blocks already; the first chunk starts behind them."""
     sampling: SlotSampling
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One step for every rank. Order of application: freed slots, new slots, blocks, then the forward pass.
+    """One step for every rank: what changed since the last step, and the batch as rows (slot, num_tokens, num_logits).
 
-    The batch is `decode_slots` (one token each) followed by the prompt slices.
+    It is applied in this order: freed slots, new slots, blocks, tokens, then the forward pass over the rows. Packed
+    fields are int32. Decode rows come first: requests whose next input was sampled by an earlier step. The prefill
+    chunks follow.
+
+    A row computes the next `num_tokens` tokens of its request and multiplies the last `num_logits` of them by the LM
+    head. Of those, `StepOutput.counts` says how many gave a token that counts; after the step the request's length on
+    the device has grown by `num_tokens - num_logits + count`.
     """
 
     step_id: int
-    mode: ForwardMode
     freed_slots: bytes = b""
     new_slots: list[NewSlot] = []
+    block_groups: bytes = b""
+    """With the next three: block_tables[group, slot, column] = id."""
     block_slots: bytes = b""
-    """With `block_columns` and `block_ids`: block_table[slot, column] = id."""
     block_columns: bytes = b""
     block_ids: bytes = b""
-    decode_slots: bytes = b""
-    decode_ids: bytes = b""
-    """The token of each of them, with several stages: what the last one sampled the first one has not. Else empty: the
-    ranks have them on the device, and the engine may not know them yet."""
-    extend_slots: bytes = b""
-    extend_lens: bytes = b""
-    """Tokens to compute, one count for each of `extend_slots`."""
-    extend_samples: bytes = b""
-    """1 where the slice ends its prompt, so that a token is sampled; else 0."""
+    token_slots: bytes = b""
+    """With the next three, spans of tokens that the ranks do not have: prefill chunks, cached prefixes that penalties
+    must count, and sampled tokens of requests that wait for their last token. Span i puts the next `token_counts[i]`
+    of `token_ids` at positions `token_starts[i]` and on of slot `token_slots[i]`."""
+    token_starts: bytes = b""
+    token_counts: bytes = b""
     token_ids: bytes = b""
-    """The slices' tokens, one slice after the other."""
+    slots: bytes = b""
+    """The batch: one slot for each row, each slot at most once."""
+    num_tokens: bytes = b""
+    """Tokens to compute, one count for each row, at least 1."""
+    num_logits: bytes = b""
+    """How many of a row's last tokens need logits: 0 for a prefill chunk that does not end its prompt."""
+    seq_lens: bytes = b""
+    """Upper bound of each row's length behind this step, its own tokens included; exact unless an earlier step whose
+    counts the engine does not know yet may accept a number of tokens of its own."""
+    num_decodes: int = 0
+    """Leading rows that are decode rows. They have equally many tokens, and as many logits as tokens."""
     restarts: bool = False
     """The first step after one that did not run: every slot is freed, and requests enter theirs anew."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots) // 4
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(unpack(self.num_tokens))
+
+    @property
+    def mode(self) -> ForwardMode:
+        if self.num_decodes == self.num_rows:
+            return ForwardMode.DECODE
+        return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -122,18 +146,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What was sampled in a step: for each sampling request, in batch order, `counts[i]` tokens."""
+    """What was sampled in a step: for each row with logits, in batch order, `counts[i]` tokens."""
 
     step_id: int
     token_ids: bytes
+    """Packed, row after row."""
     counts: bytes = b""
-    """Packed; empty: one token each."""
+    """Packed, 0 to `num_logits` tokens for each row with logits; empty: as many tokens as logits."""
     logprobs: list[TokenLogprobs | None] = []
     """One for each token where any request of the batch asked; else empty."""
     seconds: float = 0.0
     """The device's time for the step, from its first kernel to its last."""
     idle_seconds: float = 0.0
-    """How long the device had nothing to do before it."""
+    """How long the device waited for the host: before the step, and in it."""
+    is_graph: bool = False
+    """Whether the step ran as a CUDA graph."""
     out_of_memory: str = ""
     """Not empty: the step did not run, for this reason, or because the one before it did not. Nothing of it counts, and
     no step runs until one that `restarts`."""
@@ -171,6 +198,9 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     weight_bytes: int
     """Of rank 0."""
     attention_backend: str
+    group_windows: list[int | None] = msgspec.field(default_factory=lambda: [None])
+    """For each KV group the window of its layers, in tokens; None: they attend to all tokens before them. At most
+    `MAX_KV_GROUPS`."""
     seconds: dict[str, float]
     """Start-up by part, of rank 0: imports, process group, load, warmup, kv cache, graphs."""
     notes: list[str] = []
@@ -184,12 +214,14 @@ def max_step_input_bytes(
 ) -> int:
     """Largest encoded StepInput that the scheduler can produce.
 
-    Each new slot: fixed fields (under 256 bytes) plus stop and biased ids (5 bytes an id, 9 a float); prefix ids of
-    all new slots of a step together are held under `max_model_len + max_num_batched_tokens` by the scheduler.
+    `max_blocks_per_seq` counts the blocks of all KV groups. Each new slot has fixed fields (under 256 bytes) and stop
+    and biased ids (5 bytes an id, 9 a float). Cached prefixes that travel for penalties are together held under
+    `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans
+    of tokens, and 4 where its slot was freed before.
     """
     new_slot_bytes = 256 + 5 * (MAX_STOP_IDS + MAX_BIASED_TOKENS) + 9 * MAX_BIASED_TOKENS
-    block_bytes = 3 * 4 * max_blocks_per_seq
-    per_seq = new_slot_bytes + block_bytes + 6 * 4
+    block_bytes = 4 * 4 * max_blocks_per_seq
+    per_seq = new_slot_bytes + block_bytes + 12 * 4
     return 1024 + max_num_seqs * per_seq + 4 * (2 * max_num_batched_tokens + max_model_len)
 
 

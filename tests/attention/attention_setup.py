@@ -2,124 +2,216 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from batches import Blocks, RequestState, make_batch
+from batches import Blocks, RequestState, make_batch, shape_of
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 
-LAYER = 1
-"""Of two: the other one's cache is another's."""
 SCALE = 0.11
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Of each head's result, as a part of its norm."""
+"""Error of each head's result, as a part of its norm."""
 
 
 @dataclass
 class History:
-    """A request and all its keys and values so far, [length, KV, D]."""
+    """A request and all its keys and values so far, [length, KV, D], by KV group."""
 
     state: RequestState = field(default_factory=RequestState)
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    keys: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    values: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+Work = tuple[History, int]
+"""A request and how many more tokens of it are computed."""
 
 
 class Bench:
+    """A backend for one kind of attention for each window in `windows`, each with a KV group of its own.
+
+    Before each step, blocks that a group's window has left behind are given back, and stand in the block table as a
+    block of `poison`. Kinds with the same window differ in scale.
+    """
+
     def __init__(
         self,
-        backend: type[AttentionBackend],
+        backend: Callable[[AttentionCase], AttentionBackend],
         *,
         num_kv_heads: int = 1,
         ratio: int = 1,
         head_dim: int = 64,
         block_size: int = 16,
         num_tokens: int = 1024,
+        windows: tuple[int | None, ...] = (None,),
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         max_num_seqs: int = 256,
+        poison: float = float("nan"),
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
-        num_blocks = num_tokens // block_size + 64
-        self.spec = AttentionSpec(
-            num_heads=num_kv_heads * ratio, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=SCALE
+        num_blocks = len(windows) * (num_tokens // block_size + 64)
+        self.specs = tuple(
+            AttentionSpec(
+                num_heads=num_kv_heads * ratio,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                scale=SCALE * (1 + group),
+                window=window,
+                kv_group=group,
+            )
+            for group, window in enumerate(windows)
         )
+        # Two layers for each group, of which the first one's keys and values are another's.
+        num_groups = len(windows)
         cache_spec = KVCacheSpec(
-            num_layers=2, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
-        )
-        self.kv_cache = KVCache(cache_spec, num_blocks, self.device)
-        self.blocks = Blocks(num_blocks)
-        self.case = AttentionCase(
-            device=self.device,
-            dtype=dtype,
-            num_heads=num_kv_heads * ratio,
+            group_layers=tuple((group, num_groups + group) for group in range(num_groups)),
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             block_size=block_size,
+            dtype=dtype,
+        )
+        self.layers = range(num_groups, 2 * num_groups)
+        self.kv_cache = KVCache(cache_spec, num_blocks, self.device)
+        self.blocks = Blocks(num_blocks)
+        self.poison_block = self.blocks.free.pop()
+        self.kv_cache.data[:, :, self.poison_block] = poison
+        self.case = AttentionCase(
+            device=self.device,
+            dtype=dtype,
+            specs=self.specs,
+            block_size=block_size,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=16_384,
         )
         self.backend = backend(self.case)
         self.generator = torch.Generator(self.device).manual_seed(0)
+
+    def leave_garbage(self, value: float) -> None:
+        """Fill all blocks but the null block, as if earlier owners had left that."""
+        self.kv_cache.data[:, :, 1 : self.poison_block] = value
+        self.kv_cache.data[:, :, self.poison_block + 1 :] = value
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
 
     def random_qkv(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Strided views of one buffer, as the fused projection gives them."""
-        spec = self.spec
+        spec = self.specs[0]
         heads = self.random(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         return heads[:, : spec.num_heads], heads[:, spec.num_heads : -spec.num_kv_heads], heads[:, -spec.num_kv_heads :]
 
-    def store(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        for cache, rows in zip(self.kv_cache.layer(LAYER), (k, v), strict=True):
-            cache.view(-1, *rows.shape[1:])[slots] = rows
+    def store(self, group: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        for cache, rows in zip(self.kv_cache.layer(self.layers[group]), (k, v), strict=True):
+            cache.view(-1, *rows.shape[1:])[places] = rows
 
     def fill(self, history: History, count: int) -> None:
         """Put `count` more tokens into the cache without attending."""
         state, block_size = history.state, self.case.block_size
-        self.blocks.grow(state.table, state.length + count, block_size)
         positions = range(state.length, state.length + count)
-        slots = [state.table[i // block_size] * block_size + i % block_size for i in positions]
-        _, k, v = self.random_qkv(count)
-        self.store(torch.tensor(slots, device=self.device), k, v)
-        history.keys.append(k)
-        history.values.append(v)
+        for spec in self.specs:
+            group, table = spec.kv_group, state.tables[spec.kv_group]
+            self.blocks.grow(table, state.length + count, block_size)
+            places = [table[i // block_size] * block_size + i % block_size for i in positions]
+            _, k, v = self.random_qkv(count)
+            self.store(group, torch.tensor(places, device=self.device), k, v)
+            history.keys[group].append(k)
+            history.values[group].append(v)
         state.length += count
 
-    def batch(self, *work: tuple[History, int]) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
-        """The batch of `count` new tokens of each request, decode rows first, and its q, k, v, stored."""
-        batch = make_batch([(h.state, [0] * count) for h, count in work], self.kv_cache, self.backend, self.blocks)
-        q, k, v = self.random_qkv(batch.num_tokens)
-        self.store(batch.slot_mapping[0], k, v)
-        start = 0
-        for history, count in work:
-            history.keys.append(k[start : start + count])
-            history.values.append(v[start : start + count])
-            start += count
-        return batch, q, k, v
+    def free_behind_windows(self, history: History) -> None:
+        """Give back the blocks that no token from the next one on sees."""
+        block_size = self.case.block_size
+        for spec in self.specs:
+            if spec.window is None:
+                continue
+            table = history.state.tables[spec.kv_group]
+            for column in range(max(0, history.state.length - spec.window + 1) // block_size):
+                if table[column] != self.poison_block:
+                    self.blocks.free.insert(0, table[column])
+                    table[column] = self.poison_block
 
-    def step(self, *work: tuple[History, int]) -> None:
-        batch, q, k, v = self.batch(*work)
-        out = self.backend.forward(self.spec, LAYER, q, k, v, batch)
-        assert out.shape == q.shape
-        assert out.is_contiguous()
-        start = 0
-        for history, count in work:
-            self.check(out[start : start + count], q[start : start + count], history)
-            start += count
+    def batch(self, *work: Work, shape: BatchShape | None = None, table_shape: tuple[int, int] | None = None) -> Step:
+        """The batch of the work, decode rows first, and each kind's q, k, v, stored."""
+        for history, _ in work:
+            self.free_behind_windows(history)
+        states = [(history.state, [0] * count) for history, count in work]
+        shape = shape or shape_of(states)
+        batch = make_batch(states, self.kv_cache, self.backend, self.blocks, shape=shape, table_shape=table_shape)
+        starts = _starts([count for _, count in work], shape)
+        inputs = []
+        for spec in self.specs:
+            group = spec.kv_group
+            q, k, v = self.random_qkv(batch.num_tokens)
+            self.store(group, batch.slot_mapping[group], k, v)
+            for (history, count), start in zip(work, starts, strict=True):
+                history.keys[group].append(k[start : start + count])
+                history.values[group].append(v[start : start + count])
+            inputs.append((q, k, v))
+        return Step(self, batch, list(work), starts, inputs)
 
-    def check(self, out: Tensor, q: Tensor, history: History) -> None:
-        """`out`, of a request's last tokens, is what the formula says."""
-        expected = written_out(q, torch.cat(history.keys), torch.cat(history.values), self.spec.scale)
-        error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)  # NaN fails below
-        worst = error.max().item()
-        assert bool((error < TOLERANCE[self.dtype]).all()), f"off by {worst:.1e} of {tuple(out.shape)}"
+    def step(self, *work: Work, shape: BatchShape | None = None) -> None:
+        """Attend the work with every kind of attention, and compare."""
+        step = self.batch(*work, shape=shape)
+        step.check(step.forward())
 
 
-def written_out(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+@dataclass
+class Step:
+    """A planned batch whose keys and values are stored."""
+
+    bench: Bench
+    batch: ForwardBatch
+    work: list[Work]
+    starts: list[int]
+    """First token of each request."""
+    inputs: list[tuple[Tensor, Tensor, Tensor]]
+    """q, k, v of each kind of attention."""
+
+    def forward(self) -> list[Tensor]:
+        """What each kind of attention gives."""
+        return [
+            self.bench.backend.forward(spec, layer, q, k, v, self.batch)
+            for spec, layer, (q, k, v) in zip(self.bench.specs, self.bench.layers, self.inputs, strict=True)
+        ]
+
+    def check(self, outs: list[Tensor]) -> None:
+        """Every request's result is what the formula says, and that of padding is finite."""
+        for spec, (q, _, _), out in zip(self.bench.specs, self.inputs, outs, strict=True):
+            assert out.shape == q.shape
+            assert out.is_contiguous()
+            assert out.isfinite().all()
+            for (history, count), start in zip(self.work, self.starts, strict=True):
+                tokens = slice(start, start + count)
+                keys, values = torch.cat(history.keys[spec.kv_group]), torch.cat(history.values[spec.kv_group])
+                expected = written_out(q[tokens], keys, values, spec)
+                error = (out[tokens].double() - expected).norm(dim=-1) / expected.norm(dim=-1)  # NaN fails below
+                assert bool((error < TOLERANCE[self.bench.dtype]).all()), (
+                    f"off by {error.max().item():.1e}: {spec}, {count} tokens of {history.state.length}"
+                )
+
+
+def _starts(counts: list[int], shape: BatchShape) -> list[int]:
+    """First token of each request in a batch of this shape."""
+    starts, start, row = [], 0, 0
+    for count in counts:
+        if row < shape.decode_rows and count == shape.tokens_per_row:
+            starts.append(start)
+        else:
+            start = max(start, shape.decode_tokens)
+            row = shape.decode_rows
+            starts.append(start)
+        start += count
+        row += 1
+    return starts
+
+
+def written_out(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
     """softmax(q kᵀ scale) v for one request whose last tokens `q` belongs to, in float64."""
     num_new, num_heads, _ = q.shape
     length, num_kv_heads, _ = keys.shape
@@ -128,8 +220,12 @@ def written_out(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor
     parts = []
     for first in range(0, num_new, 1024):  # bounds the scores' memory
         rows = torch.arange(first, min(first + 1024, num_new), device=q.device)
-        hidden = torch.arange(length, device=q.device) > (length - num_new + rows).unsqueeze(1)
-        scores = torch.einsum("nkgd,mkd->kgnm", q[rows], keys) * scale
+        position = (length - num_new + rows).unsqueeze(1)
+        key = torch.arange(length, device=q.device)
+        hidden = key > position
+        if spec.window is not None:
+            hidden |= key < position - spec.window + 1
+        scores = torch.einsum("nkgd,mkd->kgnm", q[rows], keys) * spec.scale
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
         parts.append(torch.einsum("kgnm,mkd->nkgd", weights, values).flatten(1, 2))
     return torch.cat(parts)

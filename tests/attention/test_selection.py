@@ -7,15 +7,26 @@ import torch
 from attention_setup import Bench, History
 
 from nvcli.attention import selection
-from nvcli.attention.backend import AttentionCase
-from nvcli.attention.pair import PairedBackend
+from nvcli.attention.backend import AttentionCase, AttentionSpec
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.hybrid import HybridBackend
 from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.errors import ConfigError
 
 CASE = AttentionCase(
-    device=torch.device("cpu"), dtype=torch.float32, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    specs=(
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25),
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=64, kv_group=1),
+    ),
+    block_size=16,
 )
+DECODES = BatchShape(decode_rows=4)
+CHUNKS = BatchShape(prefill_rows=1, prefill_tokens=16)
+MIXED = BatchShape(decode_rows=4, prefill_rows=1, prefill_tokens=16)
+DRAFTS = BatchShape(decode_rows=4, tokens_per_row=3)
 
 
 class Picky(TorchBackend):
@@ -23,12 +34,16 @@ class Picky(TorchBackend):
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
-        return [f"head size {case.head_dim} is not 64", "no GPU"]
+        return [f"head size {case.specs[0].head_dim} is not 64", "no GPU"]
 
 
 class Other(TorchBackend):
+    """Captures anything."""
+
     name = "other"
-    captures_decode = True
+
+    def can_capture(self, shape: BatchShape) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -82,10 +97,25 @@ def test_gpu_backends_say_that_they_need_one(name: str) -> None:
 @pytest.mark.usefixtures("_picky_first")
 def test_prompts_and_decode_steps_may_go_to_different_backends() -> None:
     backend, notes = select_backend("torch:other", CASE)
-    assert (backend.name, backend.captures_decode, notes) == ("torch:other", True, [])
+    assert (backend.name, notes) == ("torch:other", [])
 
 
-def test_a_pair_sends_each_half_to_its_own() -> None:
+@pytest.mark.usefixtures("_picky_first")
+@pytest.mark.parametrize(
+    ("choice", "captured"),
+    [
+        ("torch:other", [DECODES]),
+        ("other:torch", [CHUNKS, DRAFTS]),
+        ("other", [DECODES, CHUNKS, MIXED, DRAFTS]),
+        ("torch", []),
+    ],
+)
+def test_a_step_is_captured_where_all_who_attend_it_can(choice: str, captured: list[BatchShape]) -> None:
+    backend, _ = select_backend(choice, CASE)
+    assert [shape for shape in (DECODES, CHUNKS, MIXED, DRAFTS) if backend.can_capture(shape)] == captured
+
+
+def test_a_hybrid_sends_each_half_to_its_own() -> None:
     class Prefill(TorchBackend):
         def decode(self, *args: object) -> torch.Tensor:
             raise AssertionError
@@ -94,7 +124,7 @@ def test_a_pair_sends_each_half_to_its_own() -> None:
         def extend(self, *args: object) -> torch.Tensor:
             raise AssertionError
 
-    bench = Bench(lambda case: PairedBackend(Prefill(case), Decode(case)), num_kv_heads=2, ratio=2)  # type: ignore[arg-type]
+    bench = Bench(lambda case: HybridBackend(Prefill(case), Decode(case)), num_kv_heads=2, ratio=2)
     a, b = History(), History()
     bench.step((a, 30), (b, 5))
     bench.step((a, 1), (b, 17))

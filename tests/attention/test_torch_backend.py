@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from attention_setup import LAYER, History
 from attention_setup import Bench as AnyBench
+from attention_setup import History
 
+from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.torch_backend import TorchBackend
 
 Bench = partial(AnyBench, TorchBackend)
@@ -30,6 +30,20 @@ def test_shapes_and_step_kinds(head_dim: int, ratio: int, block_size: int) -> No
         bench.step((a, 1), (b, 1), (c, 1), (d, 1), (e, 1))
 
 
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize("windows", [(1,), (7, None), (40, 16, 40), (300, 33)], ids=str)
+def test_windows(windows: tuple[int | None, ...], block_size: int) -> None:
+    """Windows of one token, shorter and longer than chunks and prompts, in KV groups with blocks of their own; what a
+    window has left behind may be anything."""
+    bench = Bench(num_kv_heads=2, ratio=2, block_size=block_size, windows=windows, num_tokens=3000)
+    a, b, c, d = (History() for _ in range(4))
+    bench.step((a, 1), (b, 15), (c, 16), (d, 600))
+    bench.step((a, 1), (c, 1), (b, 40), (d, 300))
+    bench.step((d, 1), (b, 1), (c, 2), (a, 17))
+    for _ in range(20):
+        bench.step((a, 1), (b, 1), (c, 1), (d, 1))
+
+
 def test_long_prompt_in_chunks() -> None:
     bench = Bench(ratio=2, num_tokens=2200, block_size=64)
     history, other = History(), History()
@@ -40,10 +54,11 @@ def test_long_prompt_in_chunks() -> None:
     bench.step((history, 1), (other, 1))
 
 
+@pytest.mark.parametrize("windows", [(None,), (200,)], ids=str)
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_many_decode_rows_of_mixed_lengths(block_size: int) -> None:
+def test_many_decode_rows_of_mixed_lengths(block_size: int, windows: tuple[int | None, ...]) -> None:
     """Rows are attended in groups of similar length; each must get its own answer back, shortest and longest too."""
-    bench = Bench(num_kv_heads=2, ratio=2, num_tokens=64_000, block_size=block_size)
+    bench = Bench(num_kv_heads=2, ratio=2, num_tokens=64_000, block_size=block_size, windows=windows)
     rng = random.Random(0)
     histories = [History() for _ in range(150)]
     for history, length in zip(histories, [1, 2000, *(rng.randint(1, 500) for _ in histories[2:])], strict=True):
@@ -54,7 +69,7 @@ def test_many_decode_rows_of_mixed_lengths(block_size: int) -> None:
 
 
 def test_bfloat16() -> None:
-    bench = Bench(num_kv_heads=2, ratio=4, head_dim=128, dtype=torch.bfloat16)
+    bench = Bench(num_kv_heads=2, ratio=4, head_dim=128, dtype=torch.bfloat16, windows=(None, 32))
     a, b = History(), History()
     bench.step((a, 20), (b, 70))
     bench.step((a, 1), (b, 40))
@@ -67,12 +82,12 @@ def test_an_idle_step_has_nothing_to_attend() -> None:
 
 
 def test_writes_nothing_into_the_cache() -> None:
-    bench = Bench(block_size=4)
+    bench = Bench(block_size=4, poison=0.0)
     a, b = History(), History()
     bench.step((a, 6), (b, 3))
-    batch, q, k, v = bench.batch((a, 1), (b, 5))
+    step = bench.batch((a, 1), (b, 5))
     before = bench.kv_cache.data.clone()
-    bench.backend.forward(bench.spec, LAYER, q, k, v, batch)
+    step.forward()
     assert torch.equal(bench.kv_cache.data, before)
 
 
@@ -80,23 +95,29 @@ def test_garbage_behind_a_request_is_not_read() -> None:
     """A block's slots behind the request's end hold what an earlier owner left there; so does the null block."""
     bench = Bench(block_size=16)
     a, b = History(), History()
-    bench.kv_cache.data.fill_(1e4)
+    bench.leave_garbage(1e4)
+    bench.kv_cache.data[:, :, 0] = 1e4
     bench.step((a, 3), (b, 30))
     bench.step((a, 1), (b, 1))
     bench.step((a, 2), (b, 2))
 
 
-def test_padding_rows_are_harmless() -> None:
-    """A row of length 0 (padding) gets some finite answer and disturbs no other row."""
-    bench = Bench()
-    a = History()
-    bench.step((a, 20))
-    batch, q, k, v = bench.batch((a, 1))
-    batch.seq_lens = torch.tensor([21, 0], dtype=torch.int32)
-    batch.seq_lens_host = np.array([21, 0])
-    batch.block_tables = torch.cat((batch.block_tables, torch.zeros_like(batch.block_tables)))
-    batch.num_decodes = 2
-    bench.backend.plan(batch)
-    out = bench.backend.forward(bench.spec, LAYER, torch.cat((q, q)), torch.cat((k, k)), torch.cat((v, v)), batch)
-    bench.check(out[:1], q, a)
-    assert out.isfinite().all()
+@pytest.mark.parametrize("windows", [(None,), (9, None)], ids=str)
+def test_padding_is_harmless(windows: tuple[int | None, ...]) -> None:
+    """Rows and tokens of padding get some finite answer and disturb no other row."""
+    bench = Bench(num_kv_heads=2, ratio=2, windows=windows)
+    a, b, c = History(), History(), History()
+    bench.step((a, 20), (b, 30), shape=BatchShape(prefill_rows=4, prefill_tokens=64))
+    bench.step((a, 1), (b, 1), shape=BatchShape(decode_rows=5))
+    bench.step((a, 1), (b, 1), (c, 3), shape=BatchShape(decode_rows=3, prefill_rows=2, prefill_tokens=10))
+    bench.step((a, 1), (b, 40), shape=BatchShape(decode_rows=4, prefill_rows=3, prefill_tokens=41))
+
+
+@pytest.mark.parametrize("windows", [(None,), (5, None)], ids=str)
+def test_decode_rows_of_several_tokens(windows: tuple[int | None, ...]) -> None:
+    bench = Bench(num_kv_heads=2, ratio=2, windows=windows)
+    a, b, c = History(), History(), History()
+    bench.step((a, 20), (b, 50))
+    bench.step((a, 4), (b, 4), shape=BatchShape(decode_rows=2, tokens_per_row=4))
+    shape = BatchShape(decode_rows=4, tokens_per_row=4, prefill_rows=2, prefill_tokens=30)
+    bench.step((a, 4), (b, 4), (c, 25), shape=shape)

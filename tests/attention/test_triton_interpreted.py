@@ -6,7 +6,6 @@ import os
 import random
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,11 +14,13 @@ if torch.cuda.is_available():
 pytest.importorskip("triton")
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined; without a GPU nothing else uses Triton
 
-from attention_setup import LAYER, History
 from attention_setup import Bench as AnyBench
+from attention_setup import History
 
+from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
-from nvcli.kernels.triton.decode_attention import plan_decode_kernel
+from nvcli.kernels.triton.decode_work_list import plan_decode_kernel
+from nvcli.kernels.triton.prefill_tiles import PrefillTiles
 
 Bench = partial(AnyBench, TritonBackend)
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 def test_shapes_and_step_kinds(head_dim: int, num_kv_heads: int, ratio: int, block_size: int) -> None:
     """Prompts, chunks behind a cached prefix, decode rows of all lengths, and all of them at once."""
     bench = Bench(num_kv_heads=num_kv_heads, ratio=ratio, head_dim=head_dim, block_size=block_size)
-    bench.kv_cache.data.fill_(float("nan"))  # what an earlier owner left must not be read
+    bench.leave_garbage(float("nan"))  # what an earlier owner left must not be read
     a, b, c, d = (History() for _ in range(4))
     bench.step((a, 1), (b, 15), (c, 33), (d, 65))
     bench.step((a, 1), (c, 1), (b, 20), (d, 31))
@@ -41,57 +42,87 @@ def test_shapes_and_step_kinds(head_dim: int, num_kv_heads: int, ratio: int, blo
     bench.step((a, 1), (b, 1), (c, 1), (d, 1))
 
 
+@pytest.mark.parametrize(
+    ("windows", "block_size"),
+    [((1,), 16), ((5, None), 64), ((40, 64, 40), 16), ((33,), 24), ((100, 17), 32), ((257,), 64), ((70,), 1)],
+    ids=str,
+)
+def test_windows(windows: tuple[int | None, ...], block_size: int) -> None:
+    """Windows of one token, shorter and longer than chunks and prompts, in KV groups with blocks of their own; what a
+    window has left behind may be anything."""
+    bench = Bench(num_kv_heads=2, ratio=2, block_size=block_size, windows=windows, num_tokens=2000)
+    bench.leave_garbage(float("nan"))
+    a, b, c, d = (History() for _ in range(4))
+    bench.step((a, 1), (b, 15), (c, 33), (d, 200))
+    bench.step((a, 1), (c, 1), (b, 20), (d, 90))
+    bench.fill(c, 150)
+    bench.step((d, 1), (c, 1), (a, 2), (b, 1))
+    bench.step((a, 1), (b, 1), (c, 1), (d, 1))
+    bench.step((a, 1), (c, 70), (d, 5))
+
+
 def test_a_row_of_many_chunks() -> None:
     """A lone sequence is cut as far as the list allows, and its parts are put together again, layer after layer."""
-    bench = Bench(ratio=2, block_size=32, num_tokens=3000)
+    bench = Bench(ratio=2, block_size=32, num_tokens=3000, windows=(None, 700))
     history = History()
     bench.fill(history, 2500)
     for _ in range(2):
-        batch, q, k, v = bench.batch((history, 1))
+        step = bench.batch((history, 1))
         for _ in range(2):
-            bench.check(bench.backend.forward(bench.spec, LAYER, q, k, v, batch), q, history)
+            step.check(step.forward())
 
 
+@pytest.mark.parametrize("windows", [(None,), (300,)], ids=str)
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_slices_behind_a_long_prefix(block_size: int) -> None:
+def test_chunks_behind_a_long_prefix(block_size: int, windows: tuple[int | None, ...]) -> None:
     """Long enough that the keys which all of a tile's rows see are attended without masks."""
-    bench = Bench(num_kv_heads=2, ratio=2, block_size=block_size, num_tokens=3000)
-    bench.kv_cache.data.fill_(float("nan"))
+    bench = Bench(num_kv_heads=2, ratio=2, block_size=block_size, num_tokens=3000, windows=windows)
+    bench.leave_garbage(float("nan"))
     a, b = History(), History()
     bench.fill(a, 700)
     bench.fill(b, 1001)
     bench.step((a, 40), (b, 3))
 
 
-def test_padding_rows_are_harmless() -> None:
-    bench = Bench(num_kv_heads=2, ratio=2)
-    history = History()
-    bench.fill(history, 300)
-    batch, q, k, v = bench.batch((history, 1))
-    batch.seq_lens = torch.tensor([0, 301, 1, 0], dtype=torch.int32)
-    batch.seq_lens_host = np.array([0, 301, 1, 0])
-    batch.block_tables = torch.zeros(4, batch.block_tables.shape[1], dtype=torch.int32)
-    batch.block_tables[1, : len(history.state.table)] = torch.tensor(history.state.table)
-    batch.num_decodes = 4
-    bench.backend.plan(batch)
-    bench.backend.plan_on_device(batch)
-    four = [torch.cat([x] * 4) for x in (q, k, v)]
-    out = bench.backend.forward(bench.spec, LAYER, *four, batch)
-    bench.check(out[1:2], q, history)
-    assert out.isfinite().all()
+@pytest.mark.parametrize("windows", [(None,), (9, None)], ids=str)
+def test_padding_is_harmless(windows: tuple[int | None, ...]) -> None:
+    """Rows and tokens of padding get some finite answer and disturb no other row."""
+    bench = Bench(num_kv_heads=2, ratio=2, windows=windows)
+    a, b, c = History(), History(), History()
+    bench.fill(a, 300)
+    bench.step((b, 30), shape=BatchShape(prefill_rows=4, prefill_tokens=100))
+    bench.step((a, 1), (b, 1), shape=BatchShape(decode_rows=5))
+    bench.step((a, 1), (b, 1), (c, 3), shape=BatchShape(decode_rows=3, prefill_rows=2, prefill_tokens=10))
+    bench.step((a, 1), (b, 40), shape=BatchShape(decode_rows=4, prefill_rows=3, prefill_tokens=41))
 
 
+@pytest.mark.parametrize("windows", [(None,), (5, None)], ids=str)
+def test_decode_rows_of_several_tokens(windows: tuple[int | None, ...]) -> None:
+    bench = Bench(num_kv_heads=2, ratio=2, windows=windows)
+    a, b, c = History(), History(), History()
+    bench.step((a, 20), (b, 50))
+    bench.step((a, 4), (b, 4), shape=BatchShape(decode_rows=2, tokens_per_row=4))
+    shape = BatchShape(decode_rows=4, tokens_per_row=4, prefill_rows=2, prefill_tokens=30)
+    bench.step((a, 4), (b, 4), (c, 25), shape=shape)
+
+
+@pytest.mark.parametrize(("window", "align"), [(0, 1), (1, 1), (100, 32), (900, 32), (333, 1)])
 @pytest.mark.parametrize(("num_rows", "longest"), [(1, 5000), (7, 0), (40, 300), (270, 3000)])
-def test_the_work_list_covers_every_key_once_longest_first(num_rows: int, longest: int) -> None:
+def test_the_work_list_covers_every_key_once_longest_first(
+    num_rows: int, longest: int, window: int, align: int
+) -> None:
+    """Window 0 stands for none."""
     rng = random.Random(num_rows)
     lens = [rng.choice([0, 1, rng.randint(0, longest)]) for _ in range(num_rows)]
+    slots = rng.sample(range(2 * num_rows), num_rows)
     num_kv_heads, target, tile = 2, 24, 32
     most_cut = target // num_kv_heads
     items = torch.full((most_cut + num_rows, 8), -1, dtype=torch.int32)
     num_items = torch.zeros(1, dtype=torch.int32)
     plan_decode_kernel[(-(-num_rows // 16),)](
-        torch.tensor(lens, dtype=torch.int32), items, num_items, num_rows, target,
-        NUM_KV_HEADS=num_kv_heads, TILE=tile, MIN_CHUNK=128, ROWS=16, COLUMNS=64, ITEM_FIELDS=8,
+        torch.tensor(lens, dtype=torch.int32), torch.tensor(slots), items, num_items, num_rows, target, window,
+        NUM_KV_HEADS=num_kv_heads, HAS_WINDOW=window > 0, ALIGN=align, TILE=tile, MIN_CHUNK=128, ROWS=16, COLUMNS=64,
+        ITEM_FIELDS=8,
     )  # fmt: skip
     listed = items[: int(num_items)].tolist()
     assert (items[int(num_items) :] == -1).all()
@@ -99,16 +130,53 @@ def test_the_work_list_covers_every_key_once_longest_first(num_rows: int, longes
     partials = []
     for row, length in enumerate(lens):
         chunks = [item for item in listed if item[0] == row]
-        assert [index for *_, index, _, _ in chunks] == list(range(len(chunks)))
+        assert [item[5] for item in chunks] == list(range(len(chunks)))
         assert all(item[3] == len(chunks) for item in chunks)
+        assert all(item[6] == slots[row] for item in chunks)
         ends = [begin for _, begin, *_ in chunks] + [length]
-        assert ends[0] == 0
+        first_seen = max(0, length - window) if window else 0
+        assert ends[0] == first_seen // align * align
         assert [item[2] for item in chunks] == ends[1:]
-        assert all(begin % tile == 0 for begin in ends[:-1])
+        assert all((begin - ends[0]) % tile == 0 for begin in ends[:-1])
+        if window:
+            assert all(item[7] == first_seen for item in chunks)
         if len(chunks) > 1:
             partials += [item[4] + item[5] for item in chunks]
     assert sorted(partials) == list(range(len(partials)))
     assert len(partials) <= 2 * most_cut
-    first_of_row = [end - begin for _, begin, end, _, _, index, *_ in listed if index == 0]
+    first_of_row = [item[2] - item[1] for item in listed if item[5] == 0]
     rounded = [-(-max(size, 1) // tile) for size in first_of_row]
     assert rounded == sorted(rounded, reverse=True)
+
+
+@pytest.mark.parametrize(("num_chunks", "longest"), [(1, 3000), (3, 40), (300, 20), (17, 500)])
+def test_the_tiles_cover_every_row_once_longest_requests_first(num_chunks: int, longest: int) -> None:
+    rng = random.Random(num_chunks)
+    group, rows, num_decodes = 4, 64, 5
+    counts = [rng.randint(1, longest) for _ in range(num_chunks)] + [0, 0]
+    lens = [count + rng.choice([0, 0, rng.randint(0, 900)]) for count in counts[:num_chunks]] + [0, 0]
+    padding = rng.choice([0, 7, 100])
+    num_tokens = sum(counts) + padding
+    starts = torch.tensor([*range(num_decodes), *(num_decodes + sum(counts[:i]) for i in range(len(counts) + 1))])
+    slots = torch.tensor(rng.sample(range(1000), num_decodes + len(counts)))
+    tiles = PrefillTiles(
+        group=group, rows=rows, max_tokens=num_tokens, max_chunks=len(counts), device=torch.device("cpu")
+    )
+    tiles.plan(
+        starts.int(),
+        torch.tensor([9] * num_decodes + lens, dtype=torch.int32),
+        slots,
+        first_chunk=num_decodes,
+        num_tokens=num_tokens,
+    )
+    num_tiles = int(tiles.num_tiles)
+    assert num_tiles <= tiles.capacity <= tiles.tiles.shape[0]
+    assert (tiles.tiles[num_tiles:] == 0).all()
+    expected = []
+    for i in sorted(range(len(counts)), key=lambda i: (-lens[i], i)):
+        first_token = sum(counts[:i])
+        own_tiles = -(-counts[i] * group // rows)
+        fields = [int(slots[num_decodes + i]), first_token, counts[i], lens[i]]
+        expected += [[fields[0], rows * tile, *fields[1:]] for tile in reversed(range(own_tiles))]
+    expected += [[0, rows * tile, sum(counts), padding, 0] for tile in reversed(range(-(-padding * group // rows)))]
+    assert tiles.tiles[:num_tiles, :5].tolist() == expected

@@ -12,8 +12,8 @@ import pytest
 from nvcli.bench.ceilings import measure_ceilings
 from nvcli.bench.shapes import write_shape
 from nvcli.config import RunConfig
+from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config
 
 
 @pytest.mark.parametrize(

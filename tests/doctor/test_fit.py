@@ -12,8 +12,8 @@ from nvcli.bench.shapes import write_shape
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.doctor.findings import Level
 from nvcli.doctor.fit import check_fit
+from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config
 
 
 @pytest.fixture

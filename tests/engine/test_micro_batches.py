@@ -9,7 +9,7 @@ from collections import deque
 import msgspec
 import pytest
 
-from fake_runners import BLOCK_SIZE, HashingRunner, engine_config
+from fake_runners import BLOCK_SIZE, HashingRunner, chunk_lens_of, decode_slots_of, engine_config, rows_of, spans_of
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
@@ -47,14 +47,16 @@ class StagedExecutor:
         freed = set(unpack(step.freed_slots))
         for waiting, _ in self.pending:
             waiting -= freed  # they belong to other requests now
-        decodes = list(unpack(step.decode_slots))
+        decodes = decode_slots_of(step)
         assert not any(waiting & set(decodes) for waiting, _ in self.pending), "a request is in two steps in flight"
         assert len(decodes) <= -(-self.limits.max_num_seqs // self.limits.num_micro_batches)
-        assert list(unpack(step.decode_ids)) == [self.runner.last[slot] for slot in decodes]
+        brought = {slot: (start, tokens) for slot, start, tokens in spans_of(step)}
+        for slot in decodes:
+            position = self.runner.lens[slot]
+            assert brought[slot] == (position, [self.runner.tokens[slot][position]])
         output = self.runner.launch(step)
         assert output is not None
-        ends = [s for s, ends in zip(unpack(step.extend_slots), unpack(step.extend_samples), strict=True) if ends]
-        self.pending.append(({*decodes, *ends}, output.result()))
+        self.pending.append(({slot for slot, _, num_logits in rows_of(step) if num_logits}, output.result()))
         self.most_pending = max(self.most_pending, len(self.pending))
 
     def collect(self) -> StepOutput:
@@ -72,7 +74,7 @@ class AtOnce:
         self.outputs: deque[StepOutput] = deque()
 
     def submit(self, step: StepInput) -> None:
-        assert step.decode_ids == b""
+        assert not {slot for slot, _, _ in spans_of(step)} & set(decode_slots_of(step))
         output = self.runner.launch(step)
         assert output is not None
         self.outputs.append(output.result())
@@ -110,7 +112,7 @@ def test_running_requests_are_dealt_out_to_the_steps_in_flight(num_micro_batches
     done = run(core, [make_request(i, [i, 1, 2], 40) for i in range(24)])
     assert len(done) == 24
     assert executor.most_pending == num_micro_batches
-    sizes = [len(unpack(step.decode_slots)) for step in executor.steps]
+    sizes = [step.num_decodes for step in executor.steps]
     full = sizes[num_micro_batches : -2 * num_micro_batches]
     assert set(full) == {24 // num_micro_batches}
 
@@ -119,14 +121,14 @@ def test_one_request_runs_alone() -> None:
     core, executor = make_core(2)
     done = run(core, [make_request(0, [1, 2, 3], 10)])
     assert len(unpack(done[0].token_ids)) == 10
-    assert [len(unpack(step.decode_slots)) for step in executor.steps] == [0] + [1] * 9
+    assert [step.num_decodes for step in executor.steps] == [0] + [1] * 9
 
 
-def test_slices_of_one_prompt_follow_each_other_without_waiting() -> None:
+def test_chunks_of_one_prompt_follow_each_other_without_waiting() -> None:
     core, executor = make_core(3, max_num_batched_tokens=8)
     done = run(core, [make_request(0, list(range(40)), 2)])
     assert len(unpack(done[0].token_ids)) == 2
-    assert [list(unpack(step.extend_lens)) for step in executor.steps[:5]] == [[8]] * 5
+    assert [chunk_lens_of(step) for step in executor.steps[:5]] == [[8]] * 5
     assert executor.most_pending == 3
 
 

@@ -46,8 +46,10 @@ class FailingExecutor:
         elif self.fails(step):
             self.passes_over = True
             self.failed.append(step)
-            if len(self.failed) % 3:
+            if len(self.failed) % 3 == 1:
                 self.runner.apply(step)
+            elif len(self.failed) % 3 == 2:
+                self.runner.launch(step)
             self.outputs.append(StepOutput(step_id=step.step_id, token_ids=b"", out_of_memory="as planned"))
         else:
             self.passes_over = False
@@ -79,8 +81,8 @@ def make_rank() -> HashingRunner:
 
 
 def size_of(step: StepInput) -> tuple[int, int]:
-    num_decodes, lens = len(unpack(step.decode_slots)), unpack(step.extend_lens)
-    return num_decodes + len(lens), num_decodes + sum(lens)
+    """Requests and tokens."""
+    return step.num_rows, step.total_tokens
 
 
 def make_core(

@@ -24,7 +24,7 @@ class SlowExecutor:
 
     def submit(self, step: StepInput) -> None:
         self.submitted.append(step.step_id)
-        tokens = [7] * (len(unpack(step.decode_slots)) + sum(unpack(step.extend_samples)))
+        tokens = [7] * sum(unpack(step.num_logits))
         self._outputs.append(StepOutput(step_id=step.step_id, token_ids=pack(tokens)))
 
     def collect(self) -> StepOutput:

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from fake_runners import BLOCK_SIZE, CountingRunner, engine_config
+from fake_runners import BLOCK_SIZE, CountingRunner, engine_config, rows_of, spans_of
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import RequestOutput
@@ -57,26 +57,29 @@ class CheckingExecutor:
             assert new.num_cached_tokens % self.limits.block_size == 0
             self.tables[new.slot] = {}
             self.num_computed[new.slot] = new.num_cached_tokens
+        assert not any(unpack(step.block_groups))
         blocks = zip(unpack(step.block_slots), unpack(step.block_columns), unpack(step.block_ids), strict=True)
         for slot, column, block in blocks:
             assert block > 0
             assert self.tables[slot].setdefault(column, block) == block
-        decodes = unpack(step.decode_slots)
-        extends = dict(zip(unpack(step.extend_slots), unpack(step.extend_lens), strict=True))
-        counts = {**dict.fromkeys(decodes, 1), **extends}
-        assert len(counts) == len(decodes) + len(extends)
+        counts = {slot: num_tokens for slot, num_tokens, _ in rows_of(step)}
+        assert len(counts) == step.num_rows
         assert min(counts.values()) > 0
-        assert sum(counts.values()) <= self.limits.max_num_batched_tokens
-        assert len(unpack(step.token_ids)) == sum(extends.values())
-        self.num_extend_tokens += sum(extends.values())
-        expected = ForwardMode.MIXED if decodes and extends else ForwardMode.DECODE if decodes else ForwardMode.EXTEND
+        assert sum(counts.values()) == step.total_tokens <= self.limits.max_num_batched_tokens
+        decodes, chunks = rows_of(step)[: step.num_decodes], rows_of(step)[step.num_decodes :]
+        assert all(num_tokens == num_logits == 1 for _, num_tokens, num_logits in decodes)
+        self.num_extend_tokens += sum(num_tokens for _, num_tokens, _ in chunks)
+        expected = ForwardMode.MIXED if decodes and chunks else ForwardMode.DECODE if decodes else ForwardMode.EXTEND
         assert step.mode == expected
+        brought = {(slot, start): len(tokens) for slot, start, tokens in spans_of(step)}
+        assert all(brought[slot, self.num_computed[slot]] == num_tokens for slot, num_tokens, _ in chunks)
         written: list[int] = []
         for slot, count in counts.items():
             start = self.num_computed[slot]
             columns = range(start // self.limits.block_size, -(-(start + count) // self.limits.block_size))
             written += [self.tables[slot][column] for column in columns]
             self.num_computed[slot] = start + count
+        assert unpack(step.seq_lens).tolist() == [self.num_computed[slot] for slot in counts]
         assert len(set(written)) == len(written), "two requests write to one block"
         output = self.runner.launch(step)
         assert output is not None
@@ -241,9 +244,14 @@ def test_prefix_ids_of_penalised_requests_stay_within_the_channel() -> None:
     core.add(make_request(i, [*prompt, 200 + i], 2, sampling=penalised) for i in range(1, 60))
     done = run(core, scheduler)
     assert len(done) == 59
-    prefixes = [new.prefix_ids for step in executor.steps for new in step.new_slots if new.prefix_ids]
+    prefixes = [
+        tokens
+        for step in executor.steps
+        for slot, start, tokens in spans_of(step)
+        if start == 0 and any(new.slot == slot and new.num_cached_tokens for new in step.new_slots)
+    ]
     assert len(prefixes) == 59
-    assert all(unpack(p).tolist() == prompt[: len(p) // 4] for p in prefixes)
+    assert all(prefix == prompt[: len(prefix)] for prefix in prefixes)
 
 
 @pytest.mark.parametrize("seed", range(25))

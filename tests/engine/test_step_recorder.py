@@ -17,7 +17,7 @@ class InstantExecutor:
         self._outputs: deque[StepOutput] = deque()
 
     def submit(self, step: StepInput) -> None:
-        tokens = [7] * (len(unpack(step.decode_slots)) + sum(unpack(step.extend_samples)))
+        tokens = [7] * sum(unpack(step.num_logits))
         self._outputs.append(StepOutput(step_id=step.step_id, token_ids=pack(tokens), seconds=step.step_id + 1.0))
 
     def collect(self) -> StepOutput:
@@ -26,9 +26,7 @@ class InstantExecutor:
 
 def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=10, max_model_len=64, block_size=4)
-    core = EngineCore(
-        Scheduler(limits, BlockManager(100)), InstantExecutor(), max_in_flight=2, recorder=StepRecorder(4)
-    )
+    core = EngineCore(Scheduler(limits, BlockManager(100)), InstantExecutor(), max_in_flight=2, recorder=StepRecorder())
     prompt = list(range(14))
     core.add([make_request(0, prompt, 3)])
     while core.has_work:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
+from nvcli.jobs.rows.parser import RowParser
 
 ReadRows = Callable[..., list[Job | JobResult]]
 

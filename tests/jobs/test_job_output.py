@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.job import RowForm
-from nvcli.jobs.manifest import manifest_path, save_manifest
-from nvcli.jobs.output_row import read_output_row
-from nvcli.jobs.output_scan import scan_output
+from nvcli.jobs.output.manifest import manifest_path, save_manifest
+from nvcli.jobs.output.output_scan import scan_output
+from nvcli.jobs.rows.output_row import read_output_row
 from output_jobs import FAILING, JOB, open_job, plain_bytes, rows_of, write
 
 NAMES = ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst"]
@@ -283,7 +283,7 @@ def test_a_full_disk_leaves_no_half_manifest(tmp_path: Path, monkeypatch: pytest
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("nvcli.jobs.manifest.os.fsync", full)
+    monkeypatch.setattr("nvcli.jobs.output.manifest.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         save_manifest(tmp_path / "out.jsonl", JOB)
     assert list(tmp_path.iterdir()) == []

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvcli.errors import ConfigError
-from nvcli.jobs import lines as lines_module
-from nvcli.jobs import reader as reader_module
+from nvcli.jobs.input import line_source as lines_module
+from nvcli.jobs.input import reader as reader_module
+from nvcli.jobs.input.line_source import LineSource
+from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.lines import LineSource
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
+from nvcli.jobs.rows.parser import RowParser
 from nvcli.sampling_params import SamplingParams
 
 ReadRows = Callable[..., list[Job | JobResult]]
@@ -193,7 +193,7 @@ def test_a_damaged_gzip_file_ends_the_reading_after_its_good_rows(tmp_path: Path
 def test_a_pipe_that_does_not_wait_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
-    monkeypatch.setattr("nvcli.jobs.lines._open", lambda name: os.fdopen(read_end, "rb", buffering=0))
+    monkeypatch.setattr("nvcli.jobs.input.line_source._open", lambda name: os.fdopen(read_end, "rb", buffering=0))
     lines = LineSource("-").lines()
     assert next(lines) is None
     later = threading.Timer(0.2, lambda: (os.write(write_end, b"a\nb"), os.close(write_end)))

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, Job, JobResult
-from nvcli.jobs.output_scan import scan_output
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
-from nvcli.jobs.writer import ResultWriter
+from nvcli.jobs.output.output_scan import scan_output
+from nvcli.jobs.output.writer import ResultWriter
+from nvcli.jobs.rows.parser import RowParser
 from output_jobs import open_job, rows_of
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

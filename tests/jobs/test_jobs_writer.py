@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from nvcli.errors import OutputError, RowError
 from nvcli.jobs.job import Choice, JobResult, Logprobs, Place, Usage, failed
-from nvcli.jobs.reorder import ReorderBuffer
-from nvcli.jobs.sink import OutputClosed, Sink
-from nvcli.jobs.writer import ResultWriter
+from nvcli.jobs.output.reorder import ReorderBuffer
+from nvcli.jobs.output.sink import OutputClosed, Sink
+from nvcli.jobs.output.writer import ResultWriter
 
 
 def result(index: int, text: str = "t", **extra: Any) -> JobResult:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, RowForm, Usage
-from nvcli.jobs.output_row import OutputForm, output_row, read_output_row
+from nvcli.jobs.rows.output_row import OutputForm, output_row, read_output_row
 from nvcli.sampling_params import SamplingParams
 
 ReadRows = Callable[..., list[Job | JobResult]]

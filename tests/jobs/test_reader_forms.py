@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from nvcli.errors import ConfigError
 from nvcli.jobs import line_splitter
-from nvcli.jobs.answered import AnsweredRows, RowSet
 from nvcli.jobs.compression import CompressionError, Unpacker, make_packer
-from nvcli.jobs.fingerprint import SAMPLE_BYTES, WHOLE_BYTES, digest_file
+from nvcli.jobs.input.digests import SAMPLE_BYTES, WHOLE_BYTES, digest_file
+from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.line_splitter import OVERSIZED, LineSplitter
-from nvcli.jobs.native_row import RowKeys
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
-from nvcli.jobs.seen_ids import SeenIds
+from nvcli.jobs.row_set import AnsweredRows, RowSet
+from nvcli.jobs.rows.native_row import RowKeys
+from nvcli.jobs.rows.parser import RowParser
+from nvcli.jobs.rows.seen_ids import SeenIds
 
 ReadRows = Callable[..., list[Job | JobResult]]
 

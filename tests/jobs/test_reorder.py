@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvcli.errors import OutputError
-from nvcli.jobs.reorder import ReorderBuffer
+from nvcli.jobs.output.reorder import ReorderBuffer
 
 
 @given(

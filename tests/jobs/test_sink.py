@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nvcli.errors import OutputError
-from nvcli.jobs.sink import Sink
-from nvcli.jobs.writer import ResultWriter
+from nvcli.jobs.output.sink import Sink
+from nvcli.jobs.output.writer import ResultWriter
 from output_jobs import result_of
 
 

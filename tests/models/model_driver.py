@@ -38,11 +38,11 @@ class ModelDriver:
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(config, self.group, dtype, stage=stage)
         self.num_bytes = load_weights(self.model, path, device)
-        spec = self.model.attention_layers[0]
+        layers = self.model.attention_layers
         cache_spec = KVCacheSpec(
-            num_layers=len(self.model.attention_layers),
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            group_layers=tuple(group.layers for group in self.model.kv_groups),
+            num_kv_heads=layers[0].num_kv_heads,
+            head_dim=layers[0].head_dim,
             block_size=block_size,
             dtype=dtype,
         )
@@ -51,9 +51,7 @@ class ModelDriver:
         case = AttentionCase(
             device=device,
             dtype=dtype,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            specs=tuple(dict.fromkeys(layers)),
             block_size=block_size,
         )
         self.backend, _ = select_backend("torch", case)

@@ -14,8 +14,8 @@ import pytest
 
 from nvcli.bench.shapes import write_shape
 from nvcli.config import EngineConfig, RunConfig, load_run_config, parse_size
+from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config
 from nvcli.profile.advice import advise
 from nvcli.profile.lengths import Bucket, lengths_of
 from nvcli.profile.profile import profile_from_config

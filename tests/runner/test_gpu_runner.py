@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from checkpoints import write_tiny_qwen3
-from fake_runners import engine_config
+from nvcli.attention.forward_batch import BatchShape
 from nvcli.demo import demo_path
-from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.messages import unpack
-from nvcli.runner.batch_builder import build_batch
-from nvcli.runner.interface import RankContext
+from nvcli.kernels.prepare_inputs import prepare_inputs
+from nvcli.messages import StepInput, pack, unpack
+from nvcli.runner.input_buffers import exact_shape
 from nvcli.runner.model_runner import ModelRunner
 from nvcli.sampling_params import SamplingParams
+from one_rank import make_runner, make_scheduler
 from requests_factory import make_request
 
 pytestmark = pytest.mark.gpu
@@ -34,34 +33,6 @@ BACKENDS = [
         "flashinfer": "flashinfer",
     }.items()
 ]
-
-
-def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunner:
-    values: dict[str, Any] = {
-        "model_path": path,
-        "device": device,
-        "dtype": "bfloat16" if device == "cuda" else "float32",
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 512,
-        "block_size": 64,
-        "gpu_memory_utilization": 0.2,
-    }
-    context = RankContext(
-        rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
-    )
-    return ModelRunner(engine_config(**{**values, **overrides}), context)
-
-
-def make_scheduler(runner: ModelRunner) -> Scheduler:
-    config = runner.config
-    limits = SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-    )
-    return Scheduler(limits, BlockManager(runner.ready.num_blocks))
 
 
 @pytest.fixture(autouse=True)
@@ -102,13 +73,19 @@ def all_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     """[len(prompt), V] of a prompt computed in one step."""
     scheduler = make_scheduler(runner)
     scheduler.add([make_request(0, prompt, 1)])
-    step = scheduler.schedule()
-    assert step is not None
-    runner.slots.apply(step.input, runner.upload)
-    batch = build_batch(step.input, runner.slots, runner.kv_cache, runner.backend, runner.upload).forward
-    runner.backend.plan(batch)
-    runner.backend.plan_on_device(batch)
-    return runner.model.compute_logits(runner.model.forward(batch)).float().cpu()
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    step, buffers = scheduled.input, runner.buffers
+    batch = buffers.batch(exact_shape(step), 1, runner.kv_cache, runner.backend, needs_all_logits=False)
+    batch = buffers.stage(step, batch)
+    runner.backend.plan(batch.forward)
+    runner.slots.apply(step)
+    buffers.load(batch)
+    prepare_inputs(batch.rows, runner.slots.state, batch.inputs)
+    runner.backend.plan_on_device(batch.forward)
+    hidden = runner.model.forward(batch.forward)
+    assert isinstance(hidden, torch.Tensor)
+    return runner.model.compute_logits(hidden).float().cpu()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -144,7 +121,6 @@ def test_built_in_model_answers_like_the_cpu(backend: str, enforce_eager: bool) 
 
 def test_graph_equals_eager_bit_for_bit() -> None:
     runner = make_runner(demo_path())
-    assert runner.decode_graphs is not None
     scheduler = make_scheduler(runner)
     sampling = SamplingParams(temperature=0.8)
     scheduler.add(make_request(i, prompt, 50, sampling=sampling) for i, prompt in enumerate(prompts(8)))
@@ -154,23 +130,29 @@ def test_graph_equals_eager_bit_for_bit() -> None:
         pending = runner.launch(step.input)
         assert pending is not None
         scheduler.process(step, pending.result())
-    table = runner.slots
+    state, steps = runner.slots.state, runner.steps
+    graphs = steps._graphs
+    assert graphs is not None
     with torch.inference_mode():
-        slots = torch.arange(8, device="cuda")
-        saved = table.num_computed.clone(), table.token_ids.clone()
-        batch = runner.decode_step.batch(table.num_computed_host[:8] + 1)
-        runner.backend.plan(batch)
-        graph = runner.decode_graphs.replay(slots)
-        assert graph.ids is not None
-        logits, ids = graph.logits.clone(), graph.ids.clone()
-        table.num_computed.copy_(saved[0])
-        table.token_ids.copy_(saved[1])
-        runner.decode_step.advance(slots)
-        runner.backend.plan(batch)
-        eager = runner.decode_step.compute(slots, batch, sample=True)
-        assert eager.ids is not None
-        assert torch.equal(logits, eager.logits)
-        assert torch.equal(ids, eager.ids)
+        lens = (state.lengths[:8] + 1).tolist()
+        ones = pack([1] * 8)
+        decode = StepInput(
+            step_id=99, slots=pack(range(8)), num_tokens=ones, num_logits=ones, seq_lens=pack(lens), num_decodes=8
+        )
+        shape = graphs.padded_shape(exact_shape(decode))
+        assert shape is not None
+        saved = state.lengths.clone(), state.token_ids.clone()
+        batch = runner.buffers.stage(decode, steps._padded_batch(shape))
+        runner.backend.plan(batch.forward)
+        runner.buffers.load(batch)
+        graph = graphs.replay(shape)
+        logits, ids = graph.logits.clone(), graph.ids.clone()  # type: ignore[union-attr]
+        state.lengths.copy_(saved[0])
+        state.token_ids.copy_(saved[1])
+        runner.backend.plan(batch.forward)
+        eager = steps.run_padded(shape)
+        assert torch.equal(logits, eager.logits)  # type: ignore[union-attr]
+        assert torch.equal(ids, eager.ids)  # type: ignore[union-attr]
 
 
 def test_padding_leaves_real_slots_alone() -> None:
@@ -198,14 +180,16 @@ def test_mixed_graphs_answer_like_eager_steps() -> None:
     rng.shuffle(examples)
     asked = [tokenizer.encode(raw_prompt(example)) for example in examples]
     runner = make_runner(demo_path(), max_model_len=1024, max_num_batched_tokens=2048, max_num_seqs=16)
-    assert runner.mixed_graphs is not None
-    replay, replayed = runner.mixed_graphs.replay, []
+    graphs = runner.steps._graphs
+    assert graphs is not None
+    replay, replayed = graphs.replay, []
 
-    def counted(step: Any) -> Any:
-        replayed.append(step.step_id)
-        return replay(step)
+    def counted(shape: BatchShape) -> Any:
+        if shape.prefill_rows:
+            replayed.append(shape)
+        return replay(shape)
 
-    runner.mixed_graphs.replay = counted  # type: ignore[method-assign]
+    graphs.replay = counted  # type: ignore[method-assign]
     for sampling in ({}, {"temperature": 0.1, "top_k": 5, "repetition_penalty": 1.0001}):
         replayed.clear()
         answers = generate(runner, asked, 200, stop_ids=[0], **sampling)

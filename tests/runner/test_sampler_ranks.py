@@ -10,8 +10,9 @@ import torch
 
 from fake_runners import engine_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
-from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput
+from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, pack
 from nvcli.runner.sampler import Sampler
+from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.uploader import Uploader
 from tensor_parallel_ranks import run_ranks
@@ -23,8 +24,21 @@ CPU = torch.device("cpu")
 SAMPLINGS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}],
     "temperatures": [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 1.5}],
+    "small top-k": [
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+        {"temperature": 1.0},
+        {"temperature": 0.0, "top_k": 3},
+        {"temperature": 1.3, "top_k": 64, "min_p": 0.01},
+        {"temperature": 0.7, "top_k": 1},
+    ],
     "filters": [{"temperature": 0.8, "top_k": 20}, {"temperature": 1.0}, {"temperature": 1.2, "top_p": 0.9}],
-    "logprobs": [{"temperature": 1.0, "num_logprobs": 2}],
+    "logprobs": [{"temperature": 1.0, "num_logprobs": 2}, {"temperature": 0.5, "top_k": 4}],
+    "changed logits": [
+        {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 0.0, "bias_ids": [77, 5, 9000], "bias_values": [100.0, -100.0, 1.0]},
+        {"temperature": 0.9, "top_k": 10, "stop_ids": [1, 2, 3], "min_tokens": 20},
+        {"temperature": 0.3, "frequency_penalty": -1.5, "bias_ids": [6], "bias_values": [-5.0], "num_logprobs": 0},
+    ],
 }
 
 
@@ -51,7 +65,7 @@ def slot_sampling(row: int, **overrides: Any) -> SlotSampling:
 
 
 def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
-    """By case: (the ids, the log-probabilities, how often logits were gathered)."""
+    """By case: (the ids, the log-probabilities, how often logits were gathered, whether the batch is simple)."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(NUM_SLOTS, VOCAB_SIZE, generator=generator) * 3
     logits[:5] = logits[:5].round()  # with equal ones
@@ -63,19 +77,30 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
     group.gather = lambda x: (gathered.append(1), gather(x))[1]  # type: ignore[method-assign]
     results = {}
     for case, kinds in SAMPLINGS.items():
-        table = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), CPU)
+        slot_table, table = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), CPU), SamplingTable(NUM_SLOTS, CPU)
         new = [
-            NewSlot(slot=i, num_cached_tokens=0, prefix_ids=b"", sampling=slot_sampling(i * 7, **kinds[i % len(kinds)]))
+            NewSlot(
+                slot=i,
+                num_cached_tokens=0,
+                prefix_ids=pack(range(i, 2 * i)),
+                sampling=slot_sampling(i * 7, **kinds[i % len(kinds)]),
+            )
             for i in range(NUM_SLOTS)
         ]
-        table.apply(StepInput(step_id=0, mode=ForwardMode.EXTEND, new_slots=new), Uploader(0, CPU))
-        sampler = Sampler(table, group, VOCAB_SIZE)
+        upload = Uploader(0, CPU)
+        slot_table.apply(StepInput(step_id=0, mode=ForwardMode.EXTEND, new_slots=new), upload)
+        table.fill(new, upload)
+        sampler = Sampler(table, slot_table, group, VOCAB_SIZE)
         slots = torch.arange(NUM_SLOTS).flip(0)
-        positions = torch.arange(NUM_SLOTS, dtype=torch.int32)
+        positions = slots.int()
         gathered.clear()
-        ids, logprobs = sampler.sample(shard, slots, positions, sampler.plan(tuple(slots.tolist())))
+        needs = sampler.needs(slots.numpy())
+        ids, logprobs = sampler.sample_fully(shard, slots, positions, needs, NUM_SLOTS, upload)
         assert ids.dtype == torch.int32
-        results[case] = ids.tolist(), logprobs, len(gathered)
+        if needs.is_simple:
+            assert torch.equal(ids, sampler.sample(shard, slots, positions))
+        found = None if logprobs is None else logprobs.result()
+        results[case] = ids.tolist(), found, len(gathered), needs.is_simple
     return results
 
 
@@ -83,8 +108,64 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
 def test_same_tokens_on_every_rank_as_with_one(size: int, tmp_path: Path) -> None:
     alone = run_rank(TensorParallelGroup.single())
     ranks = run_ranks(size, run_rank, tmp_path)
-    for case, (ids, logprobs, _) in alone.items():
+    for case, (ids, logprobs, _, _) in alone.items():
         assert all(rank[case][0] == ids for rank in ranks), case
         assert ranks[0][case][1] == logprobs
-    num_gathers = {case: count for case, (_, _, count) in ranks[0].items()}
-    assert num_gathers == {"greedy": 0, "temperatures": 0, "filters": 1, "logprobs": 1}
+    num_gathers = {case: count for case, (_, _, count, _) in ranks[0].items()}
+    assert num_gathers == {
+        "greedy": 0,
+        "temperatures": 0,
+        "small top-k": 0,
+        "filters": 1,
+        "logprobs": 1,
+        "changed logits": 1,
+    }
+    assert [case for case, result in ranks[0].items() if result[3]] == ["greedy", "temperatures"]
+    assert [case for case, result in alone.items() if result[3]] == ["greedy", "temperatures", "small top-k", "filters"]
+
+
+def test_log_probabilities_are_of_the_unmodified_logits_and_of_the_rows_that_asked() -> None:
+    result = run_rank(TensorParallelGroup.single())
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(NUM_SLOTS, VOCAB_SIZE, generator=generator) * 3
+    logits[:5] = logits[:5].round()
+    for case, asking, num_alternatives in (("logprobs", 0, 2), ("changed logits", 3, 0)):
+        ids, found, _, _ = result[case]
+        for row, token in enumerate(ids):
+            slot, entry = NUM_SLOTS - 1 - row, found[row]
+            if slot % len(SAMPLINGS[case]) != asking:
+                assert entry is None
+                continue
+            expected = logits[row].log_softmax(dim=-1)
+            assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-5)
+            assert entry.top_logprobs == pytest.approx(expected.topk(num_alternatives).values.tolist(), abs=1e-5)
+            assert len(entry.top_ids) == num_alternatives
+
+
+def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_request() -> None:
+    """The greedy token by hand; a slot that is filled again keeps nothing of its last request."""
+    table, slot_table = SamplingTable(4, CPU), SlotTable(engine_config(max_num_seqs=4), CPU)
+    upload, group = Uploader(0, CPU), TensorParallelGroup.single()
+    sampler = Sampler(table, slot_table, group, 50)
+    logits = torch.arange(50.0).expand(4, 50)
+    slots, positions = torch.arange(4), torch.tensor([9, 9, 10, 9], dtype=torch.int32)
+
+    def fill(*kinds: dict[str, Any]) -> None:
+        new = [
+            NewSlot(slot=i, num_cached_tokens=0, prefix_ids=b"", sampling=slot_sampling(i, temperature=0.0, **kind))
+            for i, kind in enumerate(kinds)
+        ]
+        table.fill(new, upload)
+
+    def choose() -> list[int]:
+        needs = sampler.needs(slots.numpy())
+        ids, logprobs = sampler.sample_fully(logits, slots, positions, needs, 10, upload)
+        assert logprobs is None
+        return ids.tolist()  # type: ignore[no-any-return]
+
+    stops = {"prompt_len": 4, "min_tokens": 6, "stop_ids": [49, 48]}
+    biased = {"bias_ids": [7, 49, 0], "bias_values": [60.0, -60.0, 0.5]}
+    fill(biased, stops, stops, {**stops, "bias_ids": [49, 47], "bias_values": [100.0, -100.0]})
+    assert choose() == [7, 47, 49, 46]
+    fill({}, biased, {}, {"bias_ids": [3], "bias_values": [99.0]})
+    assert choose() == [49, 7, 49, 3]

@@ -11,7 +11,7 @@ import sys
 from nvcli.config import RunConfig
 from nvcli.demo import demo_path
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config
+from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.runner.interface import RankContext
 from nvcli.runner.model_runner import ModelRunner
 

@@ -11,9 +11,9 @@ from comparison.job import Job, Rows
 from nvcli.config import RunConfig
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request
+from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.messages import pack, unpack
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config
 from nvcli.sampling_params import SamplingParams
 
 

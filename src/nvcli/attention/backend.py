@@ -10,30 +10,30 @@ A step, as the runner drives it:
     backend.plan_on_device(batch)    device work only; the first of what a graph of the step captures
     model.forward(batch)             each layer stores k and v, then calls backend.forward
 
-A decode step may be captured where `captures_decode` is true, after `prepare_capture(batch)`. The graph then serves
-any lengths, as long as the batch's tensors stay where they are; `plan` before a replay is given the batch that was
-captured, padding rows included. Padding rows have a sequence length of 0 or 1 and a block table of null blocks; they
-get finite values that nobody reads.
+Plans are made once a step for each distinct `AttentionSpec`, not for each layer.
 
-A backend implements two halves, decode rows and prompt slices, so that two backends can share a run (`pair.py`).
+A step may be captured where `can_capture` says so, after `prepare_capture(batch)`. The graph then serves any lengths,
+as long as the batch's tensors stay where they are; `plan` before a replay is given the batch that was captured, with
+the host values of the step. What padding rows and tokens are is said in `forward_batch.py`: they get finite values.
+
+A backend implements two halves, rows of one token and prefill chunks, so that two backends can share a run
+(`hybrid.py`). Decode rows of several tokens count as chunks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """One kind of attention on this rank. Layers that attend alike have equal specs."""
+    """One kind of attention on this rank. Layers that attend alike have equal specs and share the plans of a step."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,23 +52,23 @@ class AttentionCase:
 
     device: torch.device
     dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    specs: tuple[AttentionSpec, ...]
+    """The distinct kinds of attention of this rank's layers."""
     block_size: int
     max_num_seqs: int = 256
-    """Most decode rows of a step, padding included; workspaces are sized by it."""
+    """Most rows of a step, padding included; workspaces are sized by it."""
+    max_num_batched_tokens: int = 8192
+    """Most tokens of a step, padding included."""
 
 
 class AttentionBackend(ABC):
-    """One run's attention. Stateless between steps except for what the plans prepare; used on one stream."""
+    """The attention of one run. It keeps nothing between steps but what the plans prepare, and is used on one stream.
+
+    All blocks hold finite values. A backend may read keys that no token of the batch sees, of the null block or of
+    another request, if it masks them.
+    """
 
     name: str
-    captures_decode: bool = False
-    """Whether the decode half may be captured in a CUDA graph."""
-    captures_extend: bool = False
-    """Whether both may be in one graph: the decode rows planned on the device alone, the slices by
-    `plan_captured_extend`."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
@@ -78,72 +78,72 @@ class AttentionBackend(ABC):
     def unsupported(cls, case: AttentionCase) -> list[str]:
         """Reasons why this backend cannot serve `case`; empty when it can. Imports nothing heavy when it cannot."""
 
+    def can_capture(self, shape: BatchShape) -> bool:
+        """Whether a step of this shape may be captured in a CUDA graph."""
+        return False
+
     # ------------------------------------------------------------------ what the runner and the layers call
+
+    def prepare_capture(self, batch: ForwardBatch) -> None:  # noqa: B027  (most need nothing)
+        """Set aside what a graph of this batch will use. It is called outside the graph, before `plan` and the first
+        warm-up run; calling it again does no harm."""
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the host, from host values alone; called outside CUDA graphs."""
-        if batch.num_decodes:
+        if batch.num_single_rows:
             self.plan_decode(batch)
-        if batch.extend_lens:
+        if batch.shape.num_rows > batch.num_single_rows:
             self.plan_extend(batch)
 
     def plan_on_device(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the device, behind `plan` and before the first layer; may be captured."""
-        if batch.num_decodes:
+        if batch.num_single_rows:
             self.plan_decode_on_device(batch)
+        if batch.shape.num_rows > batch.num_single_rows:
+            self.plan_extend_on_device(batch)
 
     def forward(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attend causally to each request's whole past, the batch's own tokens included.
+        """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included.
 
-        K/V of all tokens of the batch are in the cache already. q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads,
-        head_dim]; they may be strided views of one buffer, each token's heads contiguous.
-        → [T, num_heads, head_dim], contiguous.
+        layer: number of the layer in the cache. K/V of all tokens of the batch are in the cache already.
+        q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; they may be strided views of one buffer, each
+        token's heads contiguous. → [T, num_heads, head_dim], contiguous.
         """
-        num_decodes = batch.num_decodes
-        if num_decodes and not batch.extend_lens:
+        num_single = batch.num_single_rows
+        if batch.shape.num_rows == 0:
+            return new_or(None, q)
+        if num_single == batch.shape.num_rows:
             return self.decode(spec, layer, q, batch, None)
-        if batch.extend_lens and not num_decodes:
+        if num_single == 0:
             return self.extend(spec, layer, q, k, v, batch, None)
         out = new_or(None, q)
-        if not num_decodes:  # an idle step
-            return out
-        self.decode(spec, layer, q[:num_decodes], batch, out[:num_decodes])
-        self.extend(spec, layer, q[num_decodes:], k[num_decodes:], v[num_decodes:], batch, out[num_decodes:])
+        self.decode(spec, layer, q[:num_single], batch, out[:num_single])
+        self.extend(spec, layer, q[num_single:], k[num_single:], v[num_single:], batch, out[num_single:])
         return out
 
     # ------------------------------------------------------------------ the halves
 
-    def prepare_capture(self, batch: ForwardBatch) -> None:  # noqa: B027  (most need nothing)
-        """Set aside what a graph of this decode batch will use, and plan its warm-up; called outside the graph,
-        before the first warm-up run. Calling it again, or while capturing, does no harm."""
-
     def plan_decode(self, batch: ForwardBatch) -> None:  # noqa: B027
-        """`plan` for the decode rows."""
+        """`plan` for the rows of one token."""
 
     def plan_extend(self, batch: ForwardBatch) -> None:  # noqa: B027
-        """`plan` for the prompt slices."""
-
-    def plan_captured_extend(  # noqa: B027
-        self, first_request: int, extend_lens: Sequence[int], seq_lens: np.ndarray, num_tokens: int, max_slices: int
-    ) -> None:
-        """`plan_extend` for a graph that holds up to `max_slices` slices of up to `num_tokens` tokens in all.
-
-        Called before the capture, with no slices, and before each replay. The slices' rows in the request tensors
-        begin at `first_request`; the row behind the last possible one has a length of 0.
-        """
+        """`plan` for the chunks: the rows from `batch.num_single_rows` on."""
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
-        """`plan_on_device` for the decode rows."""
+        """`plan_on_device` for the rows of one token."""
+
+    def plan_extend_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
+        """`plan_on_device` for the chunks."""
 
     @abstractmethod
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        """Attend the decode rows. q: [num_decodes, num_heads, head_dim] → the same, in `out` where it is given."""
+        """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same, in `out` where it is given."""
 
     @abstractmethod
     def extend(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        """Attend the prompt slices. q, k, v: their tokens' rows → like q, in `out` where it is given."""
+        """Attend the chunks. q, k, v: their tokens → like q, in `out` where it is given."""
 
 
 def new_or(out: Tensor | None, q: Tensor) -> Tensor:

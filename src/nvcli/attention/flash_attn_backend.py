@@ -1,12 +1,14 @@
 """The `flash-attn` backend: the package flash-attn 2, or FlashAttention 3 (`flash_attn_interface`) where it is there.
 
-Both read the cache through block tables. Version 2 wants block sizes that are multiples of 256; version 3 runs on
-Hopper, with any block size. Neither writes into a given output, so mixed batches copy theirs.
+Both read the cache through block tables, which are gathered for the batch's rows once a step. Version 2 wants block
+sizes that are multiples of 256; version 3 runs on Hopper, with any block size. Neither writes into a given output, so
+mixed batches copy theirs. Lengths are read on the device, so that every step may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 
 import torch
@@ -14,21 +16,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, copied_to
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 
 _BLOCK_MULTIPLE = 256
-"""Of flash-attn 2."""
+"""Block sizes of flash-attn 2 are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The prefill chunks of a step, and behind them one row without keys for the tokens that belong to no chunk."""
+
+    query_starts: Tensor
+    """[chunks + 2] int32, first token of each; the last entry is the number of tokens."""
+    key_starts: Tensor
+    """[chunks + 2] int32, running sum of `seq_lens`."""
+    seq_lens: Tensor
+    """[chunks + 1] int32."""
+    longest: int
+    """Tokens of the longest, at least; 2 or more, because version 2 takes 1 for a batch of one token for each row."""
+    most_keys: int
+    """Keys of the longest, at least."""
 
 
 class FlashAttnBackend(AttentionBackend):
     name = "flash-attn"
-    captures_decode = True
 
     def __init__(self, case: AttentionCase) -> None:
         self._functions: _Version2 | _Version3 = _Version2() if _why_not_version_3(case) else _Version3()
-        self._slice_starts = self._key_starts = torch.empty(0)
-        self._longest_slice = self._most_keys = 0
+        self._block_size = case.block_size
+        self._kv_groups = sorted({spec.kv_group for spec in case.specs})
+        self._decode_tables: dict[int, Tensor] = {}
+        """By KV group: [rows, columns] int32."""
+        self._chunk_tables: dict[int, Tensor] = {}
+        """By KV group: [chunks + 1, columns] int32."""
+        self._chunks: _Chunks | None = None
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -42,38 +64,51 @@ class FlashAttnBackend(AttentionBackend):
         failure = import_failure("flash_attn", "flash-attn: pip install 'nvcli[flash-attn]'")
         return [failure, newer] if failure else []
 
-    def plan_extend(self, batch: ForwardBatch) -> None:
-        first = batch.num_decodes
-        self._slice_starts = batch.query_start_loc[first:] - first  # [slices + 1] int32
-        self._key_starts = F.pad(batch.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
-        self._longest_slice = max(batch.extend_lens)
-        self._most_keys = int(batch.seq_lens_host[first:].max())
+    def can_capture(self, shape: BatchShape) -> bool:
+        return True
+
+    def plan_decode_on_device(self, batch: ForwardBatch) -> None:
+        rows = slice(0, batch.num_single_rows)
+        self._decode_tables = self._gather(batch, rows)
+
+    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+        first = batch.num_single_rows
+        num_tokens = batch.num_tokens - first
+        # What a graph is captured with must serve any chunks of its shape.
+        is_captured = torch.cuda.is_current_stream_capturing()
+        longest = num_tokens if is_captured else int(batch.num_tokens_host[first:].max())
+        tables = self._gather(batch, slice(first, batch.shape.num_rows))
+        self._chunk_tables = {group: F.pad(table, (0, 0, 0, 1)) for group, table in tables.items()}
+        seq_lens = F.pad(batch.seq_lens[first:], (0, 1))
+        self._chunks = _Chunks(
+            query_starts=F.pad(batch.query_start_loc[first:] - first, (0, 1), value=num_tokens),
+            key_starts=F.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            seq_lens=seq_lens,
+            longest=max(longest, 2),
+            most_keys=next(iter(tables.values())).shape[1] * self._block_size,
+        )
 
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        rows = slice(0, batch.num_decodes)
         k_cache, v_cache = batch.kv_cache.layer(layer)
-        result = self._functions.decode(
-            q.unsqueeze(1), k_cache, v_cache, batch.seq_lens[rows], batch.block_tables[rows], spec.scale
-        )
+        seq_lens = batch.seq_lens[: batch.num_single_rows]
+        tables = self._decode_tables[spec.kv_group]
+        result = self._functions.decode(spec, q.unsqueeze(1), k_cache, v_cache, seq_lens, tables)
         return copied_to(out, result.squeeze(1))
 
     def extend(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
+        assert self._chunks is not None, "plan_on_device comes before forward"
         k_cache, v_cache = batch.kv_cache.layer(layer)
-        result = self._functions.extend(
-            q,
-            k_cache,
-            v_cache,
-            self._slice_starts,
-            self._key_starts,
-            batch.seq_lens[batch.num_decodes :],
-            self._longest_slice,
-            self._most_keys,
-            batch.block_tables[batch.num_decodes :],
-            spec.scale,
-        )
-        return copied_to(out, result)
+        tables = self._chunk_tables[spec.kv_group]
+        return copied_to(out, self._functions.extend(spec, q, k_cache, v_cache, self._chunks, tables))
+
+    def _gather(self, batch: ForwardBatch, rows: slice) -> dict[int, Tensor]:
+        """The block tables of some rows by KV group, as wide as a graph may need or as this batch needs."""
+        num_columns = batch.block_tables.shape[2]
+        if not torch.cuda.is_current_stream_capturing():
+            num_columns = min(num_columns, -(-int(batch.seq_lens_host[rows].max()) // self._block_size))
+        return {group: batch.gather_block_tables(group, rows, max(num_columns, 1)) for group in self._kv_groups}
 
 
 def _why_not_version_3(case: AttentionCase) -> str | None:
@@ -84,7 +119,7 @@ def _why_not_version_3(case: AttentionCase) -> str | None:
 
 
 class _Functions:
-    """What both versions share."""
+    """The part that both versions share."""
 
     module: str
     tables_keyword: str
@@ -95,7 +130,13 @@ class _Functions:
         self._with_kvcache: Callable[..., Tensor] = package.flash_attn_with_kvcache
 
     def decode(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, block_tables: Tensor, scale: float
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
     ) -> Tensor:
         """q: [rows, 1, H, D] → the same."""
         return self._with_kvcache(
@@ -103,8 +144,9 @@ class _Functions:
             k_cache,
             v_cache,
             cache_seqlens=seq_lens,
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             causal=True,
+            window_size=_window_size(spec),
             **{self.tables_keyword: block_tables},
         )
 
@@ -118,28 +160,25 @@ class _Version2(_Functions):
 
     def extend(
         self,
+        spec: AttentionSpec,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slice_starts: Tensor,
-        key_starts: Tensor,
-        seq_lens: Tensor,
-        longest_slice: int,
-        most_keys: int,
+        chunks: _Chunks,
         block_tables: Tensor,
-        scale: float,
     ) -> Tensor:
-        """q: [T, H, D] → the same; `key_starts` [slices + 1] says how long each request is."""
+        """q: [T, H, D] → the same."""
         return self._varlen(
             q,
             k_cache,
             v_cache,
-            cu_seqlens_q=slice_starts,
-            cu_seqlens_k=key_starts,
-            max_seqlen_q=longest_slice,
-            max_seqlen_k=most_keys,
-            softmax_scale=scale,
+            cu_seqlens_q=chunks.query_starts,
+            cu_seqlens_k=chunks.key_starts,
+            max_seqlen_q=chunks.longest,
+            max_seqlen_k=chunks.most_keys,
+            softmax_scale=spec.scale,
             causal=True,
+            window_size=_window_size(spec),
             block_table=block_tables,
         )
 
@@ -151,25 +190,28 @@ class _Version3(_Functions):
 
     def extend(
         self,
+        spec: AttentionSpec,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slice_starts: Tensor,
-        key_starts: Tensor,
-        seq_lens: Tensor,
-        longest_slice: int,
-        most_keys: int,
+        chunks: _Chunks,
         block_tables: Tensor,
-        scale: float,
     ) -> Tensor:
+        """q: [T, H, D] → the same."""
         return self._with_kvcache(
             q,
             k_cache,
             v_cache,
-            cache_seqlens=seq_lens,
+            cache_seqlens=chunks.seq_lens,
             page_table=block_tables,
-            cu_seqlens_q=slice_starts,
-            max_seqlen_q=longest_slice,
-            softmax_scale=scale,
+            cu_seqlens_q=chunks.query_starts,
+            max_seqlen_q=chunks.longest,
+            softmax_scale=spec.scale,
             causal=True,
+            window_size=_window_size(spec),
         )
+
+
+def _window_size(spec: AttentionSpec) -> tuple[int, int]:
+    """Keys to the left and to the right of a token's own that it sees; -1: all."""
+    return (-1, -1) if spec.window is None else (spec.window - 1, 0)

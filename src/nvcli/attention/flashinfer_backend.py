@@ -1,12 +1,15 @@
 """The `flashinfer` backend: the package's paged decode on tensor cores and its paged prefill, FA3 kernels on Hopper.
 
-FlashInfer plans each step on the host, from lengths the host knows: nothing waits for the device. It compiles its
-kernels at first use (20 s for decode, 60 s for Hopper's prefill, cached on disk), so it is used where it is named.
-`seq_lens_host` must be exact here.
+FlashInfer plans each step on the host, from lengths the host knows: nothing waits for the device. Block ids are
+gathered on the device. It compiles its kernels at first use (20 s for decode, 60 s for Hopper's prefill, cached on
+disk), so it is used where it is named. `seq_lens_host` must be exact here. Decode steps may be captured in CUDA graphs.
+
+A FlashInfer wrapper holds the plan of one kind of attention; layers that differ in scale alone share it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 
 _WORKSPACE_BYTES = 512 << 20
@@ -24,20 +27,30 @@ _WORKSPACE_BYTES = 512 << 20
 
 class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
-    captures_decode = True
 
     def __init__(self, case: AttentionCase) -> None:
-        flashinfer: Any = import_module("flashinfer")
+        package: Any = import_module("flashinfer")
+        self._package = package
         self._case = case
-        self._package = flashinfer
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=case.device)
-        self._eager_decode = _Planned(flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=True
-        ))  # fmt: skip
-        self._captured: dict[int, _CapturedDecode] = {}
+        self._kind_of = {spec: replace(spec, scale=1.0) for spec in case.specs}
+        """What a wrapper's plan depends on: the kind of attention but for its scale."""
+        self._kinds = tuple(dict.fromkeys(self._kind_of.values()))
+        self._eager_decodes = {
+            kind: _Planned(
+                self._package.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=True),
+                kind,
+                case,
+            )
+            for kind in self._kinds
+        }
+        self._captured_decodes: dict[int, _CapturedDecodes] = {}
         """By number of rows: in a graph, FlashInfer's wrapper belongs to one number of rows."""
-        self._decode = self._eager_decode
-        self._prefill = _Planned(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"))
+        self._decodes = self._eager_decodes
+        self._prefills = {
+            kind: _Planned(package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"), kind, case)
+            for kind in self._kinds
+        }
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -54,142 +67,157 @@ class FlashInferBackend(AttentionBackend):
             return ["compiles its kernels and finds no nvcc; install the CUDA toolkit"]
         return []
 
+    def can_capture(self, shape: BatchShape) -> bool:
+        return shape.num_single_rows == shape.num_rows
+
     def prepare_capture(self, batch: ForwardBatch) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return
-        num_rows, max_blocks = batch.block_tables.shape
-        known = self._captured.get(num_rows)
+        num_rows, max_blocks = batch.num_single_rows, batch.block_tables.shape[2]
+        known = self._captured_decodes.get(num_rows)
         if known is None or known.max_blocks != max_blocks:
-            self._captured[num_rows] = _CapturedDecode(self._package, self._workspace, num_rows, max_blocks)
-        self.plan_decode(batch)
+            self._captured_decodes[num_rows] = _CapturedDecodes(
+                max_blocks, {kind: self._make_captured(kind, num_rows, max_blocks) for kind in self._kinds}
+            )
 
     def plan_decode(self, batch: ForwardBatch) -> None:
-        num_rows = batch.num_decodes
-        captured = self._captured.get(num_rows)
-        blocks = _HostBlocks(batch.seq_lens_host[:num_rows], self._case.block_size)
-        if captured is not None and batch.block_tables.shape[1] <= captured.max_blocks:
-            self._decode = captured
-            block_ids = captured.block_ids[:0]  # filled in place by plan_decode_on_device
-        else:
-            self._decode = self._eager_decode
-            block_ids = blocks.gather_ids(batch.block_tables[:num_rows])
-        case = self._case
-        self._decode.plan(
-            blocks.starts,
-            block_ids,
-            blocks.last_lens,
-            case.num_heads,
-            case.num_kv_heads,
-            case.head_dim,
-            case.block_size,
-            q_data_type=case.dtype,
-            kv_data_type=case.dtype,
-            sm_scale=1.0,  # the layer's own comes with `run`
-        )
+        num_rows = batch.num_single_rows
+        captured = self._captured_decodes.get(num_rows)
+        fits = captured is not None and batch.block_tables.shape[2] == captured.max_blocks
+        self._decodes = captured.by_kind if captured is not None and fits else self._eager_decodes
+        blocks = _HostBlocks(batch, slice(0, num_rows), self._case.block_size)
+        for planned in self._decodes.values():
+            planned.plan(blocks)
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
-        if isinstance(self._decode, _CapturedDecode):
-            self._decode.gather_ids(batch.block_tables[: batch.num_decodes])
+        for planned in self._decodes.values():
+            planned.gather_ids(batch, slice(0, batch.num_single_rows))
 
     def plan_extend(self, batch: ForwardBatch) -> None:
-        case, first = self._case, batch.num_decodes
-        blocks = _HostBlocks(batch.seq_lens_host[first:], case.block_size)
-        self._prefill.plan(
-            _starts(np.asarray(batch.extend_lens)),
-            blocks.starts,
-            blocks.gather_ids(batch.block_tables[first:]),
-            blocks.last_lens,
-            case.num_heads,
-            case.num_kv_heads,
-            case.head_dim,
-            case.block_size,
-            causal=True,
-            q_data_type=case.dtype,
-            kv_data_type=case.dtype,
-            sm_scale=1.0,
-        )
+        chunks = slice(batch.num_single_rows, batch.shape.num_rows)
+        blocks = _HostBlocks(batch, chunks, self._case.block_size)
+        query_starts = _running_sums(batch.num_tokens_host[chunks])
+        for planned in self._prefills.values():
+            planned.plan(blocks, query_starts)
+
+    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+        for planned in self._prefills.values():
+            planned.gather_ids(batch, slice(batch.num_single_rows, batch.shape.num_rows))
 
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        return self._decode.run(spec, layer, q, batch, out)
+        return self._decodes[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, new_or(out, q))
 
     def extend(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        return self._prefill.run(spec, layer, q, batch, out)
+        out = new_or(out, q)
+        num_tokens = int(batch.num_tokens_host[batch.num_single_rows :].sum())
+        out[num_tokens:].zero_()  # padding, which FlashInfer does not write
+        self._prefills[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, out)
+        return out
+
+    def _make_captured(self, kind: AttentionSpec, num_rows: int, max_blocks: int) -> _Planned:
+        """A wrapper for decode of a fixed number of rows, in buffers that a CUDA graph may refer to."""
+
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self._case.device)
+
+        starts, block_ids = ints(num_rows + 1), ints(num_rows * max_blocks + 1)
+        wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=starts,
+            paged_kv_indices_buffer=block_ids,
+            paged_kv_last_page_len_buffer=ints(num_rows),
+        )
+        return _Planned(wrapper, kind, self._case, _BlockIds(starts, block_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedDecodes:
+    max_blocks: int
+    """Columns of the block tables."""
+    by_kind: dict[AttentionSpec, _Planned]
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockIds:
+    """The rows' block ids one behind the other, on the device."""
+
+    starts: Tensor
+    """[rows + 1] int32: where each row's ids begin."""
+    ids: Tensor
+    """[ids + 1] int32; the last element is scratch."""
 
 
 class _HostBlocks:
-    """Which blocks the rows have, by FlashInfer's convention. Padding rows count one key of the null block."""
+    """Which blocks some rows have, by FlashInfer's convention. Padding rows count as many keys of the null block as
+    they have tokens, and at least one."""
 
-    def __init__(self, seq_lens: np.ndarray, block_size: int) -> None:
-        seq_lens = np.maximum(seq_lens, 1)
-        self.starts = _starts(-(-seq_lens // block_size))
+    def __init__(self, batch: ForwardBatch, rows: slice, block_size: int) -> None:
+        seq_lens = np.maximum(np.maximum(batch.seq_lens_host[rows], batch.num_tokens_host[rows]), 1)
+        self.starts = _running_sums(-(-seq_lens // block_size))
         """[rows + 1] int32 on the host: where each row's ids begin in the list of all."""
         self.last_lens = torch.from_numpy(((seq_lens - 1) % block_size + 1).astype(np.int32))
         """[rows] int32 on the host: keys in each row's last block."""
 
-    def gather_ids(self, block_tables: Tensor) -> Tensor:
-        """The rows' block ids one behind the other: [rows, columns] → [ids] int32 on the device."""
-        starts = self.starts.to(block_tables.device, non_blocking=True)
-        block_ids = torch.empty(int(self.starts[-1]) + 1, dtype=torch.int32, device=block_tables.device)
-        _gather_ids(block_tables, starts, block_ids)
-        return block_ids[:-1]
-
 
 class _Planned:
-    """A FlashInfer wrapper whose plans may follow each other without waiting."""
+    """A FlashInfer wrapper for one kind of attention, whose plans may follow each other without waiting."""
 
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
+    def __init__(
+        self, wrapper: Any, kind: AttentionSpec, case: AttentionCase, static_ids: _BlockIds | None = None
+    ) -> None:
+        """static_ids: buffers that the wrapper was given; without them it takes new ones with each plan."""
+        self._wrapper, self._kind, self._case = wrapper, kind, case
+        self._static_ids = static_ids
+        self._block_ids = static_ids
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         """The last plan has left the wrapper's pinned buffer, which the next one overwrites."""
 
-    def plan(self, *args: Any, **kwargs: Any) -> None:
+    def plan(self, blocks: _HostBlocks, query_starts: Tensor | None = None) -> None:
+        """query_starts: [chunks + 1] int32 on the host, first token of each chunk; None for decode rows."""
+        kind, case = self._kind, self._case
+        self._block_ids = self._static_ids
+        if self._block_ids is None:
+            ids = torch.empty(int(blocks.starts[-1]) + 1, dtype=torch.int32, device=case.device)
+            self._block_ids = _BlockIds(blocks.starts.to(case.device, non_blocking=True), ids)
+        # The ids are filled in by `gather_ids`: the wrapper keeps a view of them, or its own buffer in a graph.
+        ids = self._block_ids.ids[:0] if self._static_ids is not None else self._block_ids.ids[:-1]
         self._copied.synchronize()  # with one step in flight, it was long ago
-        self._wrapper.plan(*args, **kwargs)
+        self._wrapper.plan(
+            *(() if query_starts is None else (query_starts,)),
+            blocks.starts,
+            ids,
+            blocks.last_lens,
+            kind.num_heads,
+            kind.num_kv_heads,
+            kind.head_dim,
+            case.block_size,
+            window_left=-1 if kind.window is None else kind.window - 1,
+            q_data_type=case.dtype,
+            kv_data_type=case.dtype,
+            sm_scale=1.0,  # the layer's own comes with `run`
+            **({} if query_starts is None else {"causal": True}),
+        )
         self._copied.record()
 
-    def run(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        result: Tensor = self._wrapper.run(q, batch.kv_cache.layer(layer), q_scale=spec.scale, out=new_or(out, q))
+    def gather_ids(self, batch: ForwardBatch, rows: slice) -> None:
+        """Write row r's first starts[r + 1] - starts[r] block ids from ids[starts[r]] on, in shapes that no length
+        changes; the last element takes what is left over."""
+        assert self._block_ids is not None, "plan comes before plan_on_device"
+        starts, ids = self._block_ids.starts, self._block_ids.ids
+        tables = batch.gather_block_tables(self._kind.kv_group, rows, batch.block_tables.shape[2])
+        column = torch.arange(tables.shape[1], device=tables.device)
+        is_used = column < (starts[1:] - starts[:-1])[:, None]
+        target = torch.where(is_used, starts[:-1, None] + column, ids.shape[0] - 1)
+        ids.scatter_(0, target.flatten(), tables.flatten())
+
+    def run(self, q: Tensor, kv_cache: tuple[Tensor, Tensor], scale: float, out: Tensor) -> Tensor:
+        result: Tensor = self._wrapper.run(q, kv_cache, q_scale=scale, out=out)
         return result
 
 
-class _CapturedDecode(_Planned):
-    """Decode of a fixed number of rows, in buffers that a CUDA graph may refer to."""
-
-    def __init__(self, package: Any, workspace: Tensor, num_rows: int, max_blocks: int) -> None:
-        self.max_blocks = max_blocks
-
-        def ints(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=workspace.device)
-
-        self._starts = ints(num_rows + 1)
-        self.block_ids = ints(num_rows * max_blocks + 1)
-        super().__init__(
-            package.BatchDecodeWithPagedKVCacheWrapper(
-                workspace,
-                "NHD",
-                use_cuda_graph=True,
-                use_tensor_cores=True,
-                paged_kv_indptr_buffer=self._starts,
-                paged_kv_indices_buffer=self.block_ids,
-                paged_kv_last_page_len_buffer=ints(num_rows),
-            )
-        )
-
-    def gather_ids(self, block_tables: Tensor) -> None:
-        _gather_ids(block_tables, self._starts, self.block_ids)
-
-
-def _starts(lens: np.ndarray) -> Tensor:
+def _running_sums(lens: np.ndarray) -> Tensor:
     """[n] → [n + 1] int32 on the host: running sums from 0."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lens))).astype(np.int32))
-
-
-def _gather_ids(block_tables: Tensor, starts: Tensor, block_ids: Tensor) -> None:
-    """Write row r's first starts[r + 1] - starts[r] ids from block_ids[starts[r]] on, in shapes that no length
-    changes; the last element of `block_ids` takes what is left over."""
-    column = torch.arange(block_tables.shape[1], device=block_tables.device)
-    is_used = column < (starts[1:] - starts[:-1])[:, None]
-    target = torch.where(is_used, starts[:-1, None] + column, block_ids.shape[0] - 1)
-    block_ids.scatter_(0, target.flatten(), block_tables.flatten())

@@ -1,16 +1,19 @@
 """ForwardBatch: one step's batch as the model and the attention backend see it.
 
-Made by the runner (`runner/batch_builder.py`), read by models and backends, passed explicitly: there is no global
-context. It lives in this room because backends are its lowest readers.
+It is a view of the runner's `InputBuffers` and slot table, passed explicitly: there is no global context. It lives in
+this room because backends are its lowest readers.
 
-Order of rows: the `num_decodes` requests with one token each come first, then the prompt slices.
-Every token's K/V is stored before attention reads, layer by layer, so a slice may attend to blocks which another
-slice of the same batch fills.
+Decode rows come first, then prefill chunks. Every token's keys and values are stored before attention reads, layer by
+layer, so a chunk may attend to blocks which another chunk of the same batch fills.
+
+A batch may be padded to the shape of a captured graph. Padding decode rows belong to the padding slot, whose blocks
+are all the null block, and have a length of 1. Padding prefill rows come last and have no tokens and a length of 0.
+Tokens behind the last row's belong to nobody: they are stored to the null block. What attention gives for padding is
+finite, so that the null block stays so, and is read by nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,45 +21,79 @@ import numpy as np
 from torch import Tensor
 
 from nvcli.attention.kv_cache import KVCache
-from nvcli.messages import ForwardMode
 
 if TYPE_CHECKING:
     from nvcli.attention.backend import AttentionBackend
 
 
-@dataclass(slots=True, kw_only=True)
-class ForwardBatch:
-    """Shapes: T tokens computed in this step, S requests, N of them that sample."""
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class BatchShape:
+    """How large a batch is, padding included. A CUDA graph belongs to one shape."""
 
-    mode: ForwardMode
+    decode_rows: int = 0
+    tokens_per_row: int = 1
+    """Tokens of each decode row."""
+    prefill_rows: int = 0
+    """Most prefill chunks that the batch holds."""
+    prefill_tokens: int = 0
+    """Tokens of all prefill chunks together."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.decode_rows + self.prefill_rows
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.decode_rows * self.tokens_per_row
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decode_tokens + self.prefill_tokens
+
+    @property
+    def num_single_rows(self) -> int:
+        """Leading rows that compute one token each, which backends may serve by a kernel of their own."""
+        return self.decode_rows if self.tokens_per_row == 1 else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """Shapes: T tokens and R rows, padding included; N rows of hidden states that need logits; G KV groups."""
+
+    shape: BatchShape
     input_ids: Tensor
     """[T] int32."""
     positions: Tensor
     """[T] int32, position of each token in its request, from 0."""
     slot_mapping: Tensor
-    """[G, T] int64, where each token's K/V go: block id × block_size + offset, for each of G KV groups."""
+    """[G, T] int64, where each token's keys and values go: block id × block_size + offset, for each KV group."""
+    slots: Tensor
+    """[R] int64, each row's slot: its row of the block tables."""
     block_tables: Tensor
-    """[S, max_blocks] int32, KV block ids; entries behind a request's last block are 0, the null block."""
+    """[G, slots, max_blocks] int32, the KV block ids of every slot, by KV group. Entries that hold no block of the
+    request, or one that its window has left behind, are 0 (the null block) or stale: ids of other requests' blocks."""
     seq_lens: Tensor
-    """[S] int32, tokens of each request in the cache once this step is stored."""
-    seq_lens_host: np.ndarray
-    """[S] integers: `seq_lens` as far as the host knows them; at least as large, and equal unless steps whose outcome
-    the host does not know yet accept a number of tokens of their own."""
+    """[R] int32, tokens of each row's request in the cache once this step is stored."""
     query_start_loc: Tensor
-    """[S + 1] int32, first row of each request in the [T] tensors; the last entry is T."""
+    """[R + 1] int32, first token of each row in the [T] tensors; the last entry is where the last row ends."""
     logits_rows: Tensor
     """[N] int64, rows of the [T] tensors whose hidden state is multiplied by the LM head."""
-    num_decodes: int
-    """Host value: leading requests with exactly one token."""
-    extend_lens: Sequence[int]
-    """Host values: tokens of each prompt slice, S - num_decodes of them."""
+    num_tokens_host: np.ndarray
+    """[R] integers on the host: tokens that each row computes."""
+    seq_lens_host: np.ndarray
+    """[R] integers on the host: `seq_lens` as far as the host knows them; at least as large, and equal unless steps
+    whose outcome the host does not know yet accept a number of tokens of their own."""
     kv_cache: KVCache
     backend: AttentionBackend
 
     @property
-    def num_seqs(self) -> int:
-        return self.num_decodes + len(self.extend_lens)
+    def num_tokens(self) -> int:
+        return self.shape.num_tokens
 
     @property
-    def num_tokens(self) -> int:
-        return self.num_decodes + sum(self.extend_lens)
+    def num_single_rows(self) -> int:
+        return self.shape.num_single_rows
+
+    def gather_block_tables(self, group: int, rows: slice, num_columns: int) -> Tensor:
+        """A copy of the block tables of some rows: → [rows, num_columns] int32."""
+        return self.block_tables[group, :, :num_columns].index_select(0, self.slots[rows])

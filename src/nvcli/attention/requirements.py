@@ -24,11 +24,12 @@ def unmet_requirements(
     if case.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         reasons.append(f"serves {names}, not {str(case.dtype).removeprefix('torch.')}")
-    if case.head_dim not in head_dims:
-        reasons.append(f"head size {case.head_dim} is not one of {', '.join(map(str, head_dims))}")
-    if case.num_heads % case.num_kv_heads:
-        reasons.append(f"{case.num_heads} heads do not divide by {case.num_kv_heads} KV heads")
-    return reasons
+    for spec in case.specs:
+        if spec.head_dim not in head_dims:
+            reasons.append(f"head size {spec.head_dim} is not one of {', '.join(map(str, head_dims))}")
+        if spec.num_heads % spec.num_kv_heads:
+            reasons.append(f"{spec.num_heads} heads do not divide by {spec.num_kv_heads} KV heads")
+    return list(dict.fromkeys(reasons))
 
 
 def import_failure(module: str, package: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase
-from nvcli.attention.pair import PairedBackend
+from nvcli.attention.hybrid import HybridBackend
 from nvcli.errors import ConfigError
 
 BACKENDS = {
@@ -18,7 +18,7 @@ BACKENDS = {
     "torch": "nvcli.attention.torch_backend:TorchBackend",
 }
 AUTO_ORDER = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
-"""By device, fastest first: whom `auto` asks."""
+"""The backends that `auto` asks on each device, fastest first."""
 NOT_ASKED = {
     "cuda": {
         "flash-attn": "slower than triton where measured (version 2 on an H200)",
@@ -26,7 +26,7 @@ NOT_ASKED = {
     },
     "cpu": {},
 }
-"""Whom `auto` does not ask, and why; they serve where they are named."""
+"""The backends that `auto` does not ask on each device, and why. They serve where they are named."""
 
 
 def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, list[str]]:
@@ -41,7 +41,7 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     decode_name = _choose(decode, case, notes)
     backend = _load(prefill_name)(case)
     if decode_name != prefill_name:
-        backend = PairedBackend(backend, _load(decode_name)(case))
+        backend = HybridBackend(backend, _load(decode_name)(case))
     if "auto" in (prefill, decode):
         notes.append(f"attention backend: {backend.name}")
     return backend, list(dict.fromkeys(notes))

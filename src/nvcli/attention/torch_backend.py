@@ -1,16 +1,19 @@
 """The `torch` backend: paged attention in plain torch on any device. It defines what the others must compute.
 
-Speed matters on the CPU, where it is the backend of choice. Decode rows are sorted by length and cut into groups of
-similar length, small enough that a group's keys and values stay in the processor's cache between being gathered from
-their blocks and being read by `scaled_dot_product_attention`. The query heads that share a KV head stand in the
-query-length dimension, so that keys and values are never repeated. All of it is laid out once a step, in `plan`, from
-lengths read off the device.
+A token at position p sees the keys at positions 0 .. p, or max(0, p - window + 1) .. p of a kind with a window.
 
-Shapes: T tokens, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each, L longest of a group.
+Speed matters on the CPU, where it is the backend of choice. Decode rows are sorted by the number of keys to read and
+cut into groups of similar numbers, small enough that a group's keys and values stay in the processor's cache between
+being gathered from their blocks and being read by `scaled_dot_product_attention`. The query heads that share a KV head
+stand in the query-length dimension, so that keys and values are never repeated. All of it is laid out once a step for
+each window and KV group, from lengths read off the device.
+
+Shapes: T tokens, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each, L most keys of a group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,45 +26,51 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
 from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.kv_cache import NULL_BLOCK
 
 _GROUP_BYTES_CPU = 4 << 20
 """Gathered keys and values of one group: measured best on two cores sharing 32 MiB of L3; flat from 4 to 16."""
 _GROUP_BYTES_GPU = 512 << 20
 _QUERY_CHUNK = 256
-"""Rows of a prompt slice behind a cached prefix that are attended at once; bounds the mask's size."""
+"""Tokens of a chunk that are attended at once where a mask is needed; bounds the mask's size."""
+
+_Kind = tuple[int | None, int]
+"""What a plan depends on: window and KV group."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Decode rows of similar length, neighbours in the sorted order."""
+    """Decode rows that read similar numbers of keys, neighbours in the sorted order."""
 
     start: int
     size: int
     block_ids: Tensor
-    """[size × blocks of the longest] int64."""
-    max_len: int
+    """[size × blocks of the row that reads most] int64."""
+    most_keys: int
     mask: Tensor | None
-    """[size, 1, 1, L], 0 or -inf, added to the scores; None where all lengths are equal."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """A prompt slice: tokens [start, end) of those in slices, behind `prefix` tokens that were in the cache before."""
-
-    start: int
-    end: int
-    prefix: int
-    block_ids: Tensor | None
-    """[blocks] int64; None without a prefix: the slice's own k and v are all it needs."""
+    """[size, 1, 1, L], 0 or -inf, added to the scores; None where every row sees all that is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     order: Tensor
-    """[decodes] int64: rows, longest first."""
+    """[rows] int64: rows, those that read most keys first."""
     rank: Tensor
-    """[decodes] int64: its inverse."""
+    """[rows] int64: its inverse."""
     groups: list[_DecodeGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A prefill chunk: tokens [start, end) of those in chunks, behind `prefix` tokens that were in the cache before."""
+
+    start: int
+    end: int
+    prefix: int
+    block_ids: Tensor | None
+    """[blocks] int64; None without a prefix: the chunk's own k and v are all it needs."""
+    first_key: int
+    """Position of the first key in the first of the blocks."""
 
 
 class TorchBackend(AttentionBackend):
@@ -69,30 +78,37 @@ class TorchBackend(AttentionBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         self._case = case
-        self._decodes: _Decodes | None = None
-        self._slices: list[_Slice] = []
+        self._kinds: list[_Kind] = list(dict.fromkeys((spec.window, spec.kv_group) for spec in case.specs))
+        self._kv_heads_dim = max(spec.num_kv_heads * spec.head_dim for spec in case.specs)
+        self._decodes: dict[_Kind, _Decodes] = {}
+        self._chunks: dict[_Kind, list[_Chunk]] = {}
         self._scratch = torch.empty(0)
-        self._causal_mask = torch.empty(0, 0)
+        self._masks: dict[int | None, Tensor] = {}
+        """By window: see `_reserve_mask`."""
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
-        if case.num_heads % case.num_kv_heads:
-            return [f"{case.num_heads} heads do not divide by {case.num_kv_heads} KV heads"]
-        return []
+        return [
+            f"{spec.num_heads} heads do not divide by {spec.num_kv_heads} KV heads"
+            for spec in case.specs
+            if spec.num_heads % spec.num_kv_heads
+        ]
 
-    def plan_decode(self, batch: ForwardBatch) -> None:
-        self._decodes = self._lay_out_decodes(batch, batch.seq_lens[: batch.num_decodes].tolist())
+    def plan_decode_on_device(self, batch: ForwardBatch) -> None:
+        lens = batch.seq_lens[: batch.num_single_rows].tolist()
+        self._decodes = {kind: self._lay_out_decodes(kind, batch, lens) for kind in self._kinds}
 
-    def plan_extend(self, batch: ForwardBatch) -> None:
-        self._slices = self._lay_out_slices(batch, batch.seq_lens[batch.num_decodes :].tolist())
+    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+        lens = batch.seq_lens[batch.num_single_rows :].tolist()
+        self._chunks = {kind: list(self._lay_out_chunks(kind, batch, lens)) for kind in self._kinds}
 
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        assert self._decodes is not None, "plan comes before forward"
+        decodes = self._decodes[spec.window, spec.kv_group]
         k_cache, v_cache = batch.kv_cache.layer(layer)
         num_kv_heads, head_dim = k_cache.shape[2:]
-        sorted_q = q.index_select(0, self._decodes.order).view(q.shape[0], num_kv_heads, -1, head_dim)
-        sorted_out = torch.empty_like(sorted_q)  # [decodes, KV, G, D], longest first
-        for group in self._decodes.groups:
+        sorted_q = q.index_select(0, decodes.order).view(q.shape[0], num_kv_heads, -1, head_dim)
+        sorted_out = torch.empty_like(sorted_q)  # [rows, KV, G, D], in sorted order
+        for group in decodes.groups:
             num_blocks = group.block_ids.shape[0]
             k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
             torch.index_select(k_cache, 0, group.block_ids, out=k)
@@ -102,104 +118,144 @@ class TorchBackend(AttentionBackend):
             with _sound_kernels(q.device):
                 sorted_out[rows] = F.scaled_dot_product_attention(
                     sorted_q[rows],
-                    k.view(shape)[:, : group.max_len].transpose(1, 2),
-                    v.view(shape)[:, : group.max_len].transpose(1, 2),
+                    k.view(shape)[:, : group.most_keys].transpose(1, 2),
+                    v.view(shape)[:, : group.most_keys].transpose(1, 2),
                     attn_mask=group.mask,
                     scale=spec.scale,
                 )
-        return torch.index_select(sorted_out.flatten(1, 2), 0, self._decodes.rank, out=new_or(out, q))
+        return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=new_or(out, q))
 
     def extend(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         k_cache, v_cache = batch.kv_cache.layer(layer)
         out = new_or(out, q)
-        for piece in self._slices:
-            rows = slice(piece.start, piece.end)
-            if piece.block_ids is None:
-                out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None)
+        chunks = self._chunks[spec.window, spec.kv_group]
+        for chunk in chunks:
+            rows = slice(chunk.start, chunk.end)
+            num_tokens = chunk.end - chunk.start
+            if num_tokens == 0:  # a padding row
                 continue
-            length = piece.prefix + piece.end - piece.start
-            past_k = k_cache.index_select(0, piece.block_ids).flatten(0, 1)[:length]
-            past_v = v_cache.index_select(0, piece.block_ids).flatten(0, 1)[:length]
-            for start in range(piece.start, piece.end, _QUERY_CHUNK):
-                end = min(start + _QUERY_CHUNK, piece.end)
-                visible = piece.prefix + end - piece.start
-                mask = self._chunk_mask(end - start, visible)
-                out[start:end] = _attend(spec, q[start:end], past_k[:visible], past_v[:visible], mask=mask)
+            if chunk.block_ids is None:
+                if spec.window is None or num_tokens <= spec.window:
+                    out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None)
+                    continue
+                keys, values = k[rows], v[rows]
+            else:
+                num_keys = chunk.prefix + num_tokens - chunk.first_key
+                keys = k_cache.index_select(0, chunk.block_ids).flatten(0, 1)[:num_keys]
+                values = v_cache.index_select(0, chunk.block_ids).flatten(0, 1)[:num_keys]
+            for start in range(0, num_tokens, _QUERY_CHUNK):
+                end = min(start + _QUERY_CHUNK, num_tokens)
+                position = chunk.prefix + start
+                seen = slice(_first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
+                mask = self._mask(spec.window, end - start, seen.stop - seen.start)
+                queries = slice(chunk.start + start, chunk.start + end)
+                out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask)
+        out[chunks[-1].end :].zero_()  # padding
         return out
 
-    def _lay_out_decodes(self, batch: ForwardBatch, lens: list[int]) -> _Decodes:
-        """Sort by length and cut into groups. Padding rows of length 0 read one token of the null block."""
+    def _lay_out_decodes(self, kind: _Kind, batch: ForwardBatch, lens: list[int]) -> _Decodes:
+        """Sort by the number of keys to read and cut into groups. A padding row without keys reads one of the null
+        block."""
         case, device = self._case, batch.seq_lens.device
-        order = sorted(range(len(lens)), key=lens.__getitem__, reverse=True)
+        window, kv_group = kind
+        # Keys are read from the first block that the row's token sees into; `skipped` are those before it.
+        skipped = [_first_seen(length - 1, window) // case.block_size * case.block_size for length in lens]
+        reads = [max(length, 1) - skip for length, skip in zip(lens, skipped, strict=True)]
+        order = sorted(range(len(lens)), key=reads.__getitem__, reverse=True)
         order_t = torch.tensor(order, dtype=torch.int64, device=device)
         rank = torch.empty_like(order_t)
         rank[order_t] = torch.arange(len(lens), device=device)
 
-        token_bytes = 2 * case.num_kv_heads * case.head_dim * case.dtype.itemsize
+        token_bytes = 2 * self._kv_heads_dim * case.dtype.itemsize
         group_tokens = (_GROUP_BYTES_CPU if device.type == "cpu" else _GROUP_BYTES_GPU) // token_bytes
-        sorted_lens = batch.seq_lens[: len(lens)].index_select(0, order_t).clamp_(min=1)
+        slots = batch.slots[: len(lens)].index_select(0, order_t).unsqueeze(1)
+        tables = batch.block_tables[kv_group]
+        first_blocks = torch.tensor([skipped[row] // case.block_size for row in order], device=device).unsqueeze(1)
+        sorted_reads = torch.tensor([reads[row] for row in order], device=device).unsqueeze(1)
+        num_blocks = (sorted_reads + case.block_size - 1) // case.block_size
         groups: list[_DecodeGroup] = []
         start = most_blocks = 0
         while start < len(lens):
-            max_len = max(lens[order[start]], 1)
-            num_blocks = -(-max_len // case.block_size)
-            size = min(len(lens) - start, max(1, group_tokens // (num_blocks * case.block_size)))
+            most_keys = reads[order[start]]
+            width = -(-most_keys // case.block_size)
+            size = min(len(lens) - start, max(1, group_tokens // (width * case.block_size)))
             rows = slice(start, start + size)
-            block_ids = batch.block_tables[:, :num_blocks].index_select(0, order_t[rows]).flatten().long()
+            column = torch.arange(width, device=device)
+            columns = (first_blocks[rows] + column).clamp_(max=tables.shape[1] - 1)
+            block_ids = tables[slots[rows], columns].long()  # [size, width]
+            block_ids = block_ids.masked_fill_(column >= num_blocks[rows], NULL_BLOCK).flatten()
             mask = None
-            if lens[order[start + size - 1]] < max_len:
-                hidden = torch.arange(max_len, device=device) >= sorted_lens[rows].unsqueeze(1)
-                mask = torch.zeros(size, max_len, dtype=case.dtype, device=device)
-                mask = mask.masked_fill_(hidden, float("-inf")).view(size, 1, 1, max_len)
-            groups.append(_DecodeGroup(start, size, block_ids, max_len, mask))
-            most_blocks = max(most_blocks, size * num_blocks)
+            if reads[order[start + size - 1]] < most_keys or (window is not None and window < most_keys):
+                key = torch.arange(most_keys, device=device)
+                hidden = key >= sorted_reads[rows]
+                if window is not None:
+                    hidden |= key < sorted_reads[rows] - window
+                mask = torch.zeros(size, most_keys, dtype=case.dtype, device=device)
+                mask = mask.masked_fill_(hidden, float("-inf")).view(size, 1, 1, most_keys)
+            groups.append(_DecodeGroup(start, size, block_ids, most_keys, mask))
+            most_blocks = max(most_blocks, size * width)
             start += size
         self._reserve_scratch(most_blocks, device)
         return _Decodes(order_t, rank, groups)
 
     def _reserve_scratch(self, num_blocks: int, device: torch.device) -> None:
-        case = self._case
-        numel = 2 * num_blocks * case.block_size * case.num_kv_heads * case.head_dim
+        numel = 2 * num_blocks * self._case.block_size * self._kv_heads_dim
         if self._scratch.numel() < numel or self._scratch.device != device:
             with torch.inference_mode(False):  # so that it may be written in either mode
-                self._scratch = torch.empty(numel, dtype=case.dtype, device=device)
+                self._scratch = torch.empty(numel, dtype=self._case.dtype, device=device)
 
-    def _lay_out_slices(self, batch: ForwardBatch, lens: list[int]) -> list[_Slice]:
-        case = self._case
-        ends = list(accumulate(batch.extend_lens, initial=0))
-        slices, longest = [], 0
-        for i, (extend_len, seq_len) in enumerate(zip(batch.extend_lens, lens, strict=True)):
-            prefix = seq_len - extend_len
-            block_ids = None
+    def _lay_out_chunks(self, kind: _Kind, batch: ForwardBatch, lens: list[int]) -> Iterator[_Chunk]:
+        case, first_row = self._case, batch.num_single_rows
+        window, kv_group = kind
+        counts = batch.num_tokens_host[first_row:].tolist()
+        longest = 0
+        for row, (num_tokens, seq_len, end) in enumerate(zip(counts, lens, accumulate(counts), strict=True), first_row):
+            prefix = max(seq_len - num_tokens, 0)  # padding rows may have more tokens than keys
+            block_ids, first_key = None, 0
             if prefix > 0:
+                first_block = _first_seen(prefix, window) // case.block_size
+                columns = slice(first_block, -(-seq_len // case.block_size))
+                block_ids = batch.block_tables[kv_group, batch.slots[row], columns].long()
+                first_key = first_block * case.block_size
+            if prefix > 0 or (window is not None and window < num_tokens):
                 longest = max(longest, seq_len)
-                num_blocks = -(-seq_len // case.block_size)
-                block_ids = batch.block_tables[batch.num_decodes + i, :num_blocks].long()
-            slices.append(_Slice(ends[i], ends[i + 1], prefix, block_ids))
+            yield _Chunk(end - num_tokens, end, prefix, block_ids, first_key)
         if longest:
-            self._reserve_causal_mask(longest, batch.seq_lens.device)
-        return slices
+            self._reserve_mask(window, longest, batch.seq_lens.device)
 
-    def _reserve_causal_mask(self, longest: int, device: torch.device) -> None:
-        """[_QUERY_CHUNK, W + _QUERY_CHUNK], W at least `longest`: row i sees the columns up to W + i. The mask of any
-        chunk is a window of it, so that none is built in the layers."""
-        width = longest + _QUERY_CHUNK
-        if self._causal_mask.shape[1] < width or self._causal_mask.device != device:
+    def _reserve_mask(self, window: int | None, longest: int, device: torch.device) -> None:
+        """Keep a mask [_QUERY_CHUNK, W + _QUERY_CHUNK], W at least the keys that are seen behind `longest` of them:
+        row i sees the columns up to W + i, and with a window the last of those. The mask of any queries is a part of
+        it, so that none is built in the layers."""
+        width = longest if window is None else min(longest, window + _QUERY_CHUNK)
+        mask = self._masks.get(window)
+        if mask is None or mask.shape[1] < width + _QUERY_CHUNK or mask.device != device:
             with torch.inference_mode(False):
-                mask = torch.full((_QUERY_CHUNK, width), float("-inf"), dtype=self._case.dtype, device=device)
-                self._causal_mask = mask.triu_(diagonal=longest + 1)
+                own = width + torch.arange(_QUERY_CHUNK, device=device).unsqueeze(1)
+                column = torch.arange(width + _QUERY_CHUNK, device=device)
+                hidden = column > own
+                if window is not None:
+                    hidden |= column <= own - window
+                mask = torch.zeros(hidden.shape, dtype=self._case.dtype, device=device)
+                self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
 
-    def _chunk_mask(self, num_queries: int, num_visible: int) -> Tensor:
-        """[num_queries, num_visible]: the last query sees all, each one before it one token less."""
-        end = self._causal_mask.shape[1] - _QUERY_CHUNK + num_queries
-        mask = self._causal_mask[:num_queries, end - num_visible : end]
+    def _mask(self, window: int | None, num_queries: int, num_seen: int) -> Tensor:
+        """[num_queries, num_seen]: the last query's own key is the last one, each query's before it one key before."""
+        mask = self._masks[window]
+        end = mask.shape[1] - _QUERY_CHUNK + num_queries
+        mask = mask[:num_queries, end - num_seen : end]
         return mask.contiguous() if mask.is_cuda else mask  # GPU kernels read masks from aligned addresses
 
 
+def _first_seen(position: int, window: int | None) -> int:
+    """Position of the first key that a token at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
 def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
-    """One request's slice. q: [n, num_heads, D]; k, v: [m, KV, D] → [n, num_heads, D].
+    """Attend tokens of one request. q: [n, num_heads, D]; k, v: [m, KV, D] → [n, num_heads, D].
 
     Without a mask n equals m and the attention is causal. KV heads take the batch dimension, and the query heads that
     share one the head dimension, where k and v are expanded without a copy.

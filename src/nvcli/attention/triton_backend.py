@@ -1,15 +1,17 @@
-"""The `triton` backend: our own kernels, with nothing to install, no compiler and no host plan for decode rows."""
+"""The `triton` backend: our own kernels, with nothing to install and no compiler.
+
+Every step is planned on the GPU, from the batch's shape and device tensors alone, so that steps of all shapes may be
+captured in CUDA graphs and the host does nothing. Kinds of attention that differ in scale or KV group share their plans
+and scratch memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
-from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 
 _MAX_ROWS = 64_000
@@ -18,31 +20,49 @@ _MAX_ROWS = 64_000
 
 class TritonBackend(AttentionBackend):
     name = "triton"
-    captures_decode = True
-    captures_extend = True
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
         from nvcli.kernels.triton.decode_attention import DecodeAttention
         from nvcli.kernels.triton.prefill_attention import PrefillAttention
+        from nvcli.kernels.triton.prefill_tiles import PrefillTiles
 
-        self._decode = DecodeAttention(
-            num_heads=case.num_heads,
-            num_kv_heads=case.num_kv_heads,
-            head_dim=case.head_dim,
-            block_size=case.block_size,
-            dtype=case.dtype,
-            device=case.device,
-            max_rows=case.max_num_seqs,
-        )
-        self._prefill = PrefillAttention(
-            num_heads=case.num_heads,
-            num_kv_heads=case.num_kv_heads,
-            head_dim=case.head_dim,
-            block_size=case.block_size,
-            dtype=case.dtype,
-            device=case.device,
-        )
+        windows: dict[tuple[int, int, int], set[int | None]] = {}
+        for spec in case.specs:
+            windows.setdefault(_geometry(spec), set()).add(spec.window)
+        self._decodes: dict[tuple[int, int, int], DecodeAttention] = {}
+        self._prefills: dict[tuple[int, int, int], PrefillAttention] = {}
+        self._tiles: dict[tuple[int, int], PrefillTiles] = {}
+        for geometry, kinds in windows.items():
+            num_heads, num_kv_heads, head_dim = geometry
+            self._decodes[geometry] = DecodeAttention(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                windows=kinds,
+                block_size=case.block_size,
+                dtype=case.dtype,
+                device=case.device,
+                max_rows=case.max_num_seqs,
+            )
+            prefill = PrefillAttention(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                block_size=case.block_size,
+                dtype=case.dtype,
+                device=case.device,
+            )
+            self._prefills[geometry] = prefill
+            if prefill.tile_key not in self._tiles:
+                group, rows = prefill.tile_key
+                self._tiles[prefill.tile_key] = PrefillTiles(
+                    group=group,
+                    rows=rows,
+                    max_tokens=case.max_num_batched_tokens,
+                    max_chunks=case.max_num_seqs,
+                    device=case.device,
+                )
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -58,21 +78,31 @@ class TritonBackend(AttentionBackend):
             reasons.append(failure)
         return reasons
 
-    def plan_extend(self, batch: ForwardBatch) -> None:
-        self._prefill.plan(batch.num_decodes, batch.extend_lens, batch.seq_lens_host[batch.num_decodes :])
-
-    def plan_captured_extend(
-        self, first_request: int, extend_lens: Sequence[int], seq_lens: np.ndarray, num_tokens: int, max_slices: int
-    ) -> None:
-        self._prefill.plan_captured(first_request, extend_lens, seq_lens, num_tokens, max_slices)
+    def can_capture(self, shape: BatchShape) -> bool:
+        return True
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
-        self._decode.plan(batch.seq_lens[: batch.num_decodes])
+        num_rows = batch.num_single_rows
+        for decode in self._decodes.values():
+            decode.plan(batch.seq_lens[:num_rows], batch.slots[:num_rows])
+
+    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+        first = batch.num_single_rows
+        for tiles in self._tiles.values():
+            tiles.plan(
+                batch.query_start_loc,
+                batch.seq_lens,
+                batch.slots,
+                first_chunk=first,
+                num_tokens=batch.num_tokens - first,
+            )
 
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         out = new_or(out, q)
         k_cache, v_cache = batch.kv_cache.layer(layer)
-        self._decode.run(q, k_cache, v_cache, batch.block_tables, spec.scale, out)
+        block_tables = batch.block_tables[spec.kv_group]
+        decode = self._decodes[_geometry(spec)]
+        decode.run(q, k_cache, v_cache, block_tables, out, scale=spec.scale, window=spec.window)
         return out
 
     def extend(
@@ -80,5 +110,12 @@ class TritonBackend(AttentionBackend):
     ) -> Tensor:
         out = new_or(out, q)
         k_cache, v_cache = batch.kv_cache.layer(layer)
-        self._prefill.run(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, spec.scale, out)
+        block_tables = batch.block_tables[spec.kv_group]
+        prefill = self._prefills[_geometry(spec)]
+        tiles = self._tiles[prefill.tile_key]
+        prefill.run(q, k_cache, v_cache, block_tables, tiles, out, scale=spec.scale, window=spec.window)
         return out
+
+
+def _geometry(spec: AttentionSpec) -> tuple[int, int, int]:
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim

@@ -17,9 +17,9 @@ from nvcli.bench.workload import Workload
 from nvcli.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
+from nvcli.job_run.resolve import resolve_engine_config, resolve_layout
 from nvcli.messages import unpack
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.resolve import resolve_engine_config, resolve_layout
 
 _USUAL_MODEL_LEN = 4096
 

@@ -12,15 +12,15 @@ import msgspec
 from nvcli.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
+from nvcli.job_run.open_rows import OpenRow
+from nvcli.job_run.resolve import row_keys, sampling_defaults
+from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files
 from nvcli.jobs.files import check_inputs
+from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import JobResult
-from nvcli.jobs.parser import RowParser
-from nvcli.jobs.reader import RowReader
+from nvcli.jobs.rows.parser import RowParser
 from nvcli.models.config import ModelConfig
-from nvcli.pipeline.answers import OpenRow
-from nvcli.pipeline.prepare import ModelLimits, PreparedRow, Preparer
-from nvcli.pipeline.resolve import row_keys, sampling_defaults
-from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 
 
 def prepared_rows(

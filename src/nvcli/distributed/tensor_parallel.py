@@ -128,6 +128,15 @@ class TensorParallelGroup:
             dist.gather(shard, parts, group=self.process_group, group_dst=0)
         return torch.cat(parts, dim=-1)
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Each rank's `x`, in the order of ranks: [N, ...] → [size, N, ...] on every rank."""
+        if self.size == 1:
+            return x[None]
+        everyone = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        if x.numel() > 0:
+            dist.all_gather_into_tensor(everyone.flatten(0, 1), x.contiguous(), group=self.process_group)
+        return everyone
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Copy rank 0's values into every rank's `x`, in place."""
         if self.size > 1 and x.numel() > 0:

@@ -34,16 +34,21 @@ def probe(task: AttentionTask) -> list[Finding]:
     """Imports torch, and the backends' packages."""
     import torch
 
-    from nvcli.attention.backend import AttentionCase
+    from nvcli.attention.backend import AttentionCase, AttentionSpec
     from nvcli.attention.selection import BACKENDS, NOT_ASKED, select_backend, why_not
     from nvcli.errors import ConfigError
 
     case = AttentionCase(
         device=torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu"),
         dtype=getattr(torch, task.dtype),
-        num_heads=task.num_heads,
-        num_kv_heads=task.num_kv_heads,
-        head_dim=task.head_dim,
+        specs=(
+            AttentionSpec(
+                num_heads=task.num_heads,
+                num_kv_heads=task.num_kv_heads,
+                head_dim=task.head_dim,
+                scale=task.head_dim**-0.5,
+            ),
+        ),
         block_size=task.block_size,
         max_num_seqs=task.max_num_seqs,
     )

@@ -23,10 +23,8 @@ from nvcli.doctor.model_probe import ModelTask
 from nvcli.doctor.probe import Probe, ProbeFailed
 from nvcli.doctor.software import check_software
 from nvcli.errors import CapacityError, ConfigError
-from nvcli.models.config import ModelConfig
-from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
-from nvcli.pipeline.layout import Layout
-from nvcli.pipeline.resolve import (
+from nvcli.job_run.planning.layout import Layout
+from nvcli.job_run.resolve import (
     attention_choice,
     detect_device,
     layout_as_given,
@@ -34,6 +32,8 @@ from nvcli.pipeline.resolve import (
     resolve_layout,
     sampling_defaults,
 )
+from nvcli.models.config import ModelConfig
+from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
 
 _EXAMPLE_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 """What the attention backends are asked about where no model is given: Qwen3-8B's."""

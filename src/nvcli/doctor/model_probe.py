@@ -10,10 +10,10 @@ import msgspec
 
 from nvcli.doctor.findings import Finding, note, ok, problem, warning
 from nvcli.errors import LoadError, RowError
+from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files
 from nvcli.models import checkpoint_check
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.config import load_model_config
-from nvcli.pipeline.tokenizer import Tokenizer, check_tokenizer_files
 
 _TEXT = "What is 17 times 7? It is 119."
 _COPY_ADVICE = "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json) into its folder"

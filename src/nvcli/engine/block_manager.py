@@ -2,8 +2,9 @@
 
 Blocks are numbered from 1 (0 is the null block, never handed out) and counted by reference. A full block whose tokens
 are known is registered under a hash that chains over all tokens before it (vLLM's scheme), so that equal prefixes find
-each other. A block that nobody holds keeps its contents until it is needed: blocks without a hash go first, then the
-least recently released. This module moves numbers about; what lies in the blocks it does not know.
+each other. All KV groups share the blocks; a block is registered for one of them, whose layers' keys it holds. A block
+that nobody holds keeps its contents until it is needed: blocks without a hash go first, then the least recently
+released. This module moves numbers about; what lies in the blocks it does not know.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._ref_counts = [0] * (num_blocks + 1)
-        self._hashes: list[BlockHash | None] = [None] * (num_blocks + 1)
-        self._by_hash: dict[BlockHash, int] = {}
+        self._keys: list[tuple[int, BlockHash] | None] = [None] * (num_blocks + 1)
+        """KV group and hash that each block is registered under."""
+        self._by_key: dict[tuple[int, BlockHash], int] = {}
         self._free = list(range(num_blocks, 0, -1))
         """Unheld blocks with nothing to reuse; the end is taken first."""
         self._reusable: OrderedDict[int, None] = OrderedDict()
@@ -56,33 +58,31 @@ class BlockManager:
             return None
         return [self._take() for _ in range(count)]
 
-    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The longest run of registered blocks for these chained hashes, each with one more reference."""
-        blocks: list[int] = []
-        if self.enable_prefix_caching:
-            for block_hash in hashes:
-                block = self._by_hash.get(block_hash)
-                if block is None:
-                    break
-                if self._ref_counts[block] == 0:
-                    del self._reusable[block]
-                self._ref_counts[block] += 1
-                blocks.append(block)
-        return blocks
+    def find(self, block_hash: BlockHash, group: int = 0) -> int | None:
+        """The block that is registered for a KV group under this hash. It may go as soon as another is allocated."""
+        return self._by_key.get((group, block_hash))
 
-    def register(self, block: int, block_hash: BlockHash) -> None:
-        """Make a held, full block findable. Equal contents elsewhere keep the earlier entry."""
-        if self.enable_prefix_caching and self._hashes[block] is None and block_hash not in self._by_hash:
-            self._hashes[block] = block_hash
-            self._by_hash[block_hash] = block
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Take one more reference of each of these blocks, which `find` gave."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._reusable[block]
+            self._ref_counts[block] += 1
+
+    def register(self, block: int, block_hash: BlockHash, group: int = 0) -> None:
+        """Make a held, full block of a KV group findable. Equal contents elsewhere keep the earlier entry."""
+        key = (group, block_hash)
+        if self.enable_prefix_caching and self._keys[block] is None and key not in self._by_key:
+            self._keys[block] = key
+            self._by_key[key] = block
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference of each block back. Later blocks of a prefix become evictable before earlier ones."""
-        counts, hashes = self._ref_counts, self._hashes
+        counts, keys = self._ref_counts, self._keys
         for block in reversed(blocks):
             counts[block] -= 1
             if counts[block] == 0:
-                if hashes[block] is None:
+                if keys[block] is None:
                     self._free.append(block)
                 else:
                     self._reusable[block] = None
@@ -90,10 +90,10 @@ class BlockManager:
     def unregister(self, blocks: Iterable[int]) -> None:
         """These blocks, held or not, do not hold what they were registered for; the others stay findable."""
         for block in blocks:
-            block_hash = self._hashes[block]
-            if block_hash is not None:
-                self._hashes[block] = None
-                del self._by_hash[block_hash]
+            key = self._keys[block]
+            if key is not None:
+                self._keys[block] = None
+                del self._by_key[key]
                 if self._ref_counts[block] == 0:
                     del self._reusable[block]
                     self._free.append(block)
@@ -102,33 +102,33 @@ class BlockManager:
         """From here on nothing that was computed before is found again; held blocks stay with their holders."""
         self._free += self._reusable
         self._reusable.clear()
-        self._by_hash.clear()
-        self._hashes = [None] * (self.num_blocks + 1)
+        self._by_key.clear()
+        self._keys = [None] * (self.num_blocks + 1)
 
     def _take(self) -> int:
         if self._free:
             block = self._free.pop()
         else:
             block, _ = self._reusable.popitem(last=False)
-            block_hash = self._hashes[block]
-            assert block_hash is not None
-            del self._by_hash[block_hash]
-            self._hashes[block] = None
+            key = self._keys[block]
+            assert key is not None
+            del self._by_key[key]
+            self._keys[block] = None
         self._ref_counts[block] = 1
         return block
 
-    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
-        """Assert that counts, free lists and the hash index agree with the block tables `held`."""
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+        """Assert that counts, free lists and the hash index agree with the lists of blocks that are held."""
         expected = [0] * (self.num_blocks + 1)
-        for table in held:
-            for block in table:
+        for blocks in held:
+            for block in blocks:
                 expected[block] += 1
         assert expected[0] == 0, "the null block was handed out"
         assert self._ref_counts == expected, "reference counts differ from the block tables"
         unheld = {block for block in range(1, self.num_blocks + 1) if expected[block] == 0}
         assert len(self._free) + len(self._reusable) == len(unheld)
         assert set(self._free) | set(self._reusable) == unheld
-        assert all(self._hashes[block] is None for block in self._free)
-        assert all(self._hashes[block] is not None for block in self._reusable)
-        indexed = {block: block_hash for block_hash, block in self._by_hash.items()}
-        assert indexed == {b: h for b, h in enumerate(self._hashes) if h is not None}
+        assert all(self._keys[block] is None for block in self._free)
+        assert all(self._keys[block] is not None for block in self._reusable)
+        indexed = {block: key for key, block in self._by_key.items()}
+        assert indexed == {block: key for block, key in enumerate(self._keys) if key is not None}

@@ -77,7 +77,7 @@ class EngineCore:
         return self._scheduler.stats
 
     def take_records(self) -> list[StepRecord]:
-        """Of the steps since the last call; empty unless they are recorded."""
+        """Records of the steps since the last call; empty unless steps are recorded."""
         return self._recorder.take() if self._recorder is not None else []
 
     def take_notes(self) -> list[str]:
@@ -131,7 +131,7 @@ class EngineCore:
         )
 
     def _lower_limits(self, reason: str) -> int | None:
-        """Until the ranks can go on with them; what `StepExecutor.recover` gives."""
+        """Lower the limits until the ranks can go on with them; gives what `StepExecutor.recover` gives."""
         while self._scheduler.lower_limits():
             limits = self._scheduler.limits
             with contextlib.suppress(LimitsTooHigh):  # others have taken memory meanwhile

@@ -17,6 +17,7 @@ import msgspec
 
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.core import EngineCore
 from nvcli.engine.protocol import (
     AbortRequests,
@@ -71,7 +72,7 @@ def _serve(
     inbox: queue.SimpleQueue[ToEngine | None],
     send: Callable[[FromEngine], None],
 ) -> None:
-    """Until the parent says that it is enough."""
+    """Run the engine's loop until the parent says that it is enough."""
     ready = executor.wait_ready()
     send(ReadyReport(ready))
     limits = SchedulerLimits(
@@ -80,9 +81,10 @@ def _serve(
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         num_micro_batches=config.pipeline_parallel_size,
+        kv_groups=tuple(map(KVGroup, ready.group_windows)),
     )
     blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-    recorder = _make_recorder(config.max_num_seqs) if config.record_steps else None
+    recorder = _make_recorder() if config.record_steps else None
     core = EngineCore(Scheduler(limits, blocks), executor, max_in_flight=config.max_steps_in_flight, recorder=recorder)
     gc.collect()
     gc.freeze()
@@ -98,10 +100,10 @@ def _serve(
         send(EngineClosed(peak_bytes))
 
 
-def _make_recorder(max_num_seqs: int) -> StepRecorder:
+def _make_recorder() -> StepRecorder:
     from nvcli.engine.step_recorder import StepRecorder  # numpy: ordinary runs start without it
 
-    return StepRecorder(max_num_seqs)
+    return StepRecorder()
 
 
 def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:

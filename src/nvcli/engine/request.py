@@ -72,11 +72,12 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     num_decodes: int
     num_extend_tokens: int
     num_sampled: int
-    """Rows that got a token: the LM head was computed for them."""
+    """Tokens for which the LM head was computed."""
     decode_keys: int
-    """Tokens whose keys and values the decode rows attended to, each row's counted."""
+    """Tokens whose keys and values the decode rows attended to, each row's counted; an upper bound where steps before
+    it may have given fewer tokens than they computed logits for."""
     extend_keys: int
-    """The same for the prompt slices, each slice's counted once."""
+    """The same for the prefill chunks, each chunk's counted once."""
     extend_pairs: int
     """Pairs of a prompt token and a token that it attended to."""
     num_used_blocks: int = 0
@@ -84,4 +85,6 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     seconds: float = 0.0
     """The device's time for the step."""
     idle_seconds: float = 0.0
-    """How long the device had nothing to do before it."""
+    """How long the device waited for the host: before the step, and in it."""
+    is_graph: bool = False
+    """Whether the step ran as a CUDA graph."""

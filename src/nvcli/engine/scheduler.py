@@ -1,18 +1,25 @@
 """Scheduler: for each running request, how many tokens to compute next.
 
-One mechanism serves whole prompts, chunks of prompts, prefix hits, decoding and recomputation after a preemption.
-The engine keeps one step in flight: `schedule` is called for step n+1 before `process` is called for step n, so a
-decoding request may be scheduled for a token whose predecessor's value is not known here yet. A request that turns out
-to have ended costs one wasted token, which is dropped.
+One mechanism serves whole prompts, chunks of prompts, prefix hits, decoding and recomputation after a preemption: a row
+computes the next n tokens of a request, of which the last l have logits. A prefill chunk has n known tokens, and l = 1
+where it ends what is known of the request, else 0. A decode row begins with the last token, and l = n.
 
-Decoding requests go first, one token each; the rest of the token budget goes to prompts, oldest first. Blocks for all
-known tokens of a prompt are taken when it is admitted; decoding takes one block at a time. When none is left, the
-request admitted last is preempted: its blocks are released and its tokens recomputed later.
+A step gives 0 to l tokens for a row, and is in flight while the next one is scheduled: `schedule` is called for step
+n+1 before `process` is called for step n. So a request is scheduled by upper bounds (`RequestState`), and holds exactly
+the blocks of its upper bound; `process` takes back what a step did not give, blocks included. A row may give more
+tokens than the request can use: those behind a stop id or `max_tokens` are dropped, as is all that a step gives for a
+request that turns out to have ended. A request waits for its tokens, while others go on, when it has asked for all that
+it may, or when it needs its last token (`RequestState.needs_last_token`); then the next row brings that token along.
 
-With several micro-batches (pipeline stages) as many steps are in flight, and a decoding request is in one of them at a
-time: it is passed over until its token has come back, and a step takes no more of them than its share of the running
-ones, so that the micro-batches stay balanced. Slices of one prompt need no tokens to come back: they follow each other
-from step to step.
+Decode rows go first, all of `tokens_per_row` tokens; the rest of the token budget goes to prompts, oldest first. Where
+a full row would pass `max_model_len` or a lone request's last block, the request waits for its tokens, and its last
+token is computed like a prefill chunk of one. Blocks for all known tokens of a prompt are taken when it is admitted (in
+KV groups with a window, as its chunks are scheduled); decoding takes one at a time. When there are too few, the request
+admitted last is preempted: its blocks are released and its tokens recomputed later.
+
+With several micro-batches (pipeline stages) as many steps are in flight, and every request needs its last token, so
+that a decoding request is in one of them at a time; a step takes no more of them than its share of the running ones, so
+that the micro-batches stay balanced. Chunks of one prompt follow each other from step to step.
 
 A step that ran out of memory is taken back (`put_back`), and those submitted behind it: every running request waits
 again, what the steps that ran have left in the prefix cache is found there (unless nothing is left of it:
@@ -26,6 +33,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.block_tables import BlockTables, KVGroup
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import StepDraft
@@ -42,6 +50,9 @@ class SchedulerLimits:
     block_size: int
     num_micro_batches: int = 1
     """Steps in flight that no decoding request may share."""
+    tokens_per_row: int = 1
+    """Tokens of a decode row: the last one, and those that were drafted to follow it."""
+    kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
 
 
 @dataclass(slots=True)
@@ -50,17 +61,22 @@ class ScheduledStep:
 
     input: StepInput
     sampling: list[RequestState]
-    """Requests that sample a token, in batch order."""
+    """The requests of the rows that have logits, in batch order."""
     registered: list[int]
     """Blocks that were registered for reuse since the step before it: it, or the one before it, fills them."""
 
     @property
     def num_requests(self) -> int:
-        return (len(self.input.decode_slots) + len(self.input.extend_slots)) // 4
+        return self.input.num_rows
 
     @property
     def num_tokens(self) -> int:
-        return (len(self.input.decode_slots) + len(self.input.token_ids)) // 4
+        return self.input.total_tokens
+
+    @property
+    def num_logits(self) -> list[int]:
+        """The number of logits of each row that has any, in batch order."""
+        return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]
 
 
 class Scheduler:
@@ -68,14 +84,16 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self.limits = limits
-        self.block_manager = block_manager
+        self._tables = BlockTables(block_manager, limits.kv_groups, limits.block_size)
         self._waiting: deque[RequestState] = deque()
-        self._running: list[RequestState] = []
-        """Every request that holds a slot, in order of admission."""
+        self._running: dict[RequestState, None] = {}
+        """Every request that holds a slot, in order of admission; each is in one of the next three."""
         self._prefilling: list[RequestState] = []
+        """Requests of which known tokens are to be computed as prefill chunks."""
         self._decoding: list[RequestState] = []
-        """Running requests whose next step is one token; with `_prefilling` and those that wait for an output (their
-        last, with several micro-batches any), these are the running ones."""
+        """Requests whose next row is a decode row, and may be scheduled now."""
+        self._parked: dict[RequestState, None] = {}
+        """Requests that wait for tokens to come back."""
         self._by_id: dict[int, RequestState] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -93,13 +111,17 @@ class Scheduler:
         self._generated_tokens = 0
         self._num_preemptions = 0
 
+    @property
+    def block_manager(self) -> BlockManager:
+        return self._tables.block_manager
+
     # ------------------------------------------------------------------ requests
 
     def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            state = RequestState(request)
+            state = RequestState(request, needs_last_token=self.limits.num_micro_batches > 1)
             assert state.num_prompt > 0
-            assert state.num_prompt + request.max_tokens <= self.limits.max_model_len
+            assert state.max_len <= self.limits.max_model_len
             assert request.request_id not in self._by_id
             self._by_id[request.request_id] = state
             self._waiting.append(state)
@@ -135,24 +157,33 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now."""
         draft = StepDraft()
-        held_back = self._hold_back() if self._is_pipelined else []
-        preempted = self._grow_decoding(draft)
-        sampling = self._decoding.copy()
-        decode_slots = self._packed_decode_slots()
-        decode_ids = pack(state.token_ids[-1] for state in sampling) if self._is_pipelined else b""
-        self._advance_decoding()
-        if self._is_pipelined:
-            self._set_decoding([state for state in held_back if state.slot is not None])
+        width = min(self.limits.tokens_per_row, self.limits.max_num_batched_tokens)
+        num_preemptions = self._num_preemptions
+        rows = self._plan_decode_rows(width, draft)
+        budget = self.limits.max_num_batched_tokens - width * len(rows)
+        chunks = self._plan_chunks(budget, draft)
+        preempted = self._num_preemptions > num_preemptions
+        if preempted:  # some, it may be, after they were given blocks in this step
+            rows = [state for state in rows if state.slot is not None]
+            chunks = [(state, length) for state, length in chunks if state.slot is not None]
+            draft.keep_blocks_of({state.slot for state in self._running})
 
-        budget = self.limits.max_num_batched_tokens - len(sampling)
-        budget = self._continue_prompts(draft, sampling, budget)
+        decode_slots = self._pack_decode_slots(rows)
+        decode_lens = self._advance(rows, width, draft)
+        sampling = rows
+        for state, length in chunks:
+            self._extend(state, length, draft, sampling)
+            budget -= length
+        if chunks:
+            self._prefilling = [state for state in self._prefilling if state.num_uncomputed]
         if not preempted:
             self._admit(draft, sampling, budget)
 
         step = draft.finish(
             self._next_step_id,
             decode_slots=decode_slots,
-            decode_ids=decode_ids,
+            decode_width=width,
+            decode_lens=decode_lens,
             freed_slots=self._freed_slots,
             restarts=self._restarts,
         )
@@ -168,33 +199,35 @@ class Scheduler:
         """Take the tokens of a step in; finished and streaming requests appear in `take_outputs`."""
         assert output.step_id == step.input.step_id
         owners = step.sampling
-        if output.counts:
-            counts = unpack(output.counts)
-            owners = [state for state, count in zip(owners, counts, strict=True) for _ in range(count)]
+        if output.counts or len(output.token_ids) > 4 * len(owners):
+            owners = self._take_back_missing(step, output)
         if output.logprobs:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
                 if logprobs is not None and not state.finished:
                     state.logprobs.append(logprobs)
-        block_size = self.limits.block_size
+        num_generated = 0
         for state, token in zip(owners, unpack(output.token_ids), strict=True):
             if state.finished:
                 continue
             # This loop runs for every token of the job, so it is flat.
+            num_generated += 1
             state.num_pending -= 1
             token_ids = state.token_ids
             token_ids.append(token)
-            self._generated_tokens += 1
             if token in state.stop_ids:
                 self._finish(state, "stop", stopped_by_id=True)
-            elif not state.num_unscheduled and not state.num_pending:
+                continue
+            length = len(token_ids)
+            if length == state.max_len:
                 self._finish(state, "length")
-            else:
-                if len(token_ids) % block_size == 0:
-                    self._register_blocks(state)
-                if state.stream:
-                    self._unsent.append(self._report(state))
-        if self._is_pipelined:
-            self._decoding += [state for state in step.sampling if state.slot is not None]
+                continue
+            if length >= state.next_hashed_len:
+                self._register(state)
+            if state.stream:
+                self._unsent.append(state.report())
+        self._generated_tokens += num_generated
+        if self._parked:
+            self._unpark()
 
     def take_outputs(self) -> list[RequestOutput]:
         outputs, self._unsent = self._unsent, []
@@ -208,13 +241,12 @@ class Scheduler:
         Their tokens are the ones that were known: nothing is lost, and nothing that was never computed is reused.
         """
         for step in steps:
-            for state in step.sampling:
-                state.num_pending -= 1
-                state.num_unscheduled += 1
+            for state, num_logits in zip(step.sampling, step.num_logits, strict=True):
+                state.num_pending -= num_logits
             self.block_manager.unregister(step.registered)
         self.block_manager.unregister(self._registered)
         self._registered = []
-        for state in reversed(self._running.copy()):
+        for state in reversed(list(self._running)):
             self._send_to_wait(state)
         # The ranks have not heard of all that the dropped steps freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
@@ -243,154 +275,193 @@ class Scheduler:
     def start_anew(self, num_blocks: int) -> None:
         """The ranks are new ones: their slots are empty, their KV blocks hold nothing. No request may be running."""
         assert not self._running
-        self.block_manager = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
+        blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
+        self._tables = BlockTables(blocks, self.limits.kv_groups, self.limits.block_size)
         self._freed_slots = []
         self._restarts = False
 
-    # ------------------------------------------------------------------ parts of schedule
+    # ------------------------------------------------------------------ decode rows
 
-    @property
-    def _is_pipelined(self) -> bool:
-        return self.limits.num_micro_batches > 1
-
-    def _hold_back(self) -> list[RequestState]:
-        """Leave in `_decoding` this micro-batch's share of the running requests; returns the others."""
-        share = -(-len(self._running) // self.limits.num_micro_batches)
-        held_back = self._decoding[share:]
-        self._set_decoding(self._decoding[:share])
-        return held_back
-
-    def _grow_decoding(self, draft: StepDraft) -> bool:
-        """Give every decoding request room for one more token. True when a request had to be preempted."""
-        block_size = self.limits.block_size
-        needy = [state for state in self._decoding if state.num_computed == len(state.blocks) * block_size]
-        preempted = False
+    def _plan_decode_rows(self, width: int, draft: StepDraft) -> list[RequestState]:
+        """The requests that decode in the next step, the leading ones of `_decoding`, with blocks for their tokens."""
+        if width > 1:
+            for state in self._decoding.copy():
+                if state.num_computed + width > self.limits.max_model_len:
+                    self._set_aside(state)
+        rows = self._decoding[: self._max_decode_rows(width)]
+        needy = [state for state in rows if state.num_computed + width > state.capacity]
         for state in needy:
-            while state.slot is not None:
-                blocks = self.block_manager.allocate(1)
-                if blocks is not None:
-                    draft.add_blocks(state.slot, len(state.blocks), blocks)
-                    state.blocks += blocks
-                    break
-                if len(self._running) == 1 and not state.num_pending:
-                    self._finish_too_large(state, state.num_computed + 1)
-                else:  # alone, it waits for the token that is on its way, which may be its last
-                    self._preempt(self._running[-1])
-                    preempted = True
-        if preempted:  # some, it may be, after they were given a block in this step
-            draft.keep_blocks_of({state.slot for state in self._running})
-        return preempted
+            room = self._make_room(state, width, draft, least=width)
+            if 0 < room < width:  # alone, and with too few blocks
+                self._set_aside(state)
+                return []
+        return [state for state in rows if state.slot is not None] if needy else rows
 
-    def _packed_decode_slots(self) -> bytes:
+    def _max_decode_rows(self, width: int) -> int:
+        """Decode rows of a step: a micro-batch's share of the running requests, as far as the token budget goes."""
+        share = -(-len(self._running) // self.limits.num_micro_batches)
+        return min(share, self.limits.max_num_batched_tokens // width)
+
+    def _set_aside(self, state: RequestState) -> None:
+        """There is no room for a full row: the last token is computed like a prompt's, once it is known."""
+        self._decoding.remove(state)
+        self._decode_slots = None
+        if state.num_pending:
+            self._parked[state] = None
+        else:
+            self._prefilling.append(state)
+
+    def _pack_decode_slots(self, rows: Sequence[RequestState]) -> bytes:
+        if len(rows) < len(self._decoding):
+            return pack(state.slot for state in rows)  # type: ignore[misc]
         if self._decode_slots is None:
-            self._decode_slots = pack(state.slot for state in self._decoding)  # type: ignore[misc]
+            self._decode_slots = pack(state.slot for state in rows)  # type: ignore[misc]
         return self._decode_slots
 
-    def _advance_decoding(self) -> None:
-        last = False
-        for state in self._decoding:
-            state.num_computed += 1
-            state.num_pending += 1
-            state.num_unscheduled -= 1
-            if not state.num_unscheduled:
-                last = True
-        if last:
-            self._set_decoding([state for state in self._decoding if state.num_unscheduled])
+    def _advance(self, rows: list[RequestState], width: int, draft: StepDraft) -> bytes:
+        """Schedule `width` tokens for each row; the rows' lengths behind the step, packed."""
+        lens: list[int] = []
+        waiting: list[RequestState] = []
+        for state in rows:
+            num_computed = state.num_computed + width
+            state.num_computed = num_computed
+            state.num_pending += width
+            lens.append(num_computed)
+            if num_computed >= state.parks_at:
+                waiting.append(state)
+                if state.needs_last_token:
+                    draft.add_tokens(state, len(state.token_ids) - 1, 1)
+        if waiting or len(rows) < len(self._decoding):
+            staying = [state for state in rows if not state.must_wait]
+            self._decoding = self._decoding[len(rows) :] + staying
+            self._decode_slots = None
+            self._parked.update(dict.fromkeys(waiting))
+        return pack(lens)
 
-    def _set_decoding(self, decoding: list[RequestState]) -> None:
-        self._decoding = decoding
-        self._decode_slots = None
+    def _take_back_missing(self, step: ScheduledStep, output: StepOutput) -> list[RequestState]:
+        """Lower the bounds of the requests for which the step gave fewer tokens than it computed logits for.
 
-    def _continue_prompts(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> int:
-        """Next slices of prompts that are under way; returns what is left of the budget."""
-        if not self._prefilling:
-            return budget
-        prefilling, self._prefilling = self._prefilling, []
-        for state in prefilling:
-            budget -= self._extend(state, draft, sampling, budget)
-        return budget
+        Gives the request of each token.
+        """
+        counts: Sequence[int] = unpack(output.counts) if output.counts else step.num_logits
+        owners = []
+        for state, num_logits, count in zip(step.sampling, step.num_logits, counts, strict=True):
+            assert 0 <= count <= num_logits
+            owners += [state] * count
+            num_missing = num_logits - count
+            if num_missing:
+                state.num_pending -= num_missing
+                if state.slot is not None:  # else it was preempted, and nothing of it is computed
+                    state.num_computed -= num_missing
+                    self._tables.trim(state)
+        return owners
+
+    def _unpark(self) -> None:
+        """Requests whose tokens have come back go on."""
+        for state in [state for state in self._parked if not state.must_wait]:
+            del self._parked[state]
+            self._decoding.append(state)
+            self._decode_slots = None
+
+    # ------------------------------------------------------------------ prefill chunks
+
+    def _plan_chunks(self, budget: int, draft: StepDraft) -> list[tuple[RequestState, int]]:
+        """The next chunks of prompts that are under way, with blocks for them: (request, number of tokens)."""
+        chunks = []
+        for state in self._prefilling.copy():
+            length = min(state.num_uncomputed, budget)
+            if state.num_computed + length > state.capacity:
+                length = self._make_room(state, length, draft, least=1)
+            if length and state.slot is not None:
+                chunks.append((state, length))
+                budget -= length
+        return chunks
 
     def _admit(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> None:
-        """First slices of waiting requests, in order, as far as slots, blocks and budget go."""
-        waiting, block_size = self._waiting, self.limits.block_size
-        prefix_id_limit = self.limits.max_model_len + self.limits.max_num_batched_tokens
+        """First chunks of waiting requests, in order, as far as slots, blocks and budget go."""
+        waiting, limits = self._waiting, self.limits
+        prefix_id_limit = limits.max_model_len + limits.max_num_batched_tokens
         while waiting and budget > 0 and self._free_slots:
             state = waiting[0]
             if state.finished:
                 waiting.popleft()
                 continue
             if state.num_pending:
-                break  # preempted a moment ago; its last token is still on its way
+                break  # preempted a moment ago; its last tokens are still on their way
             num_tokens = len(state.token_ids)
-            num_blocks = -(-num_tokens // block_size)
-            if num_blocks > self.block_manager.num_blocks:
+            if not self._tables.can_fit(num_tokens):
                 waiting.popleft()
                 self._finish_too_large(state, num_tokens)
                 continue
-            # The last token is always computed: its logits are wanted.
-            hashes = state.hash_leading_blocks((num_tokens - 1) // block_size, block_size)
-            blocks = self.block_manager.match(hashes)
-            num_cached = len(blocks) * block_size
+            # Every running request keeps room for one more row, so that admitting does not end in preempting.
+            reserve = self._tables.reserve(len(self._running), limits.tokens_per_row)
+            if not self._tables.enter(state, reserve=reserve):
+                break
+            num_cached = state.num_computed
             num_prefix_ids = num_cached if state.request.sampling.has_penalties else 0
-            too_many_ids = draft.has_new_slots and draft.num_prefix_ids + num_prefix_ids > prefix_id_limit
-            # Every running request keeps room for one more block, so that admitting does not end in preempting.
-            reserve = len(self._running)
-            fresh = self.block_manager.allocate(num_blocks - len(blocks), reserve=reserve)
-            if fresh is None or too_many_ids:
-                self.block_manager.release(blocks + (fresh or []))
+            if draft.has_new_slots and draft.num_prefix_ids + num_prefix_ids > prefix_id_limit:
+                self._tables.release(state)
+                state.num_computed = 0
                 break
             waiting.popleft()
-            state.blocks = blocks + fresh
-            state.num_computed = num_cached
-            state.num_hashed_blocks = len(blocks)
             state.slot = self._free_slots.pop()
-            self._running.append(state)
+            self._running[state] = None
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = num_cached
                 self._cached_tokens += num_cached
             draft.enter(state, num_prefix_ids)
-            budget -= self._extend(state, draft, sampling, budget)
+            length = min(state.num_uncomputed, budget)
+            if num_cached + length > state.capacity:
+                length = self._tables.grow(state, length, draft, least=1, reserve=reserve)
+            self._extend(state, length, draft, sampling)
+            if state.num_uncomputed:
+                self._prefilling.append(state)
+            budget -= length
 
-    def _extend(self, state: RequestState, draft: StepDraft, sampling: list[RequestState], budget: int) -> int:
-        """Schedule the next slice of a prompt; returns its length."""
-        length = min(state.num_uncomputed, budget)
-        if length == 0:
-            self._prefilling.append(state)
-            return 0
-        assert state.slot is not None
-        start = state.num_computed
+    def _extend(self, state: RequestState, length: int, draft: StepDraft, sampling: list[RequestState]) -> None:
+        """Schedule the next chunk of a prompt, for which there are blocks."""
         state.num_computed += length
         num_counted = min(state.num_computed, state.num_prompt)
         if num_counted > state.num_counted:
             self._prompt_tokens += num_counted - state.num_counted
             state.num_counted = num_counted
-        ends = state.num_uncomputed == 0
-        draft.extend(state.slot, state.token_ids[start : state.num_computed].tobytes(), samples=ends)
+        is_end = state.num_uncomputed == 0
+        draft.add_chunk(state, length, num_logits=int(is_end))
         # Steps run in order and store before they attend, so these blocks can be shared from now on.
-        self._register_blocks(state)
-        if not ends:
-            self._prefilling.append(state)
-            return length
-        sampling.append(state)
-        state.num_pending += 1
-        state.num_unscheduled -= 1
-        if state.num_unscheduled and not self._is_pipelined:
-            self._decoding.append(state)
-            self._decode_slots = None
-        return length
+        self._register(state)
+        if is_end:
+            state.num_pending += 1
+            sampling.append(state)
+            if state.must_wait:
+                self._parked[state] = None
+            else:
+                self._decoding.append(state)
+                self._decode_slots = None
 
-    def _register_blocks(self, state: RequestState) -> None:
-        """Register full blocks whose tokens are known and whose computation is submitted."""
-        num_full = min(len(state.token_ids), state.num_computed) // self.limits.block_size
-        first = state.num_hashed_blocks
-        if num_full > first:
-            hashes = state.hash_leading_blocks(num_full, self.limits.block_size)
-            for block, block_hash in zip(state.blocks[first:num_full], hashes[first:], strict=True):
-                self.block_manager.register(block, block_hash)
-            self._registered += state.blocks[first:num_full]
-            state.num_hashed_blocks = num_full
+    def _register(self, state: RequestState) -> None:
+        self._registered += self._tables.register(state)
 
-    # ------------------------------------------------------------------ tokens and ends
+    # ------------------------------------------------------------------ room and ends
+
+    def _make_room(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
+        """Take blocks for a running request's next tokens: for `num_tokens`, or fewer where there are too few blocks.
+
+        Where there are too few even for `least` tokens, the requests admitted last are preempted, it may be this one
+        (then 0). A lone request that has no token on its way gets no blocks then; the number of tokens that it would
+        have room for is given, and where that is 0 it ends with an error.
+        """
+        while state.slot is not None:
+            room = self._tables.grow(state, num_tokens, draft, least=least)
+            if room >= least:
+                return room
+            if len(self._running) > 1 or state.num_pending:
+                # Alone, it waits for the tokens that are on their way, which may be its last.
+                self._preempt(next(reversed(self._running)))
+            elif room:
+                return room
+            else:
+                self._finish_too_large(state, state.num_computed + 1)
+        return 0
 
     def _preempt(self, state: RequestState) -> None:
         """Take slot and blocks back, for want of blocks."""
@@ -401,7 +472,6 @@ class Scheduler:
         """Take slot and blocks back; the request waits, first in line, to be recomputed."""
         self._release(state)
         state.num_computed = 0
-        state.num_hashed_blocks = 0
         self._waiting.appendleft(state)
 
     def _finish_too_large(self, state: RequestState, num_tokens: int) -> None:
@@ -425,57 +495,41 @@ class Scheduler:
         del self._by_id[state.request.request_id]
         if state.slot is not None:
             self._release(state)
-        output = self._report(state, reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error)
-        self._unsent.append(output)
-
-    def _report(
-        self,
-        state: RequestState,
-        reason: FinishReason | None = None,
-        *,
-        stopped_by_id: bool = False,
-        error_type: str = "",
-        error: str = "",
-    ) -> RequestOutput:
-        token_ids = state.token_ids[state.num_reported :].tobytes()
-        state.num_reported = len(state.token_ids)
-        logprobs, state.logprobs = state.logprobs, []
-        return RequestOutput(
-            request_id=state.request.request_id,
-            token_ids=token_ids,
-            finish_reason=reason,
-            stopped_by_id=stopped_by_id,
-            num_cached_tokens=state.num_cached_tokens or 0,
-            logprobs=logprobs,
-            error_type=error_type,
-            error=error,
-        )
+        self._unsent.append(state.report(reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error))
 
     def _release(self, state: RequestState) -> None:
         """Give slot and blocks back. Safe while a step that uses them is in flight: steps run in order."""
         assert state.slot is not None
-        self.block_manager.release(state.blocks)
-        state.blocks = []
+        self._tables.release(state)
         self._freed_slots.append(state.slot)
         self._free_slots.append(state.slot)
         state.slot = None
-        self._running.remove(state)
-        if state in self._prefilling:
+        del self._running[state]
+        if state in self._parked:
+            del self._parked[state]
+        elif state in self._prefilling:
             self._prefilling.remove(state)
-        elif state in self._decoding:
+        else:
             self._decoding.remove(state)
             self._decode_slots = None
 
     def check_integrity(self) -> None:
-        """Assert that slots, lists and blocks agree."""
-        self.block_manager.check_integrity([state.blocks for state in self._running])
+        """Assert that slots, lists, bounds and blocks agree."""
+        self._tables.check_integrity(list(self._running))
         slots = [state.slot for state in self._running if state.slot is not None]
         assert len(slots) == len(self._running)
         assert sorted([*self._free_slots, *slots]) == list(range(self.limits.max_num_seqs))
-        assert all(s.slot is None and not s.blocks for s in self._waiting)
-        assert set(self._prefilling) | set(self._decoding) <= set(self._running)
-        assert not set(self._prefilling) & set(self._decoding)
+        assert all(s.slot is None and not s.blocks and not s.num_computed for s in self._waiting if not s.finished)
+        parts = [*self._prefilling, *self._decoding, *self._parked]
+        assert len(parts) == len(self._running)
+        assert set(parts) == set(self._running)
+        for state in self._prefilling:
+            assert not state.num_pending
+            assert state.num_computed < len(state.token_ids)
+        for state in [*self._decoding, *self._parked]:
+            assert state.num_computed == len(state.token_ids) + state.num_pending - 1
+            assert not state.must_wait if state in self._decoding else state.num_pending
         for state in self._running:
-            assert state.num_computed <= len(state.blocks) * self.limits.block_size
-            assert state.num_computed <= len(state.token_ids) + state.num_pending
             assert not state.finished
+            assert state.num_computed <= self.limits.max_model_len
+            assert len(state.token_ids) < state.max_len

@@ -2,82 +2,108 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from nvcli.engine.state import RequestState
-from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, pack
+from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
 
 
 class StepDraft:
-    """Collects what the ranks are told: who enters, which blocks are whose, which slices of prompts to compute."""
+    """Collects what the ranks are told: who enters, which blocks are whose, which tokens they lack, what to compute."""
 
     def __init__(self) -> None:
         self.num_prefix_ids = 0
-        """Of the requests that enter: a message has room for so many, see `max_step_input_bytes`."""
+        """Cached tokens of entering requests that the step carries: a message has room for so many, see
+        `max_step_input_bytes`."""
         self._new_slots: list[NewSlot] = []
-        self._blocks: list[tuple[int, int, int]] = []
-        """(slot, column, block)"""
-        self._extend_slots: list[int] = []
-        self._extend_lens: list[int] = []
-        self._extend_samples: list[int] = []
+        self._blocks: list[tuple[int, int, int, int]] = []
+        """(KV group, slot, column, block)"""
+        self._spans: list[tuple[int, int, int]] = []
+        """(slot, first position, number of tokens)"""
         self._token_ids = bytearray()
+        self._chunks: list[tuple[int, int, int, int]] = []
+        """(slot, number of tokens, number of logits, length behind the step)"""
 
     @property
     def has_new_slots(self) -> bool:
         return bool(self._new_slots)
 
     def enter(self, state: RequestState, num_prefix_ids: int) -> None:
-        """A request enters its slot, with all its blocks."""
+        """A request enters its slot, with all its blocks and so many tokens of its cached prefix."""
         assert state.slot is not None
         self._new_slots.append(
-            NewSlot(
-                slot=state.slot,
-                num_cached_tokens=state.num_computed,
-                prefix_ids=state.token_ids[:num_prefix_ids].tobytes(),
-                sampling=_slot_sampling(state),
-            )
+            NewSlot(slot=state.slot, num_cached_tokens=state.num_computed, sampling=_slot_sampling(state))
         )
-        self.num_prefix_ids += num_prefix_ids
-        self.add_blocks(state.slot, 0, state.blocks)
+        for group, (blocks, first) in enumerate(zip(state.blocks, state.first_columns, strict=True)):
+            self.add_blocks(group, state.slot, first, blocks[first:])
+        if num_prefix_ids:
+            self.add_tokens(state, 0, num_prefix_ids)
+            self.num_prefix_ids += num_prefix_ids
 
-    def add_blocks(self, slot: int, first_column: int, blocks: list[int]) -> None:
-        self._blocks += [(slot, column, block) for column, block in enumerate(blocks, first_column)]
+    def add_blocks(self, group: int, slot: int, first_column: int, blocks: Iterable[int]) -> None:
+        """Blocks that a slot was given, in columns from `first_column` on."""
+        self._blocks += [(group, slot, column, block) for column, block in enumerate(blocks, first_column)]
 
     def keep_blocks_of(self, slots: set[int | None]) -> None:
         """Forget the blocks of all other slots."""
-        self._blocks = [row for row in self._blocks if row[0] in slots]
+        self._blocks = [entry for entry in self._blocks if entry[1] in slots]
 
-    def extend(self, slot: int, token_ids: bytes, *, samples: bool) -> None:
-        """A slice of a prompt, of packed ids; `samples`: it ends the prompt."""
-        self._extend_slots.append(slot)
-        self._extend_lens.append(len(token_ids) // 4)
-        self._extend_samples.append(int(samples))
-        self._token_ids += token_ids
+    def add_tokens(self, state: RequestState, start: int, num_tokens: int) -> None:
+        """A span of known tokens that the ranks do not have."""
+        assert state.slot is not None
+        self._spans.append((state.slot, start, num_tokens))
+        self._token_ids += state.token_ids[start : start + num_tokens].tobytes()
+
+    def add_chunk(self, state: RequestState, num_tokens: int, *, num_logits: int) -> None:
+        """A prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""
+        assert state.slot is not None
+        self.add_tokens(state, state.num_computed - num_tokens, num_tokens)
+        self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
 
     def finish(
-        self, step_id: int, *, decode_slots: bytes, decode_ids: bytes, freed_slots: list[int], restarts: bool
+        self,
+        step_id: int,
+        *,
+        decode_slots: bytes,
+        decode_width: int,
+        decode_lens: bytes,
+        freed_slots: Sequence[int],
+        restarts: bool,
     ) -> StepInput | None:
-        """The input; None where nothing is to be computed."""
-        if self._extend_slots:
-            mode = ForwardMode.MIXED if decode_slots else ForwardMode.EXTEND
-        elif decode_slots:
-            mode = ForwardMode.DECODE
-        else:
+        """The input; None where nothing is to be computed.
+
+        `decode_width`: tokens of each decode row. `decode_lens`: packed lengths of the decode rows behind the step.
+        """
+        num_decodes = len(decode_slots) // 4
+        if not num_decodes and not self._chunks:
             return None
+        block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks, 4)
+        token_slots, token_starts, token_counts = _pack_columns(self._spans, 3)
+        chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks, 4)
+        widths = pack([decode_width]) * num_decodes
         return StepInput(
             step_id=step_id,
-            mode=mode,
             freed_slots=pack(freed_slots),
             new_slots=self._new_slots,
-            block_slots=pack(slot for slot, _, _ in self._blocks),
-            block_columns=pack(column for _, column, _ in self._blocks),
-            block_ids=pack(block for _, _, block in self._blocks),
-            decode_slots=decode_slots,
-            decode_ids=decode_ids,
-            extend_slots=pack(self._extend_slots),
-            extend_lens=pack(self._extend_lens),
-            extend_samples=pack(self._extend_samples),
+            block_groups=block_groups,
+            block_slots=block_slots,
+            block_columns=block_columns,
+            block_ids=block_ids,
+            token_slots=token_slots,
+            token_starts=token_starts,
+            token_counts=token_counts,
             token_ids=bytes(self._token_ids),
+            slots=decode_slots + chunk_slots,
+            num_tokens=widths + chunk_tokens,
+            num_logits=widths + chunk_logits,
+            seq_lens=decode_lens + chunk_lens,
+            num_decodes=num_decodes,
             restarts=restarts,
         )
+
+
+def _pack_columns(rows: Sequence[tuple[int, ...]], num_columns: int) -> list[bytes]:
+    return [pack(column) for column in zip(*rows, strict=True)] if rows else [b""] * num_columns
 
 
 def _slot_sampling(state: RequestState) -> SlotSampling:

@@ -11,32 +11,28 @@ from nvcli.messages import StepInput, StepOutput
 
 
 class StepRecorder:
-    """Follows the lengths of the slots from step to step, as the ranks do."""
+    """Counts what the rows of each step compute. Lengths are as the engine knows them when it schedules the step: upper
+    bounds where steps may give fewer tokens than they compute logits for, else exact."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self._lens = np.zeros(max_num_seqs, dtype=np.int64)
-        """Tokens in each slot whose keys and values are computed."""
+    def __init__(self) -> None:
         self._in_flight: deque[StepRecord] = deque()
         self._records: list[StepRecord] = []
 
     def submitted(self, step: StepInput, *, num_used_blocks: int) -> None:
-        decode_slots, extend_slots, extend_lens, samples = (
-            np.frombuffer(packed, dtype=np.int32)
-            for packed in (step.decode_slots, step.extend_slots, step.extend_lens, step.extend_samples)
+        """A step is on its way; `num_used_blocks` are held by running requests."""
+        num_tokens, num_logits, lens = (
+            np.frombuffer(packed, dtype=np.int32).astype(np.int64)
+            for packed in (step.num_tokens, step.num_logits, step.seq_lens)
         )
-        for new in step.new_slots:
-            self._lens[new.slot] = new.num_cached_tokens
-        self._lens[decode_slots] += 1
-        self._lens[extend_slots] += extend_lens
-        ends = self._lens[extend_slots]
-        starts = ends - extend_lens
+        chunk_lens, ends = num_tokens[step.num_decodes :], lens[step.num_decodes :]
+        starts = ends - chunk_lens
         self._in_flight.append(
             StepRecord(
                 mode=step.mode,
-                num_decodes=len(decode_slots),
-                num_extend_tokens=int(extend_lens.sum()),
-                num_sampled=len(decode_slots) + int(samples.sum()),
-                decode_keys=int(self._lens[decode_slots].sum()),
+                num_decodes=step.num_decodes,
+                num_extend_tokens=int(chunk_lens.sum()),
+                num_sampled=int(num_logits.sum()),
+                decode_keys=int(lens[: step.num_decodes].sum()),
                 extend_keys=int(ends.sum()),
                 extend_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
                 num_used_blocks=num_used_blocks,
@@ -46,7 +42,7 @@ class StepRecorder:
     def collected(self, output: StepOutput) -> None:
         """The oldest submitted step is done."""
         record = self._in_flight.popleft()
-        record.seconds, record.idle_seconds = output.seconds, output.idle_seconds
+        record.seconds, record.idle_seconds, record.is_graph = output.seconds, output.idle_seconds, output.is_graph
         self._records.append(record)
 
     def dropped(self) -> None:
@@ -54,6 +50,6 @@ class StepRecorder:
         self._in_flight.clear()
 
     def take(self) -> list[StepRecord]:
-        """Of the steps since the last call."""
+        """The records of the steps that were collected since the last call."""
         records, self._records = self._records, []
         return records

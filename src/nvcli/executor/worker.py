@@ -30,7 +30,7 @@ from nvcli.errors import NvcliError, first_line
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
 from nvcli.executor.status import StatusBoard
 from nvcli.messages import StepInput, StepOutput
-from nvcli.runner.head_start import open_gpu_context
+from nvcli.runner.device import open_gpu_context
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
 
 _MAX_REASON = 200

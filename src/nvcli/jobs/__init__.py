@@ -1,1 +1,1 @@
-"""The job layer: JSONL in, JSONL out. Knows nothing of GPUs or tokens."""
+"""The job layer: rows from files, and results into a file. It knows nothing of GPUs or tokens."""

@@ -1,7 +1,7 @@
-"""Compressed files, by suffix: `.gz` and `.zst` bytes to plain ones and back.
+"""Compressed files, known by their suffix: bytes of `.gz` and `.zst` files to plain bytes and back.
 
-What is written is a row of complete members (gzip) or frames (zstd), each readable by itself, so that a file can be
-continued and a torn end costs the last one only. Python's file wrappers do not tell where a member ends; this does.
+Each write becomes a complete member (gzip) or frame (zstd) that can be read by itself. So a file can be continued, and
+a torn end costs the last member only. Python's file wrappers do not tell where a member ends; this module does.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 READ_BYTES = {"": 256 * 1024, "gz": 64 * 1024, "zst": 32 * 1024}
-"""How much of a file is taken at a time, so that what it unpacks to stays small too."""
+"""Bytes of a file that are read at a time, few enough that what they unpack to stays small too."""
 
 
 class CompressionError(Exception):
-    """The bytes are not what the suffix says, or end too early."""
+    """The bytes of a file are not what its suffix says, or end too early."""
 
 
 class _Member(Protocol):
-    """What zlib's and zstandard's decompression objects have in common: one member, to its end."""
+    """The part that zlib's and zstandard's decompression objects share: each unpacks one member."""
 
     @property
     def eof(self) -> bool: ...
@@ -29,26 +29,26 @@ class _Member(Protocol):
 
 
 def compression_of(name: str) -> str:
-    """`gz`, `zst`, or `` for a file that is not compressed."""
+    """Return the compression of a file: `gz`, `zst`, or `` for none."""
     return next((suffix for suffix in ("gz", "zst") if name.endswith(f".{suffix}")), "")
 
 
 class Unpacker:
-    """Plain bytes of a stream of members, and where in the stream they end."""
+    """Unpacks a stream of members, and tells where in the stream the members end."""
 
     def __init__(self, compression: str) -> None:
         self._new_member = _new_member(compression)
         self._padding = b"\0" if compression == "gz" else b""
         self._member: _Member | None = None
         self.num_bytes = 0
-        """Compressed bytes taken."""
+        """Compressed bytes taken so far."""
         self.member_end = 0
         """Where the last complete member ends, in compressed bytes from the start."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The plain bytes that `data` adds, in pieces. None spans two members; the last one of a member may be empty.
+        """Yield the plain bytes that `data` adds, in pieces. Raises CompressionError.
 
-        Raises CompressionError.
+        No piece spans two members; the last piece of a member may be empty.
         """
         self.num_bytes += len(data)
         while data:
@@ -70,13 +70,13 @@ class Unpacker:
                 yield plain
 
     def end(self) -> None:
-        """The stream has ended. Raises CompressionError if it ends inside a member."""
+        """Take note that the stream has ended. Raises CompressionError if it ends inside a member."""
         if self._member is not None:
             raise CompressionError("the compressed data ends too early")
 
 
 def make_packer(compression: str) -> Callable[[bytes], bytes]:
-    """Plain bytes → one complete member."""
+    """Return the function that makes one complete member of plain bytes."""
     if compression == "gz":
         import gzip
 

@@ -1,4 +1,4 @@
-"""Which files a job reads and writes, checked before anything expensive starts. Raises ConfigError only."""
+"""The files that a job reads and writes, checked before anything expensive starts. Raises ConfigError only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nvcli.errors import ConfigError
 from nvcli.validation import is_text
 
 STREAM = "-"
-"""Standard input or output."""
+"""The name that stands for standard input or output."""
 
 MANIFEST_SUFFIX = ".manifest.json"
-"""With an output's name: the file beside it that says which job it is of."""
+"""An output's name with this suffix is the file beside it that says which job made it."""
 WORKING_SUFFIX = ".rows.jsonl"
-"""With a Parquet output's name: the file that its rows are in until it is complete."""
+"""A Parquet output's name with this suffix is the file that holds its rows until it is complete."""
 
 
 def is_parquet(path: Path | str) -> bool:
@@ -25,10 +25,11 @@ def is_parquet(path: Path | str) -> bool:
 
 
 def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
-    """Patterns (`data/*.jsonl`) replaced by the files that they match, sorted. Raises ConfigError.
+    """Replace patterns (`data/*.jsonl`) by the files that they match, sorted. Raises ConfigError.
 
-    The output and what a job keeps beside one are left out; where none is named, what would be the output of a file
-    that matches. A name that is there is no pattern, whatever characters it has.
+    The output is left out, and so are the files that a job keeps beside an output. Where no output is named, the files
+    that would be the output of a file that matches are left out. A name that exists is no pattern, whatever characters
+    it has.
     """
     names: list[str] = []
     for name in inputs:
@@ -47,7 +48,7 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
 
 
 def check_inputs(inputs: Sequence[str]) -> None:
-    """Each input is there and readable, and is given once."""
+    """Check that each input exists, can be read, and is given once. Raises ConfigError."""
     for name in inputs:
         if name == STREAM:
             continue
@@ -72,7 +73,7 @@ def check_inputs(inputs: Sequence[str]) -> None:
 
 
 def choose_output(inputs: Sequence[str], output: str | None) -> str:
-    """The output that was named, or `input.out.jsonl` beside a single input file."""
+    """Return the output that was named, or `input.out.jsonl` beside a single input file. Raises ConfigError."""
     if output is not None:
         return output
     if len(inputs) != 1 or inputs[0] == STREAM or inputs[0].startswith("/dev/"):
@@ -85,7 +86,7 @@ def choose_output(inputs: Sequence[str], output: str | None) -> str:
 
 
 def check_output(inputs: Sequence[str], output: str) -> None:
-    """The output can be written and is none of the inputs."""
+    """Check that the output can be written and is none of the inputs. Raises ConfigError."""
     if output == STREAM:
         return
     _look_at(output, f"the output {output} cannot be written")
@@ -113,16 +114,16 @@ def check_output(inputs: Sequence[str], output: str) -> None:
 
 
 def job_files(inputs: Sequence[str], output: str | None) -> list[str]:
-    """All that a job reads and writes, by the names that were given. Raises ConfigError."""
+    """Return all files that a job reads and writes, by the names that were given. Raises ConfigError."""
     names = expand_inputs(inputs, output)
     output = choose_output(names, output)
     return [name for name in (*names, output) if name != STREAM] + [output + MANIFEST_SUFFIX, output + WORKING_SUFFIX]
 
 
 def _look_at(name: str, trouble: str) -> None:
-    """Raises ConfigError where the system cannot even say whether there is such a file, or text cannot hold its name.
+    """Raise ConfigError where a name is no text, or the system cannot say whether there is such a file.
 
-    `trouble`: how the message begins.
+    `trouble` is how the message begins.
     """
     if not is_text(name):
         raise ConfigError(f"{trouble}: its name is not UTF-8 text; rename it")

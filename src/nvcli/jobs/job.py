@@ -26,29 +26,29 @@ JobId = str | int
 
 
 class RowForm(Enum):
-    """What a row looks like, and so what its answer looks like."""
+    """The form of a row, which its answer shares."""
 
     NATIVE = 1
     CHAT = 2
     """A row of an OpenAI batch file for /v1/chat/completions."""
     COMPLETION = 3
-    """The same for /v1/completions."""
+    """A row of an OpenAI batch file for /v1/completions."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a row comes from and goes to: what its answer needs to know of it."""
+    """A row's place in the input and all else that its answer needs to know of it."""
 
     id: JobId
-    """As the row gave it; else the number of its line, counted on over several inputs."""
+    """The row's own id; else the number of its line, counted on over several inputs."""
     index: int
-    """0-based number of the row over all inputs; blank lines are not rows."""
+    """The number of the row over all inputs, from 0; blank lines are not rows."""
     line: str
-    """For messages: `line 7`, or `line 7 of b.jsonl` where there are several inputs."""
+    """The line as messages name it: `line 7`, or `line 7 of b.jsonl` where there are several inputs."""
     extra: dict[str, Any] = {}
     """Keys that are not nvcli's own; they go into the output row as they came."""
     form: RowForm = RowForm.NATIVE
     model: str | None = None
-    """With an OpenAI form: the model that the row names, which its answer repeats."""
+    """The model that a row of an OpenAI form names, which its answer repeats."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
-    """For each token, alternatives by their text."""
+    """For each token, the log-probabilities of alternatives by their text."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -82,7 +82,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a row; completion tokens of all its answers together."""
+    """The tokens of a row; completion tokens are those of all its answers together."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -91,7 +91,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a row has no answer."""
+    """The reason why a row has no answer."""
 
     type: str
     message: str
@@ -107,5 +107,5 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failed(place: Place, error: RowError) -> JobResult:
-    """The result of a row that cannot be answered; its message says where the row stands."""
+    """Make the result of a row that cannot be answered; its message says where the row stands."""
     return JobResult(place=place, error=ErrorInfo(type=error.type, message=f"{place.line}: {error.message}"))

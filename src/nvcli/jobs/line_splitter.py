@@ -1,15 +1,15 @@
-"""Chunks of bytes → lines, with a bound on how long one may be."""
+"""Splits chunks of bytes into lines, with a bound on the length of a line."""
 
 from __future__ import annotations
 
 from typing import Final
 
 MAX_LINE_BYTES = 512 * 1024 * 1024
-"""A longer line is not kept: a file without line ends must not fill the memory."""
+"""A longer line is not kept, so that a file without line ends does not fill the memory."""
 
 
 class OversizedLine:
-    """Stands in for a line of more than `MAX_LINE_BYTES`."""
+    """The stand-in for a line of more than `MAX_LINE_BYTES`."""
 
 
 OVERSIZED: Final = OversizedLine()
@@ -17,7 +17,7 @@ Line = bytes | OversizedLine
 
 
 class LineSplitter:
-    """Lines without their newline, whatever the chunks they came in."""
+    """Makes lines without their newline of chunks that may end anywhere."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -25,7 +25,7 @@ class LineSplitter:
         self._is_oversized = False
 
     def feed(self, chunk: bytes) -> list[Line]:
-        """The lines that end in this chunk."""
+        """Return the lines that end in this chunk."""
         first, *lines = chunk.split(b"\n")
         self._add(first)
         if not lines:
@@ -36,7 +36,7 @@ class LineSplitter:
         return ended
 
     def end(self) -> Line | None:
-        """What follows the last newline, if anything does."""
+        """Return the line after the last newline, if there is one."""
         line = self._take()
         return line or None
 

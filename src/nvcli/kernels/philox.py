@@ -50,3 +50,10 @@ def token_uniforms(
     counter = (blocks[None, :], positions[:, None], (rows & _MASK)[:, None], samples[:, None])
     words = torch.stack(philox(seeds[:, None], counter), dim=-1)
     return uniform(words.reshape(len(seeds), -1)[:, skipped : skipped + vocab_size])
+
+
+def uniforms_at(seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor, tokens: Tensor) -> Tensor:
+    """The same numbers for tokens in any order: `tokens` [N, T] int64, the others [N] int64 → [N, T] float32."""
+    counter = (tokens // 4, positions[:, None], (rows & _MASK)[:, None], samples[:, None])
+    words = torch.stack(philox(seeds[:, None], counter), dim=-1)
+    return uniform(words.gather(-1, (tokens % 4)[..., None])[..., 0])

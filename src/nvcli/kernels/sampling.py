@@ -1,38 +1,62 @@
-"""Choosing a token from logits. `sample` and `likely_threshold` are what the sampler calls: CUDA tensors take the
-Triton kernels, others the plain torch below, which is the definition that the kernels are held to.
+"""Choosing a token from logits: greedy, by temperature, and with top-k, top-p and min-p.
 
-Shapes: N rows, V vocabulary. Rows are independent: nothing here depends on how rows are batched.
+CUDA tensors take the Triton kernels, others the plain torch below, which is the definition that the kernels are held
+to. Shapes: N rows, V vocabulary, S slots. Rows are independent: nothing here depends on how rows are batched.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from nvcli.kernels.philox import token_uniforms
 
+MAX_CANDIDATES = 64
+"""A `top_k` up to this number is *small*: the few tokens that it can keep are found without a search over the row."""
+
 _MAX_TOKEN = 0x7FFFFFFF
 _WORST_SCORE = -0x80000000
-"""Of a part of the vocabulary that has no token to offer."""
+"""Score of a shard that has no token to offer, as an integer."""
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    samples: Tensor,
-    *,
-    slots: Tensor | None = None,
-    threshold: Tensor | None = None,
-) -> Tensor:
-    """One token for each row: the likeliest where `temperature` is 0, else drawn from softmax(logits / temperature).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingColumns:
+    """How tokens are chosen for each slot. Every tensor is [S], contiguous."""
 
-    logits: [N, V], rows may lie apart; positions: [N] int32 or int64, of the tokens to be sampled; temperature [N]
-    float32; seeds, rows and samples: [N] int64. With `slots` [N] int64 these four are tables instead, and logits row i
-    takes their row `slots[i]`. threshold: [N] float32 from `likely_threshold`; tokens whose logit / temperature is
-    below it are left out. → [N] int32. Of equally good tokens the first is taken; on CUDA a NaN never wins.
+    temperature: Tensor
+    """float32; 0 is greedy, and then no limit matters."""
+    top_k: Tensor
+    """int32; 0: off."""
+    top_p: Tensor
+    """float32; 1 and above: off."""
+    min_p: Tensor
+    """float32; 0: off."""
+    seed: Tensor
+    """int64, key of the random numbers (see `nvcli.kernels.philox`)."""
+    row: Tensor
+    """int64, counter word of the random numbers."""
+    sample: Tensor
+    """int64, counter word of the random numbers."""
+
+    def at(self, slots: Tensor) -> SamplingColumns:
+        """The rows of some slots: `slots` [N] int64 → tensors [N]."""
+        return SamplingColumns(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
+
+    @property
+    def has_small_top_k(self) -> Tensor:
+        """[S] bool: slots that draw their tokens from at most `MAX_CANDIDATES`, ties aside."""
+        return (self.temperature > 0) & (self.top_k > 0) & (self.top_k <= MAX_CANDIDATES)
+
+
+def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor) -> Tensor:
+    """Choose one token for each row: the likeliest where the temperature is 0, else one drawn from
+    softmax(logits / temperature) among the tokens that top-k, top-p and min-p keep (see `keep_likely`).
+
+    logits: [N, V], rows may lie apart; slots: [N] int64, the row of `columns` that each row of logits takes;
+    positions: [N] int32 or int64, of the tokens to be sampled. → [N] int32. Of equally good tokens the first is taken;
+    on CUDA a NaN never wins. On CUDA nothing waits for the device, so that a graph can hold the call.
 
     The kernels agree with `gumbel_max` bit for bit in the random numbers, and up to the last bits in their logarithms:
     another token may come out where two scores are equal to about 1e-6 of their size.
@@ -40,94 +64,69 @@ def sample(
     if logits.is_cuda:
         from nvcli.kernels.triton import sampling
 
-        return sampling.sample(logits, temperature, seeds, positions, rows, samples, slots=slots, threshold=threshold)
-    if slots is not None:
-        temperature, seeds, rows, samples = temperature[slots], seeds[slots], rows[slots], samples[slots]
-    logits = logits.float()
-    if threshold is not None:
-        scale = torch.where(temperature > 0, temperature, 1.0)
-        logits = logits.masked_fill(logits / scale[:, None] < threshold[:, None], -torch.inf)
-    if not (temperature > 0).any():
+        return sampling.sample(logits, columns, slots, positions)
+    columns, logits = columns.at(slots), logits.float()
+    min_kept = min_kept_logit(logits, columns)
+    scaled = logits / torch.where(columns.temperature > 0, columns.temperature, 1.0)[:, None]
+    logits = logits.masked_fill(scaled < min_kept[:, None], -torch.inf)
+    if not (columns.temperature > 0).any():
         return greedy(logits).int()
-    return gumbel_max(logits, temperature, seeds, positions.long(), rows, samples).int()
+    return gumbel_max(logits, columns.temperature, columns.seed, positions.long(), columns.row, columns.sample).int()
 
 
-def best_keys(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    samples: Tensor,
-    *,
-    slots: Tensor | None = None,
-    start: int = 0,
+def packed_argmax(
+    logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int = 0
 ) -> Tensor:
-    """What `sample` (without a threshold) would choose from a part of the vocabulary, as a number for each row that is
-    larger for a better choice: the largest of all parts' keys holds the token that `sample` chooses from the whole.
+    """Choose from a shard of the vocabulary by temperature alone, and pack score and token into one number for each
+    row: the largest number of all shards holds the token that `sample` chooses from the whole vocabulary.
 
     logits: [N, M] of the tokens `start` to `start + M`, M may be 0; the others as for `sample`. → [N] int64: the score
     in the upper half, as an integer of the same order; in the lower one 2^31 - 1 - token, so that of equal scores the
-    first token's key is the largest.
+    first token's number is the largest. Rows with a small top-k get a number without meaning: `shard_candidates` of
+    `nvcli.kernels.candidates` is for them. Other limits are not looked at.
     """
     if logits.is_cuda:
         from nvcli.kernels.triton import sampling
 
-        return sampling.best_keys(logits, temperature, seeds, positions, rows, samples, slots=slots, start=start)
-    if slots is not None:
-        temperature, seeds, rows, samples = temperature[slots], seeds[slots], rows[slots], samples[slots]
+        return sampling.packed_argmax(logits, columns, slots, positions, start=start)
     num_rows, num_tokens = logits.shape
     if num_tokens == 0:
         return torch.full((num_rows,), (_WORST_SCORE << 32) | _MAX_TOKEN)
-    scores = logits.float()
-    if (temperature > 0).any():
-        scores = _noisy(scores, temperature, seeds, positions.long(), rows, samples, start)
+    scores = noisy_scores(logits.float(), columns.at(slots), positions, start=start)
     tokens = scores.argmax(dim=-1, keepdim=True)
-    best = scores.gather(1, tokens)[:, 0]
-    bits = torch.where(best == 0, 0.0, best).view(torch.int32)  # both zeros are equal
+    return pack(scores.gather(1, tokens), start + tokens)[:, 0]
+
+
+def pack(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Pack scores (float32) and tokens (int64) of any one shape as `packed_argmax` does: → int64."""
+    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # both zeros are equal
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return (ordered << 32) | (_MAX_TOKEN - start - tokens[:, 0])
+    return (ordered << 32) | (_MAX_TOKEN - tokens)
 
 
-def tokens_of_keys(keys: Tensor) -> Tensor:
-    """The tokens that keys of `best_keys` hold: [N] int64 → [N] int32."""
-    low_words = keys.view(torch.int32).view(-1, 2)[:, 0]  # little-endian
+def unpack_argmax(packed: Tensor) -> Tensor:
+    """The tokens in the numbers of `packed_argmax`: [N] int64 → [N] int32."""
+    low_words = packed.view(torch.int32).view(-1, 2)[:, 0]  # little-endian
     return _MAX_TOKEN - low_words
 
 
-def likely_threshold(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    *,
-    slots: Tensor | None = None,
-) -> Tensor:
-    """The smallest logit / temperature that top-k, top-p and min-p leave in (see `keep_likely`) for each row.
+def min_kept_logit(logits: Tensor, columns: SamplingColumns) -> Tensor:
+    """The smallest logit / temperature that top-k, top-p and min-p keep in each row (see `keep_likely`).
 
-    logits: [N, V], rows may lie apart, not yet divided; the others: [N] float32 (top_k int32), or with `slots` [N]
-    tables. → [N] float32, -inf where temperature is 0 or nothing limits. Rows without limits cost next to nothing.
-
-    The kernel's thresholds are exact, but for top-p's, which is exact up to the order in which probabilities are added:
-    a token may be in or out where the mass of the likelier ones equals top_p to about 1e-6.
+    logits: [N, V], not yet divided; `columns` has N rows. → [N] float32, -inf where the temperature is 0 or nothing
+    limits.
     """
-    if logits.is_cuda:
-        from nvcli.kernels.triton import threshold
-
-        return threshold.likely_threshold(logits, temperature, top_k, top_p, min_p, slots=slots)
-    if slots is not None:
-        temperature, top_k, top_p, min_p = temperature[slots], top_k[slots], top_p[slots], min_p[slots]
-    out = torch.full_like(temperature, -torch.inf)
-    limited = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero()[:, 0]
-    if len(limited):
-        scaled = logits[limited].float() / temperature[limited, None]
-        out[limited] = _scaled_threshold(scaled, top_k[limited], top_p[limited], min_p[limited])
+    out = torch.full_like(columns.temperature, -torch.inf)
+    limited = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
+    at = ((columns.temperature > 0) & limited).nonzero()[:, 0]
+    if len(at):
+        scaled = logits[at].float() / columns.temperature[at, None]
+        out[at] = min_kept_scaled(scaled, columns.top_k[at], columns.top_p[at], columns.min_p[at])
     return out
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """[N, V] → [N] int64."""
+    """The first of the largest logits of each row: [N, V] → [N] int64."""
     return logits.argmax(dim=-1)
 
 
@@ -139,44 +138,53 @@ def gumbel_max(
     Where `temperature` is 0 the largest logit is taken. The noise of a token is a function of (seed, position, row,
     sample, token) alone, so that removing other tokens (top-k and the like) leaves it as it is.
     """
-    return _noisy(logits, temperature, seeds, positions, rows, samples, 0).argmax(dim=-1)
+    noise = token_uniforms(seeds, positions, rows, samples, logits.shape[-1])
+    return _with_noise(logits, temperature, noise).argmax(dim=-1)
 
 
-def _noisy(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    samples: Tensor,
-    start: int,
-) -> Tensor:
-    """Scores of the tokens from `start` on, of which the largest is sampled: [N, M] → [N, M]."""
-    noise = token_uniforms(seeds, positions, rows, samples, logits.shape[-1], start=start)
-    noise = noise.log_().neg_().log_().neg_()
+def noisy_scores(logits: Tensor, columns: SamplingColumns, positions: Tensor, *, start: int) -> Tensor:
+    """Scores of the tokens from `start` on, of which the largest is sampled: [N, M] → [N, M]; `columns` has N rows."""
+    if not (columns.temperature > 0).any():
+        return logits
+    uniforms = token_uniforms(
+        columns.seed, positions.long(), columns.row, columns.sample, logits.shape[-1], start=start
+    )
+    return _with_noise(logits, columns.temperature, uniforms)
+
+
+def _with_noise(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
+    """logits / temperature + the Gumbel noise of uniform numbers, which are overwritten; logits where greedy."""
+    noise = uniforms.log_().neg_().log_().neg_()
     is_greedy = (temperature == 0)[:, None]
     scaled = logits / torch.where(is_greedy, 1.0, temperature[:, None])
     return torch.where(is_greedy, scaled, scaled + noise)
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set to -inf what top-k, top-p and min-p leave out. `logits` are divided by the temperature already.
+    """Set to -inf the tokens that top-k, top-p and min-p leave out. `logits` are divided by the temperature already.
 
     top_k: [N], 0 is off. top_p: [N], the smallest set of most likely tokens (after top-k) whose probability reaches
     it. min_p: [N], tokens less likely than min_p × the likeliest. Each limit is a threshold on the logit: tokens of
     equal logit are kept or dropped together, so no order among them is needed.
     """
-    threshold = _scaled_threshold(logits, top_k, top_p, min_p)
+    threshold = min_kept_scaled(logits, top_k, top_p, min_p)
     return logits.masked_fill(logits < threshold[:, None], -torch.inf)
 
 
-def _scaled_threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[N, V] logits, divided by the temperature → [N]: what is smaller is left out."""
-    vocab_size = scaled.shape[-1]
-    descending = scaled.sort(dim=-1, descending=True).values
-    last = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).long() - 1
-    k_threshold = descending.gather(1, last[:, None])
-    probabilities = torch.where(descending >= k_threshold, descending, -torch.inf).softmax(dim=-1)
+def min_kept_scaled(
+    scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, counts: Tensor | None = None
+) -> Tensor:
+    """The smallest logit that is kept in each row: [N, T] logits, divided by the temperature → [N].
+
+    counts: [N, T] float32, how many tokens of the vocabulary have each of these logits; None: one each.
+    """
+    descending, order = scaled.sort(dim=-1, descending=True)
+    counts = torch.ones_like(scaled) if counts is None else counts.gather(1, order)
+    # The k-th of the tokens is the first with which there are k.
+    last = (counts.cumsum(dim=-1) < top_k[:, None]).sum(dim=-1).clamp(max=scaled.shape[-1] - 1)
+    k_threshold = descending.gather(1, last[:, None]).masked_fill((top_k == 0)[:, None], -torch.inf)
+    weighted = descending + counts.log()
+    probabilities = torch.where(descending >= k_threshold, weighted, -torch.inf).softmax(dim=-1)
     # Tokens whose more likely ones do not reach top_p yet; the first is always among them.
     mass_before = probabilities.cumsum(dim=-1) - probabilities
     num_kept = (mass_before < top_p[:, None]).sum(dim=-1).clamp(min=1)

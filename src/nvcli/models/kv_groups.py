@@ -8,7 +8,7 @@ vLLM's hybrid KV cache manager, vllm/v1/core/kv_cache_utils.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
@@ -19,8 +19,7 @@ _FULL_PADDING_COST = 4
 a group with a window only of those that the window covers. The cost of the latter, and of one more group, is 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVGroup:
+class KVGroup(NamedTuple):
     """The layers of one stage that keep the same blocks."""
 
     window: int | None

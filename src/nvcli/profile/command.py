@@ -11,9 +11,9 @@ from nvcli.bench.file_workload import prepared_rows
 from nvcli.bench.shapes import model_folder
 from nvcli.config import EngineConfig, RunConfig, parse_size
 from nvcli.errors import CapacityError, ConfigError
+from nvcli.job_run.resolve import resolve_engine_config, resolve_layout
+from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.pipeline.prepare import PreparedRow
-from nvcli.pipeline.resolve import resolve_engine_config, resolve_layout
 from nvcli.profile.lengths import FileLengths, lengths_of
 from nvcli.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
 

@@ -1,17 +1,29 @@
-"""The device that a rank works on."""
+"""The device that a rank works on, and slow parts of its start that run beside others, on threads of their own.
+
+This module imports torch only where a device is opened: the GPU's context is made while torch is imported.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
-
-import torch
+import pkgutil
+import threading
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from nvcli.config import EngineConfig
 from nvcli.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
     """A GPU of the rank's own, or its share of the CPU. Raises ConfigError where there is no such GPU."""
+    import torch
+
     if config.device == "cuda":
         return _open_gpu(config.gpu_index(rank))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -21,6 +33,8 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def _open_gpu(index: int) -> torch.device:
+    import torch
+
     if not torch.cuda.is_available():
         build = "was built without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no GPU"
         raise ConfigError(
@@ -36,3 +50,33 @@ def _open_gpu(index: int) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def open_gpu_context(index: int) -> None:
+    """Make GPU number `index`'s primary context, which torch will use, on a thread: while torch is imported.
+
+    Where the driver is missing or refuses, nothing happens: torch will meet it too, and say so.
+    """
+
+    def open_context() -> None:
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    threading.Thread(target=open_context, name="open-gpu-context", daemon=True).start()
+
+
+def import_kernels() -> None:
+    """Import Triton and the modules that declare kernels, on a thread: while weights are read."""
+
+    def import_all() -> None:
+        package = importlib.import_module("nvcli.kernels.triton")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+
+    if find_spec("triton") is not None:
+        threading.Thread(target=import_all, name="import-kernels", daemon=True).start()

@@ -157,7 +157,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 @contextmanager
-def most_allocated(device: torch.device) -> Iterator[Callable[[], int]]:
+def peak_allocated(device: torch.device) -> Iterator[Callable[[], int]]:
     """Bytes that torch's allocator took at most within, over what it held before; 0 on a CPU."""
     if device.type == "cpu":
         yield lambda: 0
@@ -188,7 +188,7 @@ def out_of_memory_line(error: BaseException) -> str | None:
 
 
 @contextmanager
-def memory_for(part: str) -> Iterator[None]:
+def oom_as_limits_error(part: str) -> Iterator[None]:
     """Too little memory within, for a part of the start, is a LimitsTooHigh."""
     try:
         yield

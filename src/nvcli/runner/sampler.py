@@ -1,129 +1,168 @@
-"""Sampler: logits → token ids, each row by its slot's parameters. A rank has the logits of its part of the vocabulary.
+"""Sampler: logits → token ids, each row by its slot's parameters. A rank has the logits of its shard of the vocabulary.
 
-A row's outcome depends on its logits, its parameters and its counter alone, never on the rest of the batch. Work that
-few rows ask for (filters, penalties, log-probabilities) is done for those rows only.
+A row's outcome depends on its logits, its parameters and its counter alone, never on the rest of the batch. There are
+two ways, and a batch takes one of them:
 
-With several ranks, a batch that asks for no more than temperatures needs no gathered logits: each rank finds the best
-token of its part, and the best of those is the very token that would be sampled from the whole. For other batches rank
-0 gathers the logits and chooses, and all ranks learn.
+- `sample` launches kernels only, so that a CUDA graph can hold it. With one rank it does temperatures, top-k, top-p and
+  min-p; with several ranks temperatures alone: each rank finds the best token of its shard, and the best of those is
+  the very token that would be sampled from the whole vocabulary.
+- `sample_fully` does all that rows can ask for, behind the forward pass. With several ranks a small top-k needs no
+  whole logits: the ranks exchange the tokens that it may keep, and all choose alike. For what remains (other limits,
+  penalties, biases, log-probabilities) rank 0 gathers the logits and chooses, and all ranks learn.
+
+Neither waits for the device. What few rows ask for is done for those rows only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
-from nvcli.kernels.sampling import apply_penalties, best_keys, likely_threshold, sample, tokens_of_keys
-from nvcli.messages import SlotSampling, TokenLogprobs
+from nvcli.kernels.candidates import choose_candidates, shard_candidates
+from nvcli.kernels.sampling import apply_penalties, packed_argmax, sample, unpack_argmax
+from nvcli.messages import TokenLogprobs
+from nvcli.runner.sampling_table import SamplingFlag, SamplingTable
 from nvcli.runner.slot_table import SlotTable
+from nvcli.runner.uploader import Uploader
+
+_CHANGES_AND_LOGPROBS = SamplingFlag.PENALTIES | SamplingFlag.ADJUSTED | SamplingFlag.LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """Which rows of a batch need more than greedy or temperature; row numbers as device tensors, None for no row."""
+class SamplingNeeds:
+    """What the rows of a batch ask for, as the host knows it."""
 
-    slots: tuple[int, ...]
-    num_fills: int
-    """The batch this was made for, and the state of the slot table."""
-    filtered: Tensor | None
-    penalised: Tensor | None
-    adjusted: list[tuple[int, SlotSampling]]
-    """Rows with biased or forbidden tokens."""
-    num_logprobs: int
-    """Most alternatives that a row wants; -1: none wants any."""
+    slots: np.ndarray
+    """[N], the slot of each row."""
+    flags: np.ndarray
+    """[N] uint8, the `SamplingFlag`s of each row."""
     is_simple: bool
-    """Whether `sample_simply` does all that the rows ask for."""
+    """Whether `Sampler.sample` does all that the rows ask for."""
+    needs_whole_logits: bool
+    """Whether rows ask for what needs the logits of the whole vocabulary in one place."""
+
+    def rows(self, flag: SamplingFlag) -> np.ndarray:
+        """The numbers of the rows that have a flag, ascending."""
+        return np.flatnonzero(self.flags & flag)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Log-probabilities on their way to the host."""
+
+    num_rows: int
+    """Rows of the batch."""
+    rows: np.ndarray
+    """[n], the rows that asked."""
+    counts: np.ndarray
+    """[n], how many alternatives each of them wants."""
+    chosen: Tensor
+    """[n] float32 on the host, of the chosen tokens."""
+    top_ids: Tensor
+    """[n, K] int64 on the host, the likeliest tokens, K at least the largest count."""
+    top_values: Tensor
+    """[n, K] float32 on the host."""
+
+    def result(self) -> list[TokenLogprobs | None]:
+        """What each row of the batch asked for, None where it asked for nothing. Call it when the step is over; any
+        thread may."""
+        found: list[TokenLogprobs | None] = [None] * self.num_rows
+        chosen, top_ids, top_values = self.chosen.tolist(), self.top_ids.tolist(), self.top_values.tolist()
+        for i, (row, count) in enumerate(zip(self.rows.tolist(), self.counts.tolist(), strict=True)):
+            found[row] = TokenLogprobs(
+                logprob=chosen[i], top_ids=top_ids[i][:count], top_logprobs=top_values[i][:count]
+            )
+        return found
 
 
 class Sampler:
-    """Samples for the slots of one table. Its methods are collective: every rank calls them alike."""
+    """Samples for the slots of one table. `sample` and `sample_fully` are collective: every rank calls them alike."""
 
-    def __init__(self, table: SlotTable, group: TensorParallelGroup, vocab_size: int) -> None:
+    def __init__(self, table: SamplingTable, slots: SlotTable, group: TensorParallelGroup, vocab_size: int) -> None:
+        """`slots` has the tokens that penalties count."""
         self._table = table
+        self._slots = slots
         self._group = group
         self._vocab_size = vocab_size
-        self._last_plan: SamplingPlan | None = None
+        with_ranks = SamplingFlag.OTHER_LIMITS if group.size > 1 else SamplingFlag(0)
+        self._whole_logits_flags = int(_CHANGES_AND_LOGPROBS | with_ranks)
+        with_ranks |= SamplingFlag.SMALL_TOP_K if group.size > 1 else SamplingFlag(0)
+        self._full_flags = int(_CHANGES_AND_LOGPROBS | with_ranks)
 
-    def plan(self, slots: tuple[int, ...]) -> SamplingPlan:
-        """What a batch of these slots needs. Kept from step to step, as long as no slot changes hands."""
-        last = self._last_plan
-        if last is None or last.slots != slots or last.num_fills != self._table.num_fills:
-            last = self._last_plan = self._make_plan(slots)
-        return last
+    def needs(self, slots: np.ndarray) -> SamplingNeeds:
+        """What the rows of these slots [N] ask for."""
+        flags = self._table.flags_host[slots]
+        asked = int(np.bitwise_or.reduce(flags))
+        return SamplingNeeds(
+            slots=slots,
+            flags=flags,
+            is_simple=not asked & self._full_flags,
+            needs_whole_logits=bool(asked & self._whole_logits_flags),
+        )
 
-    def sample_simply(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Ids [N] int32 by temperature, and with one rank by top-k, top-p and min-p too. On a GPU it launches kernels
-        only, for a CUDA graph; with several ranks it works on a CPU as well.
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Choose ids [N] int32 for a simple batch, on every rank the same; rows of other batches get some token.
 
         logits: [N, M] as `CausalLM.compute_logits` gives them; slots: [N] int64; positions: [N] of the tokens to be
-        sampled.
+        sampled. On a GPU it launches kernels only, for a CUDA graph.
         """
+        columns = self._table.columns
         if self._group.size == 1:
-            return self._choose(logits, slots, positions, None)
-        table, shard_size = self._table, logits.shape[1]
-        start = min(self._group.rank * shard_size, self._vocab_size)
-        keys = best_keys(
-            logits[:, : min(shard_size, self._vocab_size - start)],
-            table.temperature,
-            table.seed,
-            positions,
-            table.row,
-            table.sample,
-            slots=slots,
-            start=start,
-        )
-        return tokens_of_keys(self._group.max(keys))
+            return sample(logits[:, : self._vocab_size], columns, slots, positions)
+        shard, start = self._shard(logits)
+        return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
-    def sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, plan: SamplingPlan
-    ) -> tuple[Tensor, list[TokenLogprobs | None]]:
-        """Ids [N] int32, and on rank 0 the log-probabilities that rows asked for (empty where none did).
+    def sample_fully(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds, longest: int, upload: Uploader
+    ) -> tuple[Tensor, PendingLogprobs | None]:
+        """Choose ids [N] int32 for any batch, on every rank the same; and on rank 0 the log-probabilities that rows
+        asked for, None where none did.
 
-        The arguments are those of `sample_simply`.
+        The first three arguments are those of `sample`; needs: of the same rows; longest: no row is at a position
+        above it; upload: takes the numbers of the rows that few ask something for.
         """
-        if self._group.size > 1 and plan.is_simple:
-            return self.sample_simply(logits, slots, positions), []
+        if not needs.needs_whole_logits:
+            return self._sample_limited(logits, slots, positions, needs), None
         whole = self._group.gather(logits)
         if whole is None:
-            return self._share(slots, None), []
-        logits, table = whole[:, : self._vocab_size], self._table
-        original = logits
-        if plan.penalised is not None or plan.adjusted:
-            logits = logits.float().clone()
-        if plan.penalised is not None:
-            at = plan.penalised
-            longest = int(table.num_computed_host[list(plan.slots)].max())
-            logits[at] = self._penalise(logits[at], slots[at], positions[at].long(), longest)
-        for row, sampling in plan.adjusted:
-            self._adjust(logits[row], sampling, positions[row])
-        ids = self._share(slots, self._choose(logits, slots, positions, plan.filtered))
-        if plan.num_logprobs < 0:
-            return ids, []
-        return ids, self._collect_logprobs(ids.long(), original.float().log_softmax(dim=-1), plan)
-
-    def _choose(self, logits: Tensor, slots: Tensor, positions: Tensor, filtered: Tensor | None) -> Tensor:
-        """`filtered`: the rows that need a threshold, on a CPU; a GPU's kernel passes over the others by itself."""
-        table = self._table
-        threshold: Tensor | None = None
-        limits = (table.temperature, table.top_k, table.top_p, table.min_p)
-        if logits.is_cuda:
-            threshold = likely_threshold(logits, *limits, slots=slots)
-        elif filtered is not None:
-            threshold = torch.full((len(slots),), -torch.inf)
-            threshold[filtered] = likely_threshold(logits[filtered], *limits, slots=slots[filtered])
-        return sample(
-            logits,
-            table.temperature,
-            table.seed,
-            positions,
-            table.row,
-            table.sample,
-            slots=slots,
-            threshold=threshold,
+            return self._share(slots, None), None
+        whole = whole[:, : self._vocab_size]
+        penalised, adjusted, asking = (
+            needs.rows(flag) for flag in (SamplingFlag.PENALTIES, SamplingFlag.ADJUSTED, SamplingFlag.LOGPROBS)
         )
+        at_penalised, at_adjusted, at_asking = (rows.long() for rows in upload(penalised, adjusted, asking))
+        logits = whole
+        if len(penalised) or len(adjusted):
+            logits = whole.float().clone()
+        if len(penalised):
+            self._penalise(logits, at_penalised, slots, positions, longest)
+        if len(adjusted):
+            width = int(self._table.num_adjusted_host[needs.slots[adjusted]].max())
+            self._adjust(logits, at_adjusted, slots, positions, width)
+        ids = self._share(slots, sample(logits, self._table.columns, slots, positions))
+        if not len(asking):
+            return ids, None
+        counts = self._table.num_logprobs_host[needs.slots[asking]]
+        return ids, _find_logprobs(whole, ids, asking, at_asking, counts)
+
+    def _sample_limited(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
+        """Choose by temperature and limits; with several ranks the only limits are small top-k's."""
+        if self._group.size == 1 or needs.is_simple:
+            return self.sample(logits, slots, positions)
+        columns = self._table.columns
+        shard, start = self._shard(logits)
+        packed, lists = shard_candidates(shard, columns, slots, positions, start=start)
+        return choose_candidates(self._group.max(packed), self._group.all_gather(lists), columns, slots, positions)
+
+    def _shard(self, logits: Tensor) -> tuple[Tensor, int]:
+        """This rank's logits without padding, and the first token that they are for."""
+        size = logits.shape[1]
+        start = min(self._group.rank * size, self._vocab_size)
+        return logits[:, : min(size, self._vocab_size - start)], start
 
     def _share(self, slots: Tensor, ids: Tensor | None) -> Tensor:
         """Rank 0's ids on every rank."""
@@ -131,65 +170,38 @@ class Sampler:
             ids = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
         return self._group.broadcast(ids)
 
-    def _make_plan(self, slots: tuple[int, ...]) -> SamplingPlan:
-        filtered, penalised, adjusted, num_logprobs = [], [], [], -1
-        for row, slot in enumerate(slots):
-            s = self._table.sampling[slot]
-            if s is None:
-                continue
-            if s.temperature > 0 and (s.top_k or s.top_p < 1 or s.min_p > 0):
-                filtered.append(row)
-            if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1:
-                penalised.append(row)
-            if s.bias_ids or s.stop_ids:
-                adjusted.append((row, s))
-            num_logprobs = max(num_logprobs, s.num_logprobs)
-        needs_whole = bool(penalised or adjusted or num_logprobs >= 0)
-        return SamplingPlan(
-            slots,
-            self._table.num_fills,
-            self._rows(filtered),
-            self._rows(penalised),
-            adjusted,
-            num_logprobs,
-            is_simple=not needs_whole and (self._group.size == 1 or not filtered),
+    def _penalise(self, logits: Tensor, at: Tensor, slots: Tensor, positions: Tensor, longest: int) -> None:
+        """Apply penalties to the rows `at` [n] of logits [N, V] float32, in place."""
+        table, chosen = self._table, slots[at]
+        logits[at] = apply_penalties(
+            logits[at],
+            token_ids=self._slots.state.token_ids[chosen, :longest],
+            lengths=positions[at].long(),
+            prompt_lens=table.prompt_len[chosen],
+            presence=table.presence_penalty[chosen],
+            frequency=table.frequency_penalty[chosen],
+            repetition=table.repetition_penalty[chosen],
         )
 
-    def _rows(self, rows: list[int]) -> Tensor | None:
-        return torch.tensor(rows, dtype=torch.int64, device=self._table.device) if rows else None
+    def _adjust(self, logits: Tensor, at: Tensor, slots: Tensor, positions: Tensor, width: int) -> None:
+        """Add biases to the rows `at` [n] of logits [N, V] float32, and forbid stop ids while the answer is too short,
+        in place. No row has more than `width` entries in the table."""
+        table, chosen = self._table, slots[at]
+        values = table.adjusted_values[chosen, :width]
+        is_too_short = (positions[at] < table.min_len[chosen])[:, None]
+        values = torch.where((values > -torch.inf) | is_too_short, values, 0.0)
+        ids = table.adjusted_ids[chosen, :width].long()
+        logits.index_put_((at[:, None].expand_as(ids), ids), values, accumulate=True)
 
-    def _penalise(self, logits: Tensor, slots: Tensor, positions: Tensor, longest: int) -> Tensor:
-        table = self._table
-        return apply_penalties(
-            logits,
-            token_ids=table.token_ids[slots, :longest],
-            lengths=positions,
-            prompt_lens=table.prompt_len[slots],
-            presence=table.presence_penalty[slots],
-            frequency=table.frequency_penalty[slots],
-            repetition=table.repetition_penalty[slots],
-        )
 
-    def _adjust(self, logits: Tensor, sampling: SlotSampling, position: Tensor) -> None:
-        """Add biases, and forbid stop ids while the answer is shorter than min_tokens. In place, one row [V]."""
-        device = logits.device
-        if sampling.bias_ids:
-            ids = torch.tensor(sampling.bias_ids, device=device)
-            logits[ids] += torch.tensor(sampling.bias_values, device=device)
-        if sampling.stop_ids:
-            ids = torch.tensor(sampling.stop_ids, device=device)
-            too_short = position < sampling.prompt_len + sampling.min_tokens
-            logits[ids] = torch.where(too_short, -torch.inf, logits[ids])
+def _find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray) -> PendingLogprobs:
+    """Start what brings log-probabilities to the host.
 
-    def _collect_logprobs(self, ids: Tensor, logprobs: Tensor, plan: SamplingPlan) -> list[TokenLogprobs | None]:
-        """What each row asked for, None where it asked for nothing. Waits for the device."""
-        wanted = [s.num_logprobs if (s := self._table.sampling[slot]) else -1 for slot in plan.slots]
-        chosen = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-        top = logprobs.topk(max(1, plan.num_logprobs), dim=-1)
-        top_ids, top_values = top.indices.tolist(), top.values.tolist()
-        return [
-            None
-            if count < 0
-            else TokenLogprobs(logprob=chosen[i], top_ids=top_ids[i][:count], top_logprobs=top_values[i][:count])
-            for i, count in enumerate(wanted)
-        ]
+    logits: [N, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives.
+    """
+    logprobs = logits[at].float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, ids[at].long()[:, None])[:, 0]
+    top = logprobs.topk(max(1, int(counts.max())), dim=-1)
+    # A copy to the host that does not wait goes to pinned memory.
+    on_host = [x.to("cpu", non_blocking=True) for x in (chosen, top.indices, top.values)]
+    return PendingLogprobs(len(ids), rows, counts, *on_host)

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
-from nvcli.kernels.decode_inputs import DecodeInputs, decode_inputs
-from nvcli.messages import NewSlot, SlotSampling, StepInput
+from nvcli.kernels.prepare_inputs import SlotState, write_tokens
+from nvcli.messages import NewSlot, StepInput
+from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.uploader import Uploader
 
-_MAX_INT32 = 2**31 - 1
+_INTS_PER_NEW_SLOT = 64
+"""More than a slot's row, length and sampling parameters take, and the rows that the sampler names."""
 
 
 def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -25,104 +27,57 @@ def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 class SlotTable:
-    """Tensors with a row for each slot, and on the host the sampling parameters as they came."""
+    """The tables of all slots, and what changes them between steps."""
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        num_slots = config.max_num_seqs
-        self.device = device
-        self.block_size = config.block_size
-        self.padding_slot = num_slots
-
-        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
-
-        def floats() -> Tensor:
-            return torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
-
-        self.token_ids = ints(config.max_model_len)
-        """Each request's tokens by position; where a cached prefix was not computed here, unknown."""
-        self.num_computed = ints()
-        """Tokens whose K/V are in the cache: the position of the next token to compute."""
-        self.block_table = torch.full(
-            (num_slots + 1, config.max_blocks_per_seq), NULL_BLOCK, dtype=torch.int32, device=device
+    def __init__(self, config: EngineConfig, num_groups: int, device: torch.device) -> None:
+        """`num_groups`: KV groups of the model."""
+        num_rows = config.max_num_seqs + 1
+        self.padding_slot = config.max_num_seqs
+        self.state = SlotState(
+            lengths=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            token_ids=torch.zeros(num_rows, config.max_model_len, dtype=torch.int32, device=device),
+            block_tables=torch.full(
+                (num_groups, num_rows, config.max_blocks_per_seq), NULL_BLOCK, dtype=torch.int32, device=device
+            ),
+            block_size=config.block_size,
         )
-        self.prompt_len = ints()
-        self.temperature = floats()
-        self.top_k = ints()
-        self.top_p = floats()
-        self.min_p = floats()
-        self.presence_penalty = floats()
-        self.frequency_penalty = floats()
-        self.repetition_penalty = floats()
-        self.seed = ints(dtype=torch.int64)
-        self.row = ints(dtype=torch.int64)
-        self.sample = ints(dtype=torch.int64)
-        self.sampling: list[SlotSampling | None] = [None] * (num_slots + 1)
-        self.num_fills = 0
-        """How often slots were filled: what was derived from `sampling` holds while it stays the same."""
-        self.num_computed_host = np.zeros(num_slots + 1, dtype=np.int64)
-        """Upper bound of `num_computed` that needs no look at the device."""
+        self.sampling = SamplingTable(config.max_num_seqs, device)
+        tokens = 2 * config.max_num_batched_tokens + config.max_model_len
+        per_slot = 2 * num_groups * config.max_blocks_per_seq + _INTS_PER_NEW_SLOT
+        self.upload = Uploader(
+            tokens + config.max_num_seqs * per_slot, device, steps_in_flight=config.max_steps_in_flight
+        )
+        """For what changes between steps, and what the sampler needs of few rows."""
 
-    def apply(self, step: StepInput, upload: Uploader) -> None:
-        """Take in what the step changes beside its prompts: freed and new slots, blocks, and tokens to go on from."""
-        for slot in unpack_ids(step.freed_slots):
-            self.sampling[slot] = None
+    def apply(self, step: StepInput) -> None:
+        """Take in what changed since the last step: new slots, blocks, and tokens that this rank does not have."""
         if step.new_slots:
-            self._fill(step.new_slots, upload)
+            self._fill(step.new_slots)
         if step.block_ids:
-            slots, columns, blocks = upload(
-                unpack_ids(step.block_slots), unpack_ids(step.block_columns), unpack_ids(step.block_ids)
-            )
-            self.block_table[slots.long(), columns.long()] = blocks
-        if step.decode_ids:
-            slots, ids = upload(unpack_ids(step.decode_slots), unpack_ids(step.decode_ids))
-            self.keep(slots.long(), self.num_computed[slots.long()], ids)
-
-    def advance(self, slots: Tensor, inputs: DecodeInputs) -> None:
-        """Look up what each slot computes next, and count it as computed. slots: [B] int64; `inputs` is filled."""
-        decode_inputs(
-            slots,
-            self.num_computed,
-            self.token_ids,
-            self.block_table,
-            inputs,
-            block_size=self.block_size,
-            padding_slot=self.padding_slot,
-        )
+            self._set_blocks(step)
+        if step.token_ids:
+            counts = unpack_ids(step.token_counts)
+            offsets = np.zeros(len(counts) + 1, dtype=np.int32)
+            np.cumsum(counts, out=offsets[1:])
+            slots, starts = unpack_ids(step.token_slots), unpack_ids(step.token_starts)
+            write_tokens(self.state.token_ids, *self.upload(slots, starts, offsets, unpack_ids(step.token_ids)))
 
     def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
         """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
-        self.token_ids[slots, positions.long()] = ids
+        self.state.token_ids[slots, positions.long()] = ids
 
-    def _fill(self, new_slots: list[NewSlot], upload: Uploader) -> None:
-        self.num_fills += 1
-        samplings = [new.sampling for new in new_slots]
-        float_names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        long_names = ("seed", "row", "sample")
-        floats: list[np.ndarray] = [
-            np.array([getattr(s, name) for s in samplings], dtype=np.float32) for name in float_names
-        ]
-        longs: list[np.ndarray] = [
-            np.array([getattr(s, name) for s in samplings], dtype=np.int64) for name in long_names
-        ]
-        slots, cached, prompt_len, top_k, *others = upload(
-            np.array([new.slot for new in new_slots]),
-            np.array([new.num_cached_tokens for new in new_slots]),
-            np.array([s.prompt_len for s in samplings]),
-            np.array([min(s.top_k, _MAX_INT32) for s in samplings]),
-            *(values.view(np.int32) for values in [*floats, *longs]),
+    def _fill(self, new_slots: list[NewSlot]) -> None:
+        slots, cached = self.upload(
+            np.array([new.slot for new in new_slots]), np.array([new.num_cached_tokens for new in new_slots])
         )
         index = slots.long()
-        self.num_computed[index] = cached
-        self.prompt_len[index] = prompt_len
-        self.top_k[index] = top_k
-        self.block_table[index] = NULL_BLOCK
-        for name, bits in zip([*float_names, *long_names], others, strict=True):
-            column: Tensor = getattr(self, name)
-            column[index] = bits.view(column.dtype)
-        for new in new_slots:
-            self.sampling[new.slot] = new.sampling
-            self.num_computed_host[new.slot] = new.num_cached_tokens
-            if new.prefix_ids:
-                (prefix,) = upload(unpack_ids(new.prefix_ids))
-                self.token_ids[new.slot, : len(prefix)] = prefix
+        self.state.lengths[index] = cached
+        self.state.block_tables[:, index] = NULL_BLOCK
+        self.sampling.fill(new_slots, self.upload)
+
+    def _set_blocks(self, step: StepInput) -> None:
+        tables = self.state.block_tables
+        _, num_slots, num_columns = tables.shape
+        rows = unpack_ids(step.block_groups).astype(np.int64) * num_slots + unpack_ids(step.block_slots)
+        places, blocks = self.upload(rows * num_columns + unpack_ids(step.block_columns), unpack_ids(step.block_ids))
+        tables.view(-1)[places.long()] = blocks

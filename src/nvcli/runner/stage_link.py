@@ -15,22 +15,18 @@ from torch import Tensor
 
 from nvcli.distributed.process_group import RankGroups
 from nvcli.distributed.tensor_parallel import StageState
-from nvcli.runner.unowned import unowned
+from nvcli.runner.graph_runner import unowned
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOn:
-    """What a captured step leaves behind in a stage that is not the last."""
+class StageOutput:
+    """What a step leaves behind in a stage that is not the last."""
 
     state: StageState
 
-    def unowned(self) -> PassedOn:
+    def unowned(self) -> StageOutput:
         residual, delta = self.state.residual, self.state.delta
-        return PassedOn(StageState(unowned(residual), None if delta is None else unowned(delta)))
-
-    def head(self, num_rows: int) -> PassedOn:
-        """All rows: the next stage computes the padding too."""
-        return self
+        return StageOutput(StageState(unowned(residual), None if delta is None else unowned(delta)))
 
 
 class StageLink:
@@ -50,8 +46,10 @@ class StageLink:
         self._sending: dist.Work | None = None
 
     def receive(self, num_rows: int) -> None:
-        """Take in the next step's rows. On a GPU what is launched from here on waits for them; the host does not."""
-        assert self._previous is not None
+        """Take in the next step's rows, padding included; the first stage has none. On a GPU what is launched from here
+        on waits for them; the host does not."""
+        if self._previous is None:
+            return
         work = dist.irecv(self._rows(self._incoming, num_rows), group=self._previous, group_src=0)
         assert work is not None
         work.wait()

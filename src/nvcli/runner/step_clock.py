@@ -1,20 +1,49 @@
-"""StepClock: when a step began and ended on its device, without waiting for it."""
+"""StepClock: how long a step's work took the device, and how long the device waited for the host.
+
+The time between two steps is known from events around them. Within a graph the device waits for nobody. Within an
+eager step it may wait for each launch, which events around the step do not show. That it did is seen by the host: when
+the last launch is done, the device is done too. How long its work would have taken is then found out by one step in a
+while that is held back, behind a kernel that spins, until all of it is launched.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
+
+_HELD_EVERY = 32
+"""Of so many eager steps that waited for launches one is held back to be timed."""
+_HOLD_MARGIN = 1.5
+_CYCLES_PER_SECOND = 2.0e9
+"""At most, of the GPUs that there are: the spinning kernel counts cycles."""
+_LAUNCH_BOUND = 0.1
+"""A step waited for launches if the device was done so small a part of the launching time after the last launch."""
 
 
 class StepTime:
     """One step's times; complete after `wait`."""
 
     seconds = 0.0
+    """The device's time for the step, without the time it waited."""
     idle_seconds = 0.0
+    """How long the device waited for the host, before the step and in it."""
 
     def wait(self) -> None:
-        """Until the device is done with the step."""
+        """Return once the device is done with the step."""
+
+
+@dataclass(slots=True)
+class _Launches:
+    """What is known of eager steps. The rank's main thread holds steps back; the thread that posts outputs learns."""
+
+    busy_per_token: float = 0.0
+    """Seconds, from the last step that was held back; 0 before the first."""
+    seconds: float = 0.0
+    """How long the host took to launch the last step that waited for it; 0 before the first."""
+    until_hold: int = 0
+    """Steps that wait for launches until one is held back again."""
 
 
 class _HostTime(StepTime):
@@ -23,30 +52,59 @@ class _HostTime(StepTime):
 
 
 class _DeviceTime(StepTime):
-    def __init__(self, previous_end: torch.cuda.Event | None) -> None:
+    def __init__(self, previous_end: torch.cuda.Event | None, launches: _Launches | None, num_tokens: int) -> None:
+        """`launches`: where eager steps are looked into."""
         self.started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.launch_started = self.launch_ended = 0.0
+        self.is_held = False
         self._previous_end = previous_end
+        self._launches = launches
+        self._num_tokens = num_tokens
 
     def wait(self) -> None:
         self.ended.synchronize()
+        behind = time.perf_counter() - self.launch_ended
         self.seconds = self.started.elapsed_time(self.ended) / 1e3
-        if self._previous_end is not None:
-            self.idle_seconds = self._previous_end.elapsed_time(self.started) / 1e3
+        if self._previous_end is not None and not self.is_held:
+            self.idle_seconds = max(0.0, self._previous_end.elapsed_time(self.started) / 1e3)
+        if self._launches is not None:
+            self._look_into_launches(self._launches, behind)
+
+    def _look_into_launches(self, launches: _Launches, behind: float) -> None:
+        if self.is_held:
+            launches.busy_per_token = self.seconds / self._num_tokens
+            return
+        launch_seconds = self.launch_ended - self.launch_started
+        if behind < _LAUNCH_BOUND * launch_seconds:
+            launches.seconds = launch_seconds
+            launches.until_hold -= 1
+            if launches.busy_per_token:
+                waited = max(0.0, self.seconds - launches.busy_per_token * self._num_tokens)
+                self.seconds -= waited
+                self.idle_seconds += waited
 
 
 class StepClock:
     """Times the steps of one stream, one after the other."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, looks_into_steps: bool = False) -> None:
+        """`looks_into_steps`: find out how long eager steps wait for launches, which costs a little time; for
+        benchmarks."""
         self._on_gpu = device.type == "cuda"
+        self._launches = _Launches() if looks_into_steps else None
         self._last: StepTime | None = None
 
-    def start(self) -> StepTime:
-        """Before the first thing that a step launches."""
+    def start(self, *, is_graph: bool, num_tokens: int) -> StepTime:
+        """Call it before the first thing that a step launches, behind what the host plans for it."""
         if self._on_gpu:
-            last = self._last
-            device_time = _DeviceTime(last.ended if isinstance(last, _DeviceTime) else None)
+            last, launches = self._last, None if is_graph else self._launches
+            device_time = _DeviceTime(last.ended if isinstance(last, _DeviceTime) else None, launches, num_tokens)
+            if launches is not None and launches.seconds and launches.until_hold <= 0:
+                launches.until_hold = _HELD_EVERY
+                device_time.is_held = True
+                torch.cuda._sleep(int(_HOLD_MARGIN * launches.seconds * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+            device_time.launch_started = time.perf_counter()
             device_time.started.record()
             return device_time
         host_time = _HostTime()
@@ -56,10 +114,11 @@ class StepClock:
         return host_time
 
     def stop(self, step: StepTime) -> None:
-        """Behind the last thing that the step launches."""
+        """Call it behind the last thing that the step launches."""
         self._last = step
         if isinstance(step, _DeviceTime):
             step.ended.record()
+            step.launch_ended = time.perf_counter()
         elif isinstance(step, _HostTime):
             step.ended = time.perf_counter()
             step.seconds = step.ended - step.started

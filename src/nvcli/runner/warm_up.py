@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nvcli.config import EngineConfig
-from nvcli.messages import ForwardMode, NewSlot, SlotSampling, StepInput, pack
+from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
 
 _SAMPLING = SlotSampling(
     seed=0,
@@ -32,19 +32,19 @@ def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int) -> Itera
     longest = config.max_model_len - 1
     num_prompts = min(-(-num_tokens // longest), config.max_num_seqs)
     lens = [min(longest, num_tokens - i * longest) for i in range(num_prompts)]
-    yield _prompts(-2, lens)
+    yield _step(-2, lens, num_decodes=0)
     # Slots filled again start at length 0: every request decodes its first token.
-    yield _prompts(-1, [1] * num_seqs)
+    yield _step(-1, [1] * num_seqs, num_decodes=num_seqs)
 
 
-def _prompts(step_id: int, lens: list[int]) -> StepInput:
+def _step(step_id: int, lens: list[int], *, num_decodes: int) -> StepInput:
     slots = range(len(lens))
     return StepInput(
         step_id=step_id,
-        mode=ForwardMode.EXTEND,
-        new_slots=[NewSlot(slot=slot, num_cached_tokens=0, prefix_ids=b"", sampling=_SAMPLING) for slot in slots],
-        extend_slots=pack(slots),
-        extend_lens=pack(lens),
-        extend_samples=pack([1] * len(lens)),
-        token_ids=pack([0] * sum(lens)),
+        new_slots=[NewSlot(slot=slot, num_cached_tokens=0, sampling=_SAMPLING) for slot in slots],
+        slots=pack(slots),
+        num_tokens=pack(lens),
+        num_logits=pack([1] * len(lens)),
+        seq_lens=pack(lens),
+        num_decodes=num_decodes,
     )

@@ -1,28 +1,63 @@
-"""Which sizes of steps are captured as CUDA graphs. Torch-free: memory plans count them too."""
+"""Which shapes of steps are captured as CUDA graphs. Torch-free: memory plans count them too."""
 
 from __future__ import annotations
 
-_MIXED_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Prompt tokens of captured mixed steps. A larger step keeps the GPU busy for longer than its launches take."""
+from collections.abc import Sequence
+
+_PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Prompt tokens of captured steps for models of every size, each beside as many decode rows as there can be."""
+_MORE_PREFILL_TOKENS = (3072, 4096, 6144, 8192, 12288, 16384)
+"""For models whose launches take longer than their computation even so; the largest that a step can hold is added."""
+_LAUNCH_SECONDS = 0.65e-3
+"""What launching one layer's kernels takes the host (measured on an H200 machine, torch 2.11)."""
+_MATRIX_RATE = 550e12
+"""Floating-point operations per second of such a model's matrix products (the same machine)."""
+_MIN_PREFILL_ROWS = 32
+_TOKENS_PER_PREFILL_ROW = 16
+"""A captured step holds one chunk for each so many prompt tokens, or the minimum."""
+
+GraphSize = tuple[int, int, int]
+"""Decode rows, prefill rows, prompt tokens."""
 
 
-def mixed_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
-    """Ascending numbers of prompt tokens, each beside `max_num_seqs` decode rows."""
-    if max_num_seqs == 1:  # no prompt is beside a decode row
-        return []
-    return [size for size in _MIXED_TOKENS if max_num_seqs + size <= max_num_batched_tokens]
-
-
-def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Ascending batch sizes to capture: padding costs at most a quarter, and the last is `max_num_seqs` itself."""
+def decode_sizes(max_num_decodes: int) -> list[int]:
+    """Ascending batch sizes to capture: padding costs at most a quarter, and the last is `max_num_decodes` itself."""
     sizes = [1, 2, 4, 8]
     step = 8
-    while sizes[-1] < max_num_seqs:
+    while sizes[-1] < max_num_decodes:
         step = max(step, 1 << (sizes[-1].bit_length() - 3))
         sizes.append(sizes[-1] + step)
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+    return [size for size in sizes if size < max_num_decodes] + [max_num_decodes]
 
 
-def most_captured_tokens(max_num_seqs: int, max_num_batched_tokens: int) -> int:
-    """Of the largest step that is captured, padding included."""
-    return max_num_seqs + max(mixed_sizes(max_num_seqs, max_num_batched_tokens), default=0)
+def launch_bound_tokens(num_layers: int, layer_elements: int) -> int:
+    """Tokens of a step that takes the GPU as long as launching its kernels one by one takes the host.
+
+    `layer_elements`: weights of all layers on one rank.
+    """
+    return int(num_layers * _LAUNCH_SECONDS * _MATRIX_RATE / (2 * max(1, layer_elements)))
+
+
+def graph_sizes(
+    *, max_num_seqs: int, max_num_decodes: int, max_num_batched_tokens: int, launch_bound_tokens: int
+) -> list[GraphSize]:
+    """All sizes to capture, those with the most tokens first, so that smaller ones use the memory of larger ones.
+
+    A step with prompt tokens is padded to the most decode rows, and where it has many prompt tokens to a quarter of
+    them if that is enough.
+    """
+    sizes: list[GraphSize] = [(num_rows, 0, 0) for num_rows in decode_sizes(max_num_decodes)]
+    for num_tokens in _prefill_sizes(max_num_batched_tokens, launch_bound_tokens):
+        prefill_rows = min(max_num_seqs, max(_MIN_PREFILL_ROWS, num_tokens // _TOKENS_PER_PREFILL_ROW))
+        sizes.append((max_num_decodes, prefill_rows, num_tokens))
+        if num_tokens > _PREFILL_TOKENS[-1] and max_num_decodes >= 4:
+            sizes.append((max_num_decodes // 4, prefill_rows, num_tokens))
+    return sorted(sizes, key=lambda size: (size[0] + size[2], size), reverse=True)
+
+
+def _prefill_sizes(max_num_batched_tokens: int, launch_bound_tokens: int) -> Sequence[int]:
+    sizes = [size for size in _PREFILL_TOKENS if size < max_num_batched_tokens]
+    if launch_bound_tokens <= _PREFILL_TOKENS[-1]:
+        return sizes or [max_num_batched_tokens]
+    most = min(max_num_batched_tokens, launch_bound_tokens)
+    return [*sizes, *(size for size in _MORE_PREFILL_TOKENS if size < most), most]

@@ -1,4 +1,4 @@
-"""The counter-based random numbers of `nvcli.kernels.philox`, bit for bit, inside kernels."""
+"""The counter-based random numbers of `nvcli.kernels.philox`, bit for bit, inside kernels, and Gumbel noise of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def _uniform(word):
+    """32 random bits → float32. The top 23 bits are the mantissa of a number in [1, 2); the subtraction leaves them and
+    a half, exactly."""
+    return ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
 
 
 @triton.jit
@@ -20,12 +27,44 @@ def quad_uniforms(quads, seed, position, row, sample):
     even = tl.join(words[0], words[2])
     odd = tl.join(words[1], words[3])
     word = tl.reshape(tl.join(even, odd), (quads.shape[0], 4))  # [q, i, j] is word 2 i + j
-    # The top 23 bits as the mantissa of a number in [1, 2); what is then taken away leaves them and a half, exactly.
-    return ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+    return _uniform(word)
+
+
+@triton.jit
+def uniforms_at(tokens, seed, position, row, sample):
+    """The same numbers for tokens in any order: [T] int32 → [T] float32."""
+    quads = (tokens // 4).to(tl.uint32, bitcast=True)
+    words = tl.philox(seed, quads, position.to(tl.uint32), row.to(tl.uint32), sample.to(tl.uint32))
+    place = tokens % 4
+    even = tl.where(place == 0, words[0], words[2])
+    odd = tl.where(place == 1, words[1], words[3])
+    return _uniform(tl.where(place % 2 == 0, even, odd))
+
+
+@triton.jit
+def _log2(x, APPROXIMATE: tl.constexpr):
+    """With APPROXIMATE by the GPU's own instruction, right to 2^-22, where libdevice takes 25 instructions."""
+    if APPROXIMATE:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.log2(x)
+    return y
+
+
+@triton.jit
+def gumbel(uniform, APPROXIMATE: tl.constexpr):
+    """-log(-log(uniform)), to about 1e-6. The largest noise, which wins, comes from numbers next to 1, of which an
+    approximate logarithm says nothing: there it is the series of -log(1 - rest), and `rest` is exact."""
+    LOG_2: tl.constexpr = 0.6931471805599453
+    rest = 1.0 - uniform
+    series = 1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5 + rest * (1 / 6 + rest * (1 / 7)))))
+    series = rest + rest * rest * series
+    return -LOG_2 * _log2(tl.where(rest < 0.125, series, -LOG_2 * _log2(uniform, APPROXIMATE)), APPROXIMATE)
 
 
 @triton.jit
 def _token_uniforms_kernel(seeds_ptr, positions_ptr, rows_ptr, samples_ptr, out_ptr, vocab_size, QUADS: tl.constexpr):
+    """Program (row, chunk of QUADS quads)."""
     index = tl.program_id(0)
     quads = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
     uniforms = quad_uniforms(
@@ -40,8 +79,8 @@ def _token_uniforms_kernel(seeds_ptr, positions_ptr, rows_ptr, samples_ptr, out_
 
 
 def token_uniforms(seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor, vocab_size: int) -> Tensor:
-    """See `nvcli.kernels.philox.token_uniforms`. The sampler makes these numbers where it uses them; this one shows
-    them to tests."""
+    """See `nvcli.kernels.philox.token_uniforms`. The sampler makes these numbers where it uses them; this function
+    shows them to tests."""
     quads = 256
     out = torch.empty(len(seeds), vocab_size, dtype=torch.float32, device=seeds.device)
     grid = (len(seeds), triton.cdiv(vocab_size, 4 * quads))

@@ -1,30 +1,27 @@
-"""Paged prefill attention in Triton: causal attention of prompt slices, each behind whatever of it is cached already.
+"""Paged prefill attention in Triton: causal attention of prefill chunks, each behind whatever of it is cached already.
 
 FlashAttention-2's algorithm (Dao, 2023) over keys and values read through block tables. A program takes a tile of
-one slice's queries and one KV head. The query heads that share the KV head stand beside each other in the tile, so
-that row r of a slice is head r % G of token r // G: short slices fill tiles better, and keys are read once for all.
-Key tiles that every row sees are attended without masks, the rest with them.
+one chunk's queries (`prefill_tiles.py`) and one KV head. The query heads that share the KV head stand beside each other
+in the tile: short chunks fill tiles better, and keys are read once for all. Key tiles that every row sees are attended
+without masks, the others with them: those at the diagonal and, with a window, those that hold a row's first key.
 
-The host lists the tiles of all slices once a step (`plan`), those with the most keys first. Launch parameters are the
-same for all lengths, so nothing is compiled twice.
+Launch parameters are the same for all lengths, so nothing is compiled twice, and the grid depends on the batch's shape
+alone: programs behind the list's end leave at once.
 
-Held to `attention/torch_backend.py` by tests/attention. Shapes: T tokens of all slices, H query heads, KV heads,
+Held to `attention/torch_backend.py` by tests/attention. Shapes: T tokens of all chunks, H query heads, KV heads,
 G = H / KV, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE_FIELDS = 4
-"""int32 of a list entry: request, first row in the slice, the slice's first token, its number of tokens."""
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
 
 
 @triton.jit
@@ -41,15 +38,18 @@ def _attend(
     end,
     last_key,
     positions,
+    window,
     scale_log2,
     MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Fold keys [begin, end) into the running softmax; `begin` is a multiple of KEYS, and so is `end` without masks."""
+    """Fold keys [begin, end) into the running softmax. Without masks they are a whole number of tiles, and where blocks
+    hold whole tiles, `begin` is a multiple of KEYS."""
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile of keys never straddles blocks
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, HEAD_DIM)
@@ -69,16 +69,23 @@ def _attend(
             offset = keys % BLOCK_SIZE
         cache_offset = ((block * BLOCK_SIZE + offset) * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
         if MASKED:
-            # Behind the slice's end lies what an earlier owner of the block left: 0 × NaN would be NaN.
+            # Behind the chunk's end lies what an earlier owner of the block left: 0 × NaN would be NaN.
             key = tl.load(k_cache + cache_offset, mask=(keys < end)[:, None], other=0.0)
         else:
             key = tl.load(k_cache + cache_offset)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if MASKED:
-            scores = tl.where(keys[None, :] <= positions[:, None], scores, -float("inf"))
+            is_seen = keys[None, :] <= positions[:, None]
+            if HAS_WINDOW:
+                is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
+            scores = tl.where(is_seen, scores, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
-        decay = tl.exp2(highest - new_highest)
-        weights = tl.exp2(scores * scale_log2 - new_highest[:, None])
+        # A row whose window begins behind this tile has seen nothing yet: -inf minus -inf would be NaN.
+        reference = new_highest
+        if MASKED and HAS_WINDOW:
+            reference = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        decay = tl.exp2(highest - reference)
+        weights = tl.exp2(scores * scale_log2 - reference[:, None])
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         if MASKED:
@@ -90,15 +97,19 @@ def _attend(
     return highest, weight_sum, acc
 
 
-@triton.jit(do_not_specialize=["block_table_stride"])
+@triton.jit(
+    do_not_specialize=["block_table_stride", "window"],
+    do_not_specialize_on_alignment=["block_tables"],
+)
 def prefill_attention_kernel(
     q,  # [T, H, D], tokens q_stride apart
     k_cache,  # [num_blocks, BLOCK_SIZE, KV, D]
     v_cache,
     out,  # [T, H, D], contiguous
-    block_tables,  # [requests, ...] int32, rows block_table_stride apart
-    seq_lens,  # [requests] int32, keys of each request, the slice's own included
-    tiles,  # [num_tiles, _TILE_FIELDS] int32
+    block_tables,  # [slots, ...] int32, rows block_table_stride apart
+    tiles,  # [capacity, TILE_FIELDS] int32
+    num_tiles,  # [1] int32
+    window,  # keys that a row sees at most, where HAS_WINDOW
     scale_log2,  # scale × log2(e); positive
     q_stride,
     block_table_stride,
@@ -106,50 +117,74 @@ def prefill_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     TILE_FIELDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    tile = tiles + tl.program_id(1) * TILE_FIELDS
-    request = tl.load(tile)
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    index = tl.program_id(0) // NUM_KV_HEADS
+    tile = tiles + index * TILE_FIELDS
+    slot = tl.load(tile)
     first_row = tl.load(tile + 1)
     first_token = tl.load(tile + 2)
     num_tokens = tl.load(tile + 3)
-    seq_len = tl.load(seq_lens + request)
-    prefix = seq_len - num_tokens
+    num_keys = tl.load(tile + 4)
+    if index >= tl.load(num_tiles):
+        return
+    prefix = num_keys - num_tokens  # below 0 for tokens that attend to nothing
 
     rows = first_row + tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
     token = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
-    in_slice = token < num_tokens
+    in_chunk = token < num_tokens
     flat_token = (first_token + token).to(tl.int64)
     query = tl.load(
-        q + (flat_token * q_stride + head * HEAD_DIM)[:, None] + dims[None, :], mask=in_slice[:, None], other=0.0
+        q + (flat_token * q_stride + head * HEAD_DIM)[:, None] + dims[None, :], mask=in_chunk[:, None], other=0.0
     )
     query = query.to(k_cache.dtype.element_ty)
 
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
-    seen_by_all = (prefix + first_row // GROUP + 1) // KEYS * KEYS
+    # Keys up to here are before the diagonal of every row, and up to there of any row.
+    seen_by_all = tl.maximum(prefix + first_row // GROUP + 1, 0)
     seen_by_any = prefix + last_token + 1
-    last_key = tl.maximum(seq_len - 1, 0)
-    table = block_tables + request.to(tl.int64) * block_table_stride
+    last_key = tl.maximum(num_keys - 1, 0)
+    table = block_tables + slot.to(tl.int64) * block_table_stride
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    if HAS_WINDOW:
+        # Where blocks hold whole tiles the first tile is rounded down within its block; else it begins where the first
+        # row's window does, for what is before may lie in a block that was given back.
+        ALIGN: tl.constexpr = KEYS if BLOCK_SIZE % KEYS == 0 else 1
+        begin = tl.maximum(prefix + first_row // GROUP - window + 1, 0) // ALIGN * ALIGN
+        last_begin = tl.maximum(prefix + last_token - window + 1, 0)
+        middle = begin + tl.cdiv(last_begin - begin, KEYS) * KEYS  # every row's window has begun
+        diagonal = tl.maximum(begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS, middle)
+        highest, weight_sum, acc = _attend(
+            query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, begin, tl.minimum(middle, seen_by_any),
+            last_key, prefix + token, window, scale_log2, True, True,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        middle = 0
+        diagonal = seen_by_all // KEYS * KEYS
     highest, weight_sum, acc = _attend(
-        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, 0, seen_by_all, last_key, prefix + token,
-        scale_log2, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
+        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, middle, diagonal,
+        last_key, prefix + token, window, scale_log2, False, HAS_WINDOW,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
     )  # fmt: skip
     highest, weight_sum, acc = _attend(
-        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, seen_by_all, seen_by_any, last_key,
-        prefix + token, scale_log2, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
+        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
+        last_key, prefix + token, window, scale_log2, True, HAS_WINDOW,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
     )  # fmt: skip
-    acc = acc / weight_sum[:, None]
+    # Tokens that attend to nothing get zeros.
+    acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
     out_offset = (flat_token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=in_slice[:, None])
+    tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=in_chunk[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +212,11 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _
 
 
 class PrefillAttention:
-    """Lists the tiles of each step's prompt slices (`plan`), then attends them in each layer (`run`)."""
+    """Prefill attention of one geometry, for any window. Plan `tiles` each step, then call `run` in each layer.
+
+    Neither waits for the device or allocates anything, so both may be captured in a CUDA graph. Geometries of equal
+    `tile_key` may share their tiles.
+    """
 
     def __init__(
         self,
@@ -190,54 +229,13 @@ class PrefillAttention:
         device: torch.device,
     ) -> None:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
-        self._head_dim, self._block_size, self._device = head_dim, block_size, device
+        self._head_dim, self._block_size = head_dim, block_size
         self._launch = _choose_launch(head_dim, dtype, device)
-        self._tiles = torch.empty(0, _TILE_FIELDS, dtype=torch.int32)
-        self._captured_tiles = self._tiles
 
-    def plan(self, first_request: int, extend_lens: Sequence[int], seq_lens: Sequence[int] | np.ndarray) -> None:
-        """Host values. first_request: row of the first slice in the block tables; seq_lens: keys of each slice's
-        request, by which the tiles are ordered (an upper bound serves)."""
-        tiles = self._list_tiles(first_request, extend_lens, seq_lens)
-        self._tiles = torch.from_numpy(tiles).to(self._device, non_blocking=True)
-
-    def plan_captured(
-        self,
-        first_request: int,
-        extend_lens: Sequence[int],
-        seq_lens: Sequence[int] | np.ndarray,
-        num_tokens: int,
-        max_slices: int,
-    ) -> None:
-        """`plan` into static memory, for a graph that was captured behind a call with the same `num_tokens` and
-        `max_slices`: any slices of no more tokens in all. The request row behind the slices' must have no keys: surplus
-        tiles are its."""
-        capacity = -(-num_tokens * self._group // self._launch.rows) + max_slices
-        tiles = np.zeros((capacity, _TILE_FIELDS), dtype=np.int32)
-        tiles[:, 0] = first_request + max_slices
-        listed = self._list_tiles(first_request, extend_lens, seq_lens)
-        tiles[: len(listed)] = listed
-        if len(self._captured_tiles) < capacity:  # the largest graph is captured first
-            self._captured_tiles = torch.empty(capacity, _TILE_FIELDS, dtype=torch.int32, device=self._device)
-        self._tiles = self._captured_tiles[:capacity]
-        self._tiles.copy_(torch.from_numpy(tiles), non_blocking=True)
-
-    def _list_tiles(
-        self, first_request: int, extend_lens: Sequence[int], seq_lens: Sequence[int] | np.ndarray
-    ) -> np.ndarray:
-        """[num_tiles, _TILE_FIELDS] int32."""
-        lens = np.asarray(extend_lens, dtype=np.int64)
-        num_rows = self._launch.rows
-        tiles_of = -(-lens * self._group // num_rows)
-        slice_of = np.repeat(np.arange(len(lens)), tiles_of)
-        first_row = (np.arange(len(slice_of)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * num_rows
-        num_keys = (np.asarray(seq_lens, dtype=np.int64) - lens)[slice_of] + first_row // self._group
-        tiles = np.stack((first_request + slice_of, first_row, (np.cumsum(lens) - lens)[slice_of], lens[slice_of]), 1)
-        # By length in steps of 512 keys, so that the tiles of short slices stay together: what one of them reads, the
-        # next finds in the L2 cache.
-        longest_first = np.lexsort((-first_row, slice_of, -(num_keys // 512)))
-        ordered: np.ndarray = tiles[longest_first].astype(np.int32)
-        return ordered
+    @property
+    def tile_key(self) -> tuple[int, int]:
+        """(query heads for each KV head, rows of a tile)."""
+        return self._group, self._launch.rows
 
     def run(
         self,
@@ -245,23 +243,26 @@ class PrefillAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         block_tables: Tensor,
-        seq_lens: Tensor,
-        scale: float,
+        tiles: PrefillTiles,
         out: Tensor,
+        *,
+        scale: float,
+        window: int | None,
     ) -> None:
-        """Attend as planned. q, out: [T, H, D], the slices' tokens; q's may be strided, out is contiguous.
-        block_tables: [requests, ...], seq_lens: [requests] int32, of the whole batch."""
+        """Attend the tiles. q, out: [T, H, D], the chunks' tokens; q's may be strided, out is contiguous.
+        block_tables: [slots, ...] int32, of the layer's KV group."""
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         launch = self._launch
-        prefill_attention_kernel[(self._num_kv_heads, self._tiles.shape[0])](
+        prefill_attention_kernel[(self._num_kv_heads * tiles.capacity,)](
             q,
             k_cache,
             v_cache,
             out,
             block_tables,
-            seq_lens,
-            self._tiles,
+            tiles.tiles,
+            tiles.num_tiles,
+            window or 0,
             scale * 1.4426950408889634,
             q.stride(0),
             block_tables.stride(0),
@@ -269,9 +270,10 @@ class PrefillAttention:
             GROUP=self._group,
             HEAD_DIM=self._head_dim,
             BLOCK_SIZE=self._block_size,
+            HAS_WINDOW=window is not None,
             ROWS=launch.rows,
             KEYS=launch.keys,
-            TILE_FIELDS=_TILE_FIELDS,
+            TILE_FIELDS=TILE_FIELDS,
             NUM_STAGES=launch.num_stages,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,

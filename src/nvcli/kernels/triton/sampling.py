@@ -1,6 +1,13 @@
-"""Sampling in one pass over the logits: greedy or Gumbel-max, row by row, and no softmax.
+"""Sampling in one pass over the logits: greedy, Gumbel-max, and what limits need, row by row, and no softmax.
 
-All parameters are device tensors and nothing waits for the device, so that it runs inside a CUDA graph.
+Three kernels, in this order: thresholds for the rows whose limits may keep many tokens (`top_k_top_p.py`); a pass over
+all logits in chunks, which leaves the best token of each chunk, or for rows with a small top-k the maxima of groups;
+and a program for each row that makes the choice from those (`candidates.py`). Every row decides on the device what it
+needs. All parameters are device tensors, grids follow from shapes alone, and nothing waits for the device, so that all
+of it runs inside a CUDA graph.
+
+Shapes: N rows, M tokens `start` to `end`, the whole vocabulary or a shard of it; chunks and groups are counted from the
+quad that `start` lies in.
 """
 
 from __future__ import annotations
@@ -10,204 +17,320 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.philox import quad_uniforms
+from nvcli.kernels.candidates import LIST_WIDTH
+from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.triton.candidates import (
+    GROUP_TOKENS,
+    NO_TOKEN,
+    best_listed,
+    better,
+    has_small_top_k,
+    least_kept,
+    list_groups,
+    store_list,
+    top_k_candidates,
+)
+from nvcli.kernels.triton.philox import gumbel, quad_uniforms
+from nvcli.kernels.triton.top_k_top_p import min_kept_logit
 
 _QUADS = 512
-"""Groups of four tokens that one program looks at."""
-_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+"""Groups of four tokens that one program of the pass looks at."""
+_LISTED_GROUPS = 128
+"""Most groups whose tokens a row's program holds: MAX_CANDIDATES, and as many again for equal logits."""
+_ROW_WARPS = 16
+_MAX_REGISTERS = 64
+"""Of a thread, without which the compiler takes so many that too few programs run at a time."""
 _WORST_SCORE = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def _log2(x, APPROXIMATE: tl.constexpr):
-    """With APPROXIMATE by the GPU's own instruction, right to 2^-22, where libdevice takes 25 instructions."""
-    if APPROXIMATE:
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.log2(x)
-    return y
-
-
-@triton.jit
-def _gumbel(uniform, APPROXIMATE: tl.constexpr):
-    """-log(-log(uniform)), to about 1e-6. The largest noise, which wins, comes from numbers next to 1, of which an
-    approximate logarithm says nothing: there it is the series of -log(1 - rest), and `rest` is exact."""
-    LOG_2: tl.constexpr = 0.6931471805599453
-    rest = 1.0 - uniform
-    series = 1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5 + rest * (1 / 6 + rest * (1 / 7)))))
-    series = rest + rest * rest * series
-    return -LOG_2 * _log2(tl.where(rest < 0.125, series, -LOG_2 * _log2(uniform, APPROXIMATE)), APPROXIMATE)
-
-
-@triton.jit
-def _best_of_chunk_kernel(
+def _chunk_kernel(
     logits_ptr,
     temperature_ptr,
-    seeds_ptr,
-    positions_ptr,
-    rows_ptr,
-    samples_ptr,
+    top_k_ptr,
+    seed_ptr,
+    row_ptr,
+    sample_ptr,
     slots_ptr,
-    threshold_ptr,
+    positions_ptr,
+    min_kept_ptr,
     best_score_ptr,
-    best_id_ptr,
+    best_token_ptr,
+    maxima_ptr,
     logits_row_stride,
-    vocab_size,
-    num_chunks,
     start,
+    end,
+    num_chunks,
     QUADS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_THRESHOLD: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_MIN_KEPT: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
     SHARDED: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """Program (row, chunk): the best score of the chunk's tokens, and the first token that has it. With SHARDED the
-    logits are those of tokens `start` to `vocab_size`, and chunks are counted from the quad of `start`."""
+    """Program (row, chunk): the best score of the chunk's tokens, and the first token that has it; for a row with a
+    small top-k the maxima of the chunk's groups instead. Without SHARDED, `start` is 0."""
     index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    slot = index
-    if HAS_SLOTS:
-        slot = tl.load(slots_ptr + index).to(tl.int64)
+    slot = tl.load(slots_ptr + index)
     quads = chunk * QUADS + tl.arange(0, QUADS)
     if SHARDED:
         quads += start // 4
     tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
     logits = logits_ptr + index * logits_row_stride + tokens
-    inside = tokens < vocab_size
+    inside = tokens < end
     if SHARDED:
         logits -= start
         inside &= tokens >= start
     score = tl.load(logits, mask=inside, other=-float("inf")).to(tl.float32)
     temperature = tl.load(temperature_ptr + slot)
-    if temperature > 0:
-        uniforms = quad_uniforms(
-            quads,
-            tl.load(seeds_ptr + slot),
-            tl.load(positions_ptr + index),
-            tl.load(rows_ptr + slot),
-            tl.load(samples_ptr + slot),
-        )
-        noisy = score * (1.0 / temperature) + _gumbel(uniforms, APPROXIMATE)
-        if HAS_THRESHOLD:
-            # The same division, rounded the same way, as that which made the threshold.
-            is_likely = tl.div_rn(score, temperature) >= tl.load(threshold_ptr + index)
-            noisy = tl.where(is_likely, noisy, -float("inf"))
-        score = noisy
-    best = tl.max(score)
-    is_best = score == best
-    if SHARDED:  # elsewhere what lies outside comes last, and is told by its id
-        is_best &= inside
-    first = tl.min(tl.where(is_best, tokens, _NO_TOKEN))
-    tl.store(best_score_ptr + index * num_chunks + chunk, best)
-    tl.store(best_id_ptr + index * num_chunks + chunk, first)
+    if has_small_top_k(temperature, tl.load(top_k_ptr + slot)):
+        if HAS_CANDIDATES:
+            score = tl.where(score > -float("inf"), score, -float("inf"))  # a NaN is no maximum
+            maxima = tl.max(tl.reshape(score, (QUADS * 4 // GROUP, GROUP)), axis=1)
+            groups = (index * num_chunks + chunk) * (QUADS * 4 // GROUP) + tl.arange(0, QUADS * 4 // GROUP)
+            tl.store(maxima_ptr + groups, maxima.to(maxima_ptr.dtype.element_ty))
+    else:
+        if temperature > 0:
+            uniforms = quad_uniforms(
+                quads,
+                tl.load(seed_ptr + slot),
+                tl.load(positions_ptr + index),
+                tl.load(row_ptr + slot),
+                tl.load(sample_ptr + slot),
+            )
+            noisy = score * (1.0 / temperature) + gumbel(uniforms, APPROXIMATE)
+            if HAS_MIN_KEPT:
+                # The same division, rounded the same way, as that which made the threshold.
+                is_kept = tl.div_rn(score, temperature) >= tl.load(min_kept_ptr + index)
+                noisy = tl.where(is_kept, noisy, -float("inf"))
+            score = noisy
+        best = tl.max(score)
+        is_best = score == best
+        if SHARDED:  # elsewhere what lies outside comes last, and is told by its id
+            is_best &= inside
+        first = tl.min(tl.where(is_best, tokens, NO_TOKEN))
+        tl.store(best_score_ptr + index * num_chunks + chunk, best)
+        tl.store(best_token_ptr + index * num_chunks + chunk, first)
 
 
 @triton.jit
-def _best_of_row_kernel(
-    best_score_ptr, best_id_ptr, out_ptr, num_chunks, vocab_size, BLOCK: tl.constexpr, AS_KEY: tl.constexpr
+def _row_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    row_ptr,
+    sample_ptr,
+    slots_ptr,
+    positions_ptr,
+    best_score_ptr,
+    best_token_ptr,
+    maxima_ptr,
+    groups_ptr,
+    out_ptr,
+    lists_ptr,
+    logits_row_stride,
+    start,
+    end,
+    num_chunks,
+    CHUNKS: tl.constexpr,
+    CHUNK_GROUPS: tl.constexpr,
+    LISTED_GROUPS: tl.constexpr,
+    LIST_WIDTH: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
+    SHARDED: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
 ):
-    """Program (row): the best of its chunks, the first token where several are equal; with AS_KEY its key."""
+    """Program (row): the best of its chunks, the first token where several are equal; for a row with a small top-k the
+    choice among its candidates. With SHARDED, the number of `packed_argmax`, and the list of candidates."""
     index = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, BLOCK)
-    inside = chunks < num_chunks
-    scores = tl.load(best_score_ptr + index * num_chunks + chunks, mask=inside, other=-float("inf"))
-    ids = tl.load(best_id_ptr + index * num_chunks + chunks, mask=inside, other=_NO_TOKEN)
-    best = tl.max(scores)
-    first = tl.min(tl.where(scores == best, ids, _NO_TOKEN))
+    slot = tl.load(slots_ptr + index)
+    temperature = tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    best = tl.full([], -float("inf"), tl.float32)
+    token = tl.full([], NO_TOKEN, tl.int32)
+    if has_small_top_k(temperature, top_k):
+        if HAS_CANDIDATES:
+            logits_ptr += index * logits_row_stride
+            maxima_ptr += index * num_chunks * CHUNK_GROUPS
+            groups_ptr += index * LISTED_GROUPS
+            seed, position = tl.load(seed_ptr + slot), tl.load(positions_ptr + index)
+            row, sample = tl.load(row_ptr + slot), tl.load(sample_ptr + slot)
+            num_listed, level, top, all_fit = list_groups(
+                maxima_ptr, groups_ptr, top_k, start, end, CHUNKS * CHUNK_GROUPS, LISTED_GROUPS
+            )
+            values, kth, tie_count, tie_score, tie_token = top_k_candidates(
+                logits_ptr,
+                groups_ptr,
+                num_listed,
+                level,
+                top,
+                all_fit,
+                temperature,
+                top_k,
+                seed,
+                position,
+                row,
+                sample,
+                start,
+                end,
+                LISTED_GROUPS,
+                APPROXIMATE,
+            )
+            if SHARDED:
+                least = kth
+            else:
+                top_p, min_p = tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+                dtype: tl.constexpr = logits_ptr.dtype.element_ty
+                least = least_kept(values, kth, top, tie_count, temperature, top_p, min_p, dtype)
+            score, token = best_listed(
+                logits_ptr,
+                groups_ptr,
+                num_listed,
+                least,
+                temperature,
+                seed,
+                position,
+                row,
+                sample,
+                start,
+                end,
+                SHARDED,
+                APPROXIMATE,
+            )
+            if SHARDED:
+                score, token = better(score, token, tie_score, tie_token)
+                lists_ptr += index * LIST_WIDTH
+                store_list(lists_ptr, logits_ptr, groups_ptr, num_listed, kth, tie_count, token, start, end)
+                token = tl.full([], NO_TOKEN, tl.int32)
+            elif (tie_count > 0) & (tl.div_rn(kth, temperature) >= least):
+                score, token = better(score, token, tie_score, tie_token)
+    else:
+        chunks = tl.arange(0, CHUNKS)
+        inside = chunks < num_chunks
+        all_scores = tl.load(best_score_ptr + index * num_chunks + chunks, mask=inside, other=-float("inf"))
+        all_tokens = tl.load(best_token_ptr + index * num_chunks + chunks, mask=inside, other=NO_TOKEN)
+        best = tl.max(all_scores)
+        token = tl.min(tl.where(all_scores == best, all_tokens, NO_TOKEN))
     # Where all logits are NaN nothing is equal to the best; what is sampled must be a token all the same.
-    if AS_KEY:
+    if SHARDED:
         bits = tl.where(best == 0, 0.0, best).to(tl.int32, bitcast=True)  # both zeros are equal
         ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-        ordered = tl.where(first == _NO_TOKEN, _WORST_SCORE, ordered)
-        token = tl.where(first == _NO_TOKEN, 0, first)
-        tl.store(out_ptr + index, (ordered << 32) | (token ^ _NO_TOKEN).to(tl.int64))
+        ordered = tl.where(token == NO_TOKEN, _WORST_SCORE, ordered)
+        token = tl.where(token == NO_TOKEN, 0, token)
+        tl.store(out_ptr + index, (ordered << 32) | (token ^ NO_TOKEN).to(tl.int64))
     else:
-        tl.store(out_ptr + index, tl.where(first < vocab_size, first, 0))
+        tl.store(out_ptr + index, tl.where(token < end, token, 0))
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    samples: Tensor,
-    *,
-    slots: Tensor | None,
-    threshold: Tensor | None,
-) -> Tensor:
+def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor) -> Tensor:
     """See `nvcli.kernels.sampling.sample`."""
     ids = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    _launch(logits, temperature, seeds, positions, rows, samples, slots, threshold, ids, start=None)
+    threshold = min_kept_logit(logits, columns, slots, except_top_k=MAX_CANDIDATES)
+    _launch(logits, columns, slots, positions, threshold, ids, None, start=None)
     return ids
 
 
-def best_keys(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    samples: Tensor,
-    *,
-    slots: Tensor | None,
-    start: int,
-) -> Tensor:
-    """See `nvcli.kernels.sampling.best_keys`."""
-    keys = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    _launch(logits, temperature, seeds, positions, rows, samples, slots, None, keys, start=start)
-    return keys
+def packed_argmax(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int) -> Tensor:
+    """See `nvcli.kernels.sampling.packed_argmax`."""
+    packed = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    _launch(logits, columns, slots, positions, None, packed, None, start=start)
+    return packed
+
+
+def shard_candidates(
+    logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int
+) -> tuple[Tensor, Tensor]:
+    """See `nvcli.kernels.candidates.shard_candidates`."""
+    packed = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    lists = torch.empty(logits.shape[0], LIST_WIDTH, dtype=torch.int32, device=logits.device)
+    _launch(logits, columns, slots, positions, None, packed, lists, start=start)
+    return packed, lists
 
 
 def _launch(
     logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
+    columns: SamplingColumns,
+    slots: Tensor,
     positions: Tensor,
-    rows: Tensor,
-    samples: Tensor,
-    slots: Tensor | None,
     threshold: Tensor | None,
     out: Tensor,
+    lists: Tensor | None,
     *,
     start: int | None,
 ) -> None:
-    """`start`: of the tokens that `logits` are for, where they are a part of the vocabulary; then `out` are keys."""
+    """`start`: the first token of a shard, of which `out` gets packed numbers; None: `logits` is the whole vocabulary,
+    and `out` gets tokens."""
     num_rows, num_tokens = logits.shape
     assert logits.stride(1) == 1
+    device = logits.device
     is_sharded, start = start is not None, start or 0
+    has_candidates = lists is not None or not is_sharded
     num_chunks = max(1, triton.cdiv(start % 4 + num_tokens, 4 * _QUADS))
-    best_scores = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
-    best_ids = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
-    _best_of_chunk_kernel[(num_rows, num_chunks)](
+    chunk_groups = 4 * _QUADS // GROUP_TOKENS
+    best_scores = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
+    best_tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
+    maxima, groups = best_scores, best_tokens
+    if has_candidates:
+        maxima = torch.empty(num_rows, num_chunks * chunk_groups, dtype=logits.dtype, device=device)
+        groups = torch.empty(num_rows, _LISTED_GROUPS, dtype=torch.int32, device=device)
+    _chunk_kernel[(num_rows, num_chunks)](
         logits,
-        temperature,
-        seeds,
+        columns.temperature,
+        columns.top_k,
+        columns.seed,
+        columns.row,
+        columns.sample,
+        slots,
         positions,
-        rows,
-        samples,
-        positions if slots is None else slots,
-        temperature if threshold is None else threshold,
+        best_scores if threshold is None else threshold,
         best_scores,
-        best_ids,
+        best_tokens,
+        maxima,
         logits.stride(0),
+        start,
         start + num_tokens,
         num_chunks,
-        start,
         QUADS=_QUADS,
-        HAS_SLOTS=slots is not None,
-        HAS_THRESHOLD=threshold is not None,
+        GROUP=GROUP_TOKENS,
+        HAS_MIN_KEPT=threshold is not None,
+        HAS_CANDIDATES=has_candidates,
         SHARDED=is_sharded,
         APPROXIMATE=logits.is_cuda,
         num_warps=4,
+        maxnreg=_MAX_REGISTERS,
     )
-    _best_of_row_kernel[(num_rows,)](
+    _row_kernel[(num_rows,)](
+        logits,
+        columns.temperature,
+        columns.top_k,
+        columns.top_p,
+        columns.min_p,
+        columns.seed,
+        columns.row,
+        columns.sample,
+        slots,
+        positions,
         best_scores,
-        best_ids,
+        best_tokens,
+        maxima,
+        groups,
         out,
-        num_chunks,
+        out if lists is None else lists,
+        logits.stride(0),
+        start,
         start + num_tokens,
-        BLOCK=triton.next_power_of_2(num_chunks),
-        AS_KEY=is_sharded,
-        num_warps=1,
+        num_chunks,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNK_GROUPS=chunk_groups,
+        LISTED_GROUPS=_LISTED_GROUPS,
+        LIST_WIDTH=LIST_WIDTH,
+        HAS_CANDIDATES=has_candidates,
+        SHARDED=is_sharded,
+        APPROXIMATE=logits.is_cuda,
+        num_warps=_ROW_WARPS if has_candidates else 1,
+        maxnreg=_MAX_REGISTERS,
     )

@@ -1,0 +1,55 @@
+"""Two backends in one run: one attends prefill chunks, the other decode rows of one token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+
+
+class HybridBackend(AttentionBackend):
+    """A backend of two, named `prefill:decode` after them."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self._prefill, self._decode = prefill, decode
+        self.name = f"{prefill.name}:{decode.name}"
+
+    @classmethod
+    def unsupported(cls, case: AttentionCase) -> list[str]:
+        return []  # the two were asked
+
+    def can_capture(self, shape: BatchShape) -> bool:
+        if shape.num_single_rows == shape.num_rows:
+            return self._decode.can_capture(shape)
+        if shape.num_single_rows == 0:
+            return self._prefill.can_capture(shape)
+        singles = BatchShape(decode_rows=shape.decode_rows)
+        chunks = BatchShape(prefill_rows=shape.prefill_rows, prefill_tokens=shape.prefill_tokens)
+        return self._decode.can_capture(singles) and self._prefill.can_capture(chunks)
+
+    def prepare_capture(self, batch: ForwardBatch) -> None:
+        if batch.num_single_rows:
+            self._decode.prepare_capture(batch)
+        if batch.shape.num_rows > batch.num_single_rows:
+            self._prefill.prepare_capture(batch)
+
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        self._decode.plan_decode(batch)
+
+    def plan_extend(self, batch: ForwardBatch) -> None:
+        self._prefill.plan_extend(batch)
+
+    def plan_decode_on_device(self, batch: ForwardBatch) -> None:
+        self._decode.plan_decode_on_device(batch)
+
+    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+        self._prefill.plan_extend_on_device(batch)
+
+    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        return self._decode.decode(spec, layer, q, batch, out)
+
+    def extend(
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+    ) -> Tensor:
+        return self._prefill.extend(spec, layer, q, k, v, batch, out)

@@ -1,0 +1,33 @@
+"""What the command line says on standard error, and the two ways in which a command ends without an error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from nvcli.errors import NvcliError
+
+
+class Interrupted(BaseException):
+    """The user stopped the command; `str` says what to do next.
+
+    It is no `Exception`, as KeyboardInterrupt is none, so that no library takes it for a failure and keeps it.
+    """
+
+
+class OutputGone(Exception):
+    """Whoever read the command's standard output has gone."""
+
+
+def say(text: str) -> None:
+    """Print one message to standard error."""
+    typer.echo(f"nvcli: {text}", err=True)
+
+
+def say_failure(error: NvcliError) -> None:
+    """Print an error as one line. A traceback that nobody has kept goes into a file, which the line names."""
+    from nvcli.job_run.early_end import keep_traceback
+
+    say(f"error: {keep_traceback(error)}")

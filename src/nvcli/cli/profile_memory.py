@@ -1,0 +1,72 @@
+"""`nvcli profile-memory`: shows where the memory of each GPU goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nvcli.cli.messages import say
+from nvcli.cli.options import (
+    ConfigOption,
+    JsonOption,
+    ModelOption,
+    PpOption,
+    SetOption,
+    ShapeOption,
+    TpOption,
+    parse_size,
+)
+
+
+def profile_memory(
+    model: ModelOption = None,
+    shape: ShapeOption = None,
+    input_file: Annotated[
+        str | None, typer.Option("--input", metavar="FILE", help="Show how many of this file's requests fit.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan from the configuration alone: no GPU, nothing loaded.")
+    ] = False,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Of each GPU, for --dry-run; such as 80GiB.")
+    ] = None,
+    config: ConfigOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    overrides: SetOption = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg|.png", help="Draw a bar for each rank.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show where the memory of each GPU goes, how many requests fit, and which settings would change that.
+
+    Loads the model as a run would and runs its largest batches. With --dry-run nothing is loaded and no GPU is needed.
+
+    \b
+    Examples:
+      nvcli profile-memory -m Qwen/Qwen3-8B --input questions.jsonl
+      nvcli profile-memory -m Qwen/Qwen3-32B --dry-run --gpu-memory 80GiB --tp 4
+      nvcli profile-memory --shape qwen3-8b --plot memory.svg
+    """
+    from nvcli.bench.plot import check_plot
+    from nvcli.config import find_config_file, load_run_config
+    from nvcli.profile.command import run_profile
+    from nvcli.profile.picture import print_bars, write_plot
+    from nvcli.profile.report import format_json, format_profile
+
+    if plot is not None:
+        check_plot(plot)
+    flags = {"--model": model or shape, "--tp": parse_size(tp), "--pp": pp}
+    run = load_run_config(find_config_file(config), overrides or (), flags)
+    profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)
+    if plot is not None:
+        write_plot(profile, plot)
+    if as_json:
+        typer.echo(format_json(profile))
+    else:
+        print_bars(profile)
+        typer.echo(format_profile(profile))
+    raise typer.Exit(2 if profile.problem is not None else 0)

@@ -1,0 +1,217 @@
+"""BlockTables: the KV blocks of each request, by KV group.
+
+A KV group is a list of layers that keep the same blocks. A request has one block table for each group. It grows as the
+request advances and is cut back to the request's upper bound when a step gave fewer tokens than it might have.
+The blocks of a group with a window are freed once no step that is still to be scheduled can attend to them: by the
+*least* number of tokens that the request has computed, since more than that is not certain until counts arrive.
+Freed blocks may be given away at once, although steps in flight still read them: steps run in order.
+
+A prefix is reused as far as every group allows. A group without a window needs all of its blocks; one with a window
+needs those that the first token behind the prefix attends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nvcli.engine.block_manager import BlockHash, BlockManager
+from nvcli.engine.state import RequestState
+from nvcli.engine.step_draft import StepDraft
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that keep the same blocks."""
+
+    window: int | None = None
+    """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
+
+    def first_column(self, position: int, block_size: int) -> int:
+        """The first block of the table that a token at `position`, or one behind it, attends to."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+
+    def most_blocks(self, num_tokens: int, block_size: int) -> int:
+        """The most blocks that are held at a time when `num_tokens` tokens are computed one by one."""
+        blocks = -(-num_tokens // block_size)
+        return blocks if self.window is None else min(blocks, -(-(self.window - 1) // block_size) + 1)
+
+
+class BlockTables:
+    """Takes blocks from a BlockManager for requests, and gives them back."""
+
+    def __init__(self, block_manager: BlockManager, groups: Sequence[KVGroup], block_size: int) -> None:
+        self.block_manager = block_manager
+        self.block_size = block_size
+        self._groups = tuple(groups)
+        self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
+
+    def can_fit(self, num_tokens: int) -> bool:
+        """Whether a request that runs alone can compute so many tokens."""
+        needed = sum(group.most_blocks(num_tokens, self.block_size) for group in self._groups)
+        return needed <= self.block_manager.num_blocks
+
+    def reserve(self, num_requests: int, num_tokens: int) -> int:
+        """The most blocks that so many decoding requests take for `num_tokens` tokens each."""
+        return num_requests * len(self._groups) * -(-num_tokens // self.block_size)
+
+    def enter(self, state: RequestState, *, reserve: int) -> bool:
+        """Take the blocks with which a waiting request begins, cached ones first, and set `num_computed` accordingly.
+
+        Groups without a window get blocks for all known tokens, groups with one for the first token to compute.
+        False, and nothing taken, when fewer than `reserve` free blocks would be left.
+        """
+        block_size, manager = self.block_size, self.block_manager
+        num_tokens = len(state.token_ids)
+        # The last token is always computed: its logits are wanted.
+        num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
+        cached = self._match(state.hash_leading_blocks(num_reusable, block_size))
+        num_cached = len(cached[0])
+        num_all = -(-num_tokens // block_size)
+        state.blocks = cached
+        state.first_columns = [group.first_column(num_cached * block_size, block_size) for group in self._groups]
+        counts = [(num_all if group.window is None else num_cached + 1) - num_cached for group in self._groups]
+        for blocks, first in zip(cached, state.first_columns, strict=True):
+            manager.hold(blocks[first:])
+        fresh = manager.allocate(sum(counts), reserve=reserve)
+        if fresh is None:
+            self.release(state)
+            return False
+        start = 0
+        for blocks, count in zip(cached, counts, strict=True):
+            blocks += fresh[start : start + count]
+            start += count
+        state.num_computed = num_cached * block_size
+        self._set_hashed(state, num_cached)
+        state.capacity = min(map(len, cached)) * block_size
+        return True
+
+    def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int, reserve: int = 0) -> int:
+        """Take blocks for a request's next tokens; the number of tokens that there is room for, at most `num_tokens`.
+
+        No block is taken where that is less than `least`, nor any of the last `reserve` free ones.
+        """
+        block_size, manager = self.block_size, self.block_manager
+        self._free_behind_windows(state)
+        num_columns = -(-(state.num_computed + num_tokens) // block_size)
+        num_free = max(0, manager.num_free - reserve)
+        while sum(max(0, num_columns - len(blocks)) for blocks in state.blocks) > num_free:
+            num_columns -= 1
+        num_tokens = min(num_tokens, num_columns * block_size - state.num_computed)
+        if num_tokens < least:
+            return num_tokens
+        assert state.slot is not None
+        for group, blocks in enumerate(state.blocks):
+            if len(blocks) < num_columns:
+                fresh = manager.allocate(num_columns - len(blocks))
+                assert fresh is not None
+                draft.add_blocks(group, state.slot, len(blocks), fresh)
+                blocks += fresh
+        state.capacity = min(map(len, state.blocks)) * block_size
+        return num_tokens
+
+    def trim(self, state: RequestState) -> None:
+        """Give back the blocks behind a request's upper bound, which was lowered."""
+        num_columns = -(-state.num_computed // self.block_size)
+        if state.capacity <= num_columns * self.block_size:
+            return
+        for blocks in state.blocks:
+            self.block_manager.release(blocks[num_columns:])
+            del blocks[num_columns:]
+        state.capacity = num_columns * self.block_size
+        self._set_hashed(state, min(state.num_hashed_blocks, num_columns))
+
+    def register(self, state: RequestState) -> list[int]:
+        """Register the blocks that are full of known tokens whose computation is submitted; those that were not yet."""
+        block_size, manager = self.block_size, self.block_manager
+        num_full = min(len(state.token_ids), state.num_computed) // block_size
+        first = state.num_hashed_blocks
+        if num_full <= first:
+            return []
+        self._set_hashed(state, num_full)
+        if not manager.enable_prefix_caching:
+            return []
+        hashes = state.hash_leading_blocks(num_full, block_size)
+        registered = []
+        for group, blocks in enumerate(state.blocks):
+            for column in range(max(first, state.first_columns[group]), num_full):
+                manager.register(blocks[column], hashes[column], group)
+                registered.append(blocks[column])
+        return registered
+
+    def release(self, state: RequestState) -> None:
+        """Give all of a request's blocks back."""
+        for held in self._held(state):
+            self.block_manager.release(held)
+        state.blocks = []
+        state.first_columns = []
+        state.capacity = 0
+        self._set_hashed(state, 0)
+
+    def _set_hashed(self, state: RequestState, num_blocks: int) -> None:
+        state.num_hashed_blocks = num_blocks
+        state.next_hashed_len = (num_blocks + 1) * self.block_size
+
+    def _held(self, state: RequestState) -> Iterator[list[int]]:
+        for blocks, first in zip(state.blocks, state.first_columns, strict=True):
+            yield blocks[first:] if first else blocks
+
+    def _match(self, hashes: Sequence[BlockHash]) -> list[list[int]]:
+        """For each group the blocks of the longest cached prefix, in equally many columns; 0 before its window."""
+        found = [self._find(hashes, group) for group in range(len(self._groups))]
+        num_cached = min(map(len, found))
+        runs = {group: _run_lengths(found[group]) for group in self._windowed}
+        while any(
+            runs[group][num_cached] < num_cached - self._first_column(group, num_cached) for group in self._windowed
+        ):
+            num_cached -= 1
+        return [
+            [0] * (first := self._first_column(group, num_cached)) + blocks[first:num_cached]
+            for group, blocks in enumerate(found)
+        ]
+
+    def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
+        """The blocks that a group has registered for these hashes: up to the first that is missing, or, in a group with
+        a window, with 0 for each that is missing."""
+        blocks = []
+        for block_hash in hashes:
+            block = self.block_manager.find(block_hash, group)
+            if block is None and self._groups[group].window is None:
+                break
+            blocks.append(block or 0)
+        return blocks
+
+    def _first_column(self, group: int, num_blocks: int) -> int:
+        """The first block that the token behind `num_blocks` full blocks attends to."""
+        return self._groups[group].first_column(num_blocks * self.block_size, self.block_size)
+
+    def _free_behind_windows(self, state: RequestState) -> None:
+        for number in self._windowed:
+            blocks, start = state.blocks[number], state.first_columns[number]
+            end = self._groups[number].first_column(state.least_computed, self.block_size)
+            if end > start:
+                self.block_manager.release(blocks[start:end])
+                blocks[start:end] = [0] * (end - start)
+                state.first_columns[number] = end
+
+    def check_integrity(self, running: Sequence[RequestState]) -> None:
+        """Assert that the running requests' tables agree with the block manager and with how far the requests are."""
+        self.block_manager.check_integrity([held for state in running for held in self._held(state)])
+        for state in running:
+            assert len(state.blocks) == len(state.first_columns) == len(self._groups)
+            num_columns = -(-state.num_computed // self.block_size)
+            assert state.capacity == min(map(len, state.blocks)) * self.block_size >= state.num_computed
+            if state.num_pending or not state.num_uncomputed:
+                assert all(len(blocks) == num_columns for blocks in state.blocks), "not the blocks of its upper bound"
+            for group, blocks, first in zip(self._groups, state.blocks, state.first_columns, strict=True):
+                assert not any(blocks[:first])
+                assert all(blocks[first:])
+                assert first <= group.first_column(state.least_computed, self.block_size), "freed inside the window"
+
+
+def _run_lengths(blocks: Sequence[int]) -> list[int]:
+    """For each number n of leading blocks, how many of them at their end are present (not 0) in a row."""
+    runs = [0]
+    for block in blocks:
+        runs.append(runs[-1] + 1 if block else 0)
+    return runs

@@ -1,0 +1,143 @@
+"""What a run has done so far. The loop keeps these counts; progress and summary show them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from nvcli.engine.request import EngineStats
+from nvcli.job_run.text.prepare import PreparedRow
+from nvcli.jobs.job import JobResult
+
+
+class RowTotals:
+    """Sums over rows: either over rows that were read, or over rows that are done."""
+
+    __slots__ = ("asked_generated", "asked_tokens", "open_generated", "open_samples", "prompt_tokens", "rows")
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.prompt_tokens = 0
+        self.asked_tokens = 0
+        """The sum of `max_tokens` over the samples that have one."""
+        self.open_samples = 0
+        """The number of samples without `max_tokens`."""
+        self.asked_generated = 0
+        """Tokens that samples with `max_tokens` came to; 0 for rows that are not done."""
+        self.open_generated = 0
+        """Tokens that samples without `max_tokens` came to; 0 for rows that are not done."""
+
+    def add(self, row: PreparedRow, completion_tokens: int = 0) -> None:
+        """Add one row. `completion_tokens` is what all its samples came to; 0 for a row that is not done."""
+        sampling = row.sampling
+        self.rows += 1
+        self.prompt_tokens += row.num_prompt_tokens
+        if sampling.max_tokens is None:
+            self.open_samples += sampling.n
+            self.open_generated += completion_tokens
+        else:
+            self.asked_tokens += sampling.n * row.max_tokens
+            self.asked_generated += completion_tokens
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.asked_generated + self.open_generated
+
+
+class Counts:
+    """Totals of finished rows, and the latest statistics of each replica."""
+
+    def __init__(self) -> None:
+        self.rows_done = 0
+        """Rows that this run finished, failed ones and duplicates included."""
+        self.rows_resumed = 0
+        """Rows that an earlier run answered; they are not among `rows_done`."""
+        self.rows_deduplicated = 0
+        """Rows that got the answer of an equal row."""
+        self.errors: Counter[str] = Counter()
+        """Failed rows by error type."""
+        self.prompt_tokens = 0
+        """Prompt tokens of rows that were computed; the next two count the same rows."""
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.deduplicated_tokens = 0
+        """Prompt and answer tokens of rows that were not computed."""
+        self.finished = RowTotals()
+        self.started_at: float | None = None
+        """`time.monotonic()` when a replica was given its first request."""
+        self.replicas: list[EngineStats] = []
+        """The latest statistics of each replica, dead ones included."""
+        self.num_lost_replicas = 0
+        """Replicas that died, and whose rows others took over."""
+        self.num_planned = 0
+        """Rows that wait for a replica or for an equal row."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """The time of the loop, by part; `loop.JobLoop` names the parts."""
+
+    @property
+    def rows_failed(self) -> int:
+        return self.errors.total()
+
+    @property
+    def generated_tokens(self) -> int:
+        """Generated tokens of finished and of running rows, as far as the replicas have told."""
+        return max(self.completion_tokens, sum(stats.generated_tokens for stats in self.replicas))
+
+    @property
+    def running_tokens(self) -> int:
+        """Generated tokens of rows that are not done."""
+        return self.generated_tokens - self.completion_tokens
+
+    @property
+    def engine_prompt_tokens(self) -> int:
+        """Prompt tokens of finished and of running rows, whether computed or found in the prefix cache."""
+        return max(self.prompt_tokens, sum(stats.prompt_tokens for stats in self.replicas))
+
+    @property
+    def engine_cached_tokens(self) -> int:
+        """Prompt tokens of finished and of running rows that were found in the prefix cache."""
+        return sum(stats.cached_tokens for stats in self.replicas)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """The share of the prompt tokens that were found in the prefix cache."""
+        total = sum(stats.prompt_tokens for stats in self.replicas)
+        return self.engine_cached_tokens / total if total else 0.0
+
+    @property
+    def kv_use(self) -> float:
+        """The share of all KV cache blocks that running requests hold."""
+        num_blocks = sum(stats.num_blocks for stats in self.replicas)
+        return sum(stats.num_used_blocks for stats in self.replicas) / num_blocks if num_blocks else 0.0
+
+    @property
+    def num_running(self) -> int:
+        return sum(stats.num_running for stats in self.replicas)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait in a replica, and rows that were read and wait for one."""
+        return sum(stats.num_waiting for stats in self.replicas) + self.num_planned
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(stats.num_preemptions for stats in self.replicas)
+
+    def add(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool = True) -> None:
+        """Count a row that is done.
+
+        `prepared` is the row or one equal to it; None: the row failed before it was prepared. `computed` says whether
+        a replica computed it; else it got the answer of an equal row.
+        """
+        usage = result.usage
+        self.rows_done += 1
+        if result.error is not None:
+            self.errors[result.error.type] += 1
+        if prepared is not None:
+            self.finished.add(prepared, usage.completion_tokens)
+        if computed:
+            self.prompt_tokens += usage.prompt_tokens
+            self.cached_tokens += usage.cached_tokens
+            self.completion_tokens += usage.completion_tokens
+        else:
+            self.rows_deduplicated += 1
+            self.deduplicated_tokens += usage.prompt_tokens + usage.completion_tokens

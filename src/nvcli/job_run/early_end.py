@@ -1,0 +1,122 @@
+"""How a run ends before its job is done: by a signal, or by an error whose traceback is kept; and how to go on."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from nvcli.errors import NvcliError, WorkerError, reworded
+from nvcli.jobs.files import STREAM, choose_output, expand_inputs
+from nvcli.jobs.output.manifest import manifest_path
+from nvcli.versions import describe_versions
+
+
+class Interrupts:
+    """While entered, the first SIGINT or SIGTERM is remembered for `check`; the next one interrupts at once.
+
+    Outside the main thread, where Python handles no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if there was a signal."""
+        if self._pending:
+            raise KeyboardInterrupt
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self._pending:
+            raise KeyboardInterrupt
+        self._pending = True
+
+
+def keep_traceback(error: NvcliError, output: str | None = None) -> NvcliError:
+    """Add an error's traceback to a file, and return the error with a message that names the file.
+
+    An error without a traceback is returned as it is. The file lies beside `output`; without one, or where nothing can
+    be written there, it is a temporary file.
+    """
+    if not isinstance(error, WorkerError) or not error.traceback:
+        return error
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    text = f"{when}  {shlex.join(sys.argv)}\n{describe_versions()}\n{error}\n{error.traceback.rstrip()}\n\n"
+    path = _append(text, output)
+    kept = reworded(error, f"{error} (traceback: {path})" if path is not None else str(error))
+    kept.traceback = ""
+    return kept
+
+
+def _append(text: str, output: str | None) -> Path | None:
+    """Append to the traceback file and return its path; None where nothing can be written anywhere."""
+    if output is not None and output != STREAM:
+        path = Path(f"{output}.traceback.txt")
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+            return path
+        except OSError:
+            pass
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", prefix="nvcli-", suffix=".traceback.txt", delete=False
+        ) as temporary:
+            temporary.write(text)
+        return Path(temporary.name)
+    except OSError:
+        return None
+
+
+def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | None, started: float) -> str:
+    """Return one or two lines that say what was answered, and what to type to go on.
+
+    `argv` is the command line of this run, `inputs` and `output` are as they were given, and `started` is when the run
+    began, in seconds since 1970.
+    """
+    try:
+        name = choose_output(expand_inputs(inputs, output), output)
+    except NvcliError:
+        return "nothing was answered yet"
+    if name == STREAM:
+        return "the rows answered so far were written; standard output cannot be continued"
+    manifest = manifest_path(Path(name))
+    is_old = "--overwrite" in argv and manifest.exists() and manifest.stat().st_mtime < started
+    if is_old:  # of the output that was to be overwritten, and still is
+        return f"nothing was answered yet; start again with:\n  {_command(argv)}"
+    if manifest.exists():
+        return f"the rows answered so far are in {name}; continue with:\n  {resume_command(argv)}"
+    if Path(name).is_file() and Path(name).stat().st_size:
+        return f"the rows answered so far are in {name}; it cannot be continued, because its input was no file"
+    return f"nothing was answered yet; start again with:\n  {resume_command(argv)}"
+
+
+def resume_command(argv: Sequence[str]) -> str:
+    """Return this run's command, quoted for a shell, without the flags that would undo what it has done."""
+    return _command([word for word in argv if word not in ("--overwrite", "--retry-errors")])
+
+
+def _command(argv: Sequence[str]) -> str:
+    program, *arguments = argv
+    start = ["nvcli"] if Path(program).name == "nvcli" else [sys.executable, "-m", "nvcli"]
+    return shlex.join([*start, *arguments])

@@ -1,0 +1,141 @@
+"""Reads and tokenizes ahead of the replicas, in a background thread, within bounds of rows and bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from nvcli.job_run.counts import RowTotals
+from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.job import JobResult
+
+MAX_ROWS_AHEAD = 1024
+MAX_BYTES_AHEAD = 16 * 1024 * 1024
+"""Bounds on the rows that wait to be taken.
+
+They are a buffer between two threads; the window in which rows are planned belongs to the loop. One batch more is in
+the making; a batch is one row or at most 4 MiB of the input (`jobs.input.reader`).
+"""
+
+Batch = list[PreparedRow | JobResult]
+
+
+class Feeder:
+    """The thread, and the queue between it and the loop.
+
+    The tokenizer is loaded in the thread, before the first row is read; `tokenizer` may be used once a batch was taken.
+    """
+
+    def __init__(self, reader: RowReader, load_tokenizer: Callable[[], Tokenizer], limits: ModelLimits) -> None:
+        self._reader = reader
+        self._load_tokenizer = load_tokenizer
+        self._limits = limits
+        self._tokenizer: Tokenizer | None = None
+        self._changed = threading.Condition()
+        self._batches: deque[tuple[Batch, int]] = deque()
+        """The batches that wait to be taken, each with its bytes."""
+        self._rows_ahead = 0
+        self._bytes_ahead = 0
+        self._ended = False
+        self._stopped = False
+        self._error: BaseException | None = None
+        self.read = RowTotals()
+        """Totals of the rows that were prepared, with those that wait to be taken."""
+        self.load_seconds = 0.0
+        self.read_seconds = 0.0
+        """The time of reading and parsing. It includes waiting for the input, and not waiting for the loop."""
+        self.tokenize_seconds = 0.0
+        # A daemon: a read of standard input can wait for ever, and must not keep an interrupted run from ending.
+        self._thread = threading.Thread(target=self._run, name="nvcli-feeder", daemon=True)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self._tokenizer is not None, "no batch was taken yet"
+        return self._tokenizer
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self, timeout: float) -> Batch | None:
+        """Return the next batch; None if none comes within `timeout` seconds, or ever (`ended`)."""
+        with self._changed:
+            if not self._batches and timeout > 0 and not self._ended:
+                self._changed.wait(timeout)
+            if not self._batches:
+                return None
+            batch, num_bytes = self._batches.popleft()
+            self._rows_ahead -= len(batch)
+            self._bytes_ahead -= num_bytes
+            self._changed.notify_all()
+            return batch
+
+    @property
+    def ended(self) -> bool:
+        """Whether no batch is left and none will come."""
+        with self._changed:
+            return self._ended and not self._batches
+
+    @property
+    def all_read(self) -> bool:
+        """Whether the input is read to its end; batches may be left."""
+        return self._ended and self._error is None
+
+    def raise_error(self) -> None:
+        """Raise what ended the reading early, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Read no more. Does not wait: the thread may be in the middle of a read."""
+        with self._changed:
+            self._stopped = True
+            self._batches.clear()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            started = time.perf_counter()
+            self._tokenizer = self._load_tokenizer()
+            self.load_seconds = time.perf_counter() - started
+            preparer = Preparer(self._tokenizer, self._limits)
+            mark = time.perf_counter()
+            for rows in self._reader.batches():
+                read = time.perf_counter()
+                batch = preparer.prepare(rows)
+                prepared = time.perf_counter()
+                self.read_seconds += read - mark
+                self.tokenize_seconds += prepared - read
+                if not self._put(batch):
+                    return
+                mark = time.perf_counter()
+        except BaseException as error:  # handed over: it belongs to whoever waits for rows
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, batch: Batch) -> bool:
+        """Wait for room, then hand the batch over; False if nobody wants more."""
+        num_bytes = 0
+        for row in batch:
+            if isinstance(row, PreparedRow):
+                num_bytes += row.num_bytes
+                self.read.add(row)
+        with self._changed:
+            while not self._stopped and self._batches and self._is_full():
+                self._changed.wait()
+            if self._stopped:
+                return False
+            self._batches.append((batch, num_bytes))
+            self._rows_ahead += len(batch)
+            self._bytes_ahead += num_bytes
+            self._changed.notify_all()
+            return True
+
+    def _is_full(self) -> bool:
+        return self._rows_ahead >= MAX_ROWS_AHEAD or self._bytes_ahead >= MAX_BYTES_AHEAD

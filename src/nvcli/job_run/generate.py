@@ -1,0 +1,267 @@
+"""`generate`: one job from its files to its files.
+
+A job is resolved (`job_run.resolve`: what is asked for, checked before a process is started), planned (`job_run.plan`:
+what to start for it), and run. While the engines load the model, a background thread imports the tokenizer and reads
+ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from nvcli.config import EngineConfig, JobConfig, RunConfig, parse_size
+from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
+from nvcli.job_run.counts import Counts
+from nvcli.job_run.early_end import Interrupts, keep_traceback
+from nvcli.job_run.feeder import Feeder
+from nvcli.job_run.loop import Engine, JobLoop
+from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_run
+from nvcli.job_run.progress.display import Progress
+from nvcli.job_run.progress.run_status import RunView
+from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
+from nvcli.job_run.resolve import ResolvedJob, resolve_job
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.output.job_output import JobOutput, open_output
+from nvcli.jobs.output.reorder import ReorderBuffer
+from nvcli.jobs.output.writer import ResultWriter
+from nvcli.messages import EngineReady
+
+StartEngine = Callable[[EngineConfig], Engine]
+
+
+def start_engine(config: EngineConfig) -> Engine:
+    """Start the real thing: an engine process and its ranks."""
+    from nvcli.engine.client import EngineClient
+
+    return EngineClient.start(config, name="engine" if config.replica == 0 else f"engine {config.replica}")
+
+
+def generate(
+    run: RunConfig,
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    progress: Progress,
+    overwrite: bool = False,
+    retry_errors: bool = False,
+    limit: int | None = None,
+    start: StartEngine = start_engine,
+) -> Summary:
+    """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
+
+    An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
+    `start` starts the engine of one replica. Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or
+    TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after SIGINT or SIGTERM. Rows
+    that were answered by then are in the output.
+    """
+    started_at = time.monotonic()
+    if overwrite and retry_errors:
+        raise ConfigError("--overwrite and --retry-errors exclude each other: start anew, or keep what is answered")
+    job = resolve_job(run, inputs=inputs, output=output, limit=limit)
+    opened = open_output(  # before standard output is set aside: it may be /dev/stdout by name
+        job.output,
+        job.manifest,
+        order=run.job.order,
+        can_continue=job.can_continue,
+        overwrite=overwrite,
+        retry_errors=retry_errors,
+        limit=limit,
+        reorder_bytes=parse_size(run.job.reorder_memory) or 0,
+    )
+    # However the run ends, another run may have the output only after all else is closed.
+    with contextlib.closing(opened), _tracebacks_kept(job.output), Interrupts() as interrupts:
+        for note in opened.notes:
+            progress.note(note)
+        if opened.finished is not None:
+            return summary_of_complete_job(job.output, opened.finished, time.monotonic() - started_at)
+        plan = plan_run(job, opened.answered)
+        if plan.why:
+            progress.note(plan.why)
+        current = _JobRun(job, plan, opened, progress, started_at=started_at)
+        with contextlib.closing(progress), _rare_collections(), _stdout_aside():
+            current.run(start, interrupts.check)
+    return current.summary()
+
+
+class _JobRun:
+    """One run of a job: the parts that carry its rows, and what they did."""
+
+    def __init__(
+        self, job: ResolvedJob, plan: RunPlan, opened: JobOutput, progress: Progress, *, started_at: float
+    ) -> None:
+        """`started_at` is when the run began, by `time.monotonic`."""
+        self._job = job
+        self._plan = plan
+        self._opened = opened
+        self._progress = progress
+        self._started_at = started_at
+        self._generated_at = started_at
+        self._counts = Counts()
+        self._counts.rows_resumed = opened.answered.all.count
+        self._reports: list[EngineReady] = []
+        self._reader = job.make_reader(opened.answered)
+        self._feeder = Feeder(self._reader, lambda: _load_tokenizer(job.model_path), job.model_limits)
+        self._view = RunView(
+            self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
+        )
+
+    def run(self, start: StartEngine, check_interrupts: Callable[[], None]) -> None:
+        """Answer all rows and finish the output. `check_interrupts` raises where a signal asks for the end.
+
+        However it ends, the output is made safe first, and then the processes are ended.
+        """
+        writer = _make_writer(self._opened, self._job.run.job)
+        with contextlib.ExitStack() as processes, contextlib.ExitStack() as rows:
+            rows.callback(writer.close_early)
+            rows.callback(self._feeder.stop)
+            engines = []
+            for config in self._plan.engine_configs:
+                engines.append(start(config))
+                processes.callback(engines[-1].close)
+            self._feeder.start()
+            self._make_loop(engines, writer).run(lambda: self._each_round(check_interrupts))
+            self._check_errors()
+            self._generated_at = time.monotonic()
+            writer.close()
+            self._opened.finish(
+                rows=self._num_rows,
+                errors=self._opened.errors + self._counts.errors,
+                rows_read=self._reader.rows_read,
+                all_read=self._reader.all_read,
+            )
+
+    def summary(self) -> Summary:
+        """Say what the run did. Call when it is over."""
+        counts, feeder = self._counts, self._feeder
+        startups = [report.seconds for report in self._reports]
+        return Summary(
+            output=self._job.output,
+            rows=self._num_rows,
+            errors=dict(self._opened.errors + counts.errors),
+            counts=counts,
+            times=RunTimes(
+                total=time.monotonic() - self._started_at,
+                generating=self._generated_at - counts.started_at if counts.started_at is not None else 0.0,
+                startup=max(startups, key=lambda parts: sum(parts.values()), default={}),
+                loading_tokenizer=feeder.load_seconds,
+                reading=feeder.read_seconds,
+                tokenizing=feeder.tokenize_seconds,
+            ),
+        )
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the whole output, with those of earlier runs."""
+        return self._counts.rows_resumed + self._counts.rows_done
+
+    def _make_loop(self, engines: Sequence[Engine], writer: ResultWriter) -> JobLoop:
+        run = self._job.run
+        return JobLoop(
+            engines,
+            self._feeder,
+            make_planner(run, len(engines)),
+            make_duplicates(run, len(engines)),
+            writer,
+            self._counts,
+            self,
+            seed=run.seed,
+            max_num_seqs=self._plan.max_num_seqs,
+            keep_going=run.job.keep_going,
+        )
+
+    def _each_round(self, check_interrupts: Callable[[], None]) -> None:
+        check_interrupts()
+        self._progress.update(self._view)
+        self._check_errors()
+
+    def _check_errors(self) -> None:
+        """Raise TooManyErrors where more rows failed than `job.max_errors` allows.
+
+        Rows that failed in earlier runs do not count: the same command gets further each time.
+        """
+        counts, allowed = self._counts, self._job.run.job.max_errors
+        if allowed is not None and counts.rows_failed > allowed:
+            kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.errors.most_common())
+            raise TooManyErrors(f"{counts.rows_failed:,} rows failed, and `job.max_errors` allows {allowed:,}: {kinds}")
+
+    def replica_ready(self, ready: EngineReady) -> None:
+        """Tell the user of the first replica that is ready; the others are like it."""
+        if not self._reports:
+            cache = f"KV cache for {ready.num_blocks * ready.block_size:,} tokens ({_mib(ready.kv_cache_bytes)} a rank)"
+            weights = f"weights {_mib(ready.weight_bytes)} a rank"
+            self._progress.note(f"{self._job.run.model} is ready: {cache}, {weights}")
+            for note in ready.notes:
+                self._progress.note(note)
+        self._reports.append(ready)
+
+    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
+        """Warn the user that a replica died and the others take over its rows."""
+        error = keep_traceback(error, self._job.output)
+        rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
+        self._progress.note(f"warning: a copy of the model died, and its {rows} to the others: {error}")
+
+    def note(self, line: str) -> None:
+        """Tell the user what a replica has to say."""
+        self._progress.note(line)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def _load_tokenizer(model_path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.load(model_path)
+    gc.collect()
+    gc.freeze()  # what was imported stays: looking through it again and again takes a fifth of a run of short rows
+    return tokenizer
+
+
+def _make_writer(opened: JobOutput, job: JobConfig) -> ResultWriter:
+    reorder = None
+    if job.order == "input":
+        reorder = ReorderBuffer(
+            opened.answered.all.next_missing, max_bytes=parse_size(job.reorder_memory) or 0, folder=opened.folder
+        )
+    return ResultWriter(opened.sink, opened.form, reorder=reorder, sync_seconds=job.sync_seconds)
+
+
+@contextlib.contextmanager
+def _tracebacks_kept(output: str) -> Iterator[None]:
+    try:
+        yield
+    except WorkerError as error:
+        raise keep_traceback(error, output) from None
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Rows and answers make no cycles, and there are many: Python need not look for cycles every 700 objects."""
+    before = gc.get_threshold()
+    gc.set_threshold(10_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def _stdout_aside() -> Iterator[None]:
+    """Whatever prints to standard output goes to standard error: libraries, C code, the processes that are started.
+
+    Results have a descriptor of their own by then.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)

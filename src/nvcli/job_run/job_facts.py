@@ -1,0 +1,77 @@
+"""The facts that a job's answers depend on beside its inputs, so that no other job continues its output.
+
+They are the model's files, and the part of the configuration that says which tokens are chosen. How fast the answers
+are computed (batch sizes, processes, memory) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nvcli.config import EngineConfig, RunConfig
+from nvcli.errors import LoadError
+from nvcli.jobs.input.digests import digest_file
+from nvcli.models.checkpoint import weight_files
+
+Fact = str | int | float | bool | None
+
+_SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "spiece.model", "*.tiktoken", "merges.txt")
+"""Configuration, tokenizer and chat template are told apart by their bytes; weights by name and size."""
+_NOT_READ = {"model.safetensors.index.json", "trainer_state.json"}
+
+
+def job_facts(
+    run: RunConfig, config: EngineConfig, sampling_defaults: Mapping[str, Any], *, model_path: Path
+) -> dict[str, Fact]:
+    """Return the facts of a job, under names that a user knows.
+
+    `config` and `sampling_defaults` are what `run` and the checkpoint come to. Raises LoadError for a file of the
+    checkpoint that cannot be read.
+    """
+    small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
+    facts: dict[str, Fact] = {}
+    for file in small:
+        if file.name not in _NOT_READ:
+            facts[f"model {file.name}"] = f"sha256 {_digest(file)}"
+    try:
+        weights = weight_files(model_path)
+    except LoadError:
+        weights = []  # whoever loads them says what is wrong
+    for file in weights:
+        facts[f"model {file.name}"] = f"{file.stat().st_size:,} bytes"
+    facts |= {
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "seed": run.seed,
+        "job.order": run.job.order,
+        "job.on_too_long": run.job.on_too_long,
+        "job.prompt_field": run.job.prompt_field,
+        "job.messages_field": run.job.messages_field,
+        "job.id_field": run.job.id_field,
+    }
+    for name, value in sorted(sampling_defaults.items()):
+        facts[f"sampling.{name}"] = _fact(value)
+    return facts
+
+
+def _fact(value: Any) -> Fact:
+    """Return a value as a fact: lists and mappings become JSON.
+
+    YAML has keys that are numbers (`logit_bias: {5: 1}`); they mean the same as in quotes.
+    """
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, dict):
+        value = {str(key): inner for key, inner in value.items()}
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def _digest(file: Path) -> str:
+    try:
+        return digest_file(file)
+    except OSError as error:
+        raise LoadError(f"{file}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,322 @@
+"""The parent's loop: rows from the feeder through the plan to the replicas, their outputs to the writer.
+
+It keeps each replica supplied with about twice the requests that it can run, so that a replica never waits for the
+parent. It gives little more, so that replicas take rows as they get on with them and the plan can still change. A
+replica that dies ends the run, or its unfinished rows go back to the plan: an answer does not depend on who computes
+it. The loop knows no files and no flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
+from typing import Protocol
+
+import msgspec
+
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded
+from nvcli.job_run.counts import Counts
+from nvcli.job_run.feeder import Feeder
+from nvcli.job_run.open_rows import OpenRow, results_of
+from nvcli.job_run.planning.duplicates import Duplicates
+from nvcli.job_run.planning.planner import Planner
+from nvcli.job_run.text.prepare import PreparedRow
+from nvcli.jobs.job import JobResult
+from nvcli.jobs.output.writer import ResultWriter
+from nvcli.messages import EngineReady
+
+LONG_WAIT = 0.1
+"""The loop sleeps at most this many seconds, which bounds how late a signal or a dead replica is noticed."""
+SHORT_WAIT = 0.01
+"""The loop sleeps at most this many seconds while replicas have room and rows are still being tokenized."""
+
+MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
+"""Bound on the rows that one replica holds, with what they pass through; a row that is larger goes alone."""
+
+
+class Engine(Protocol):
+    """What the loop needs of a replica's engine; `engine.client.EngineClient` is the real one."""
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady | None: ...
+    def add(self, requests: list[Request]) -> None: ...
+    def abort(self, request_ids: Sequence[int]) -> None: ...
+    def poll(self, timeout: float) -> list[RequestOutput]: ...
+    def take_notes(self) -> list[str]: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+    @property
+    def stats(self) -> EngineStats: ...
+
+
+class Observer(Protocol):
+    """Who is told what happens in the loop, beside the counts."""
+
+    def replica_ready(self, ready: EngineReady) -> None:
+        """A replica has loaded the model. This is called once for each replica."""
+
+    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
+        """A replica has died of `error`, and its `num_rows` unfinished rows go to the others."""
+
+    def note(self, line: str) -> None:
+        """A replica has something to say to the user."""
+
+
+_DEATHS = (WorkerError, CapacityError)
+"""Errors that end one replica and need not end the others."""
+
+
+class _Replica:
+    """One engine and what it has been given."""
+
+    def __init__(self, number: int, engine: Engine, capacity: int) -> None:
+        self.number = number
+        self.engine = engine
+        self.capacity = capacity
+        """Requests to keep it supplied with."""
+        self.ready: EngineReady | None = None
+        self.rows: dict[int, OpenRow] = {}
+        """The row of each request whose answer is not complete, by request id."""
+        self.num_bytes = 0
+        """The bytes of those rows."""
+
+    @property
+    def room(self) -> int:
+        """Requests that it should be given now; none if this is not above 0."""
+        return self.capacity - len(self.rows) if self.num_bytes < MAX_BYTES_IN_FLIGHT else 0
+
+    def give(self, row: OpenRow) -> None:
+        """Note that it has been given all requests of a row."""
+        self.num_bytes += row.prepared.num_bytes
+        for request_id in row.request_ids:
+            self.rows[request_id] = row
+
+    def finish(self, row: OpenRow, request_id: int) -> None:
+        """Note that a request of a row needs no more of the engine."""
+        del self.rows[request_id]
+        row.num_open -= 1
+        if row.num_open == 0:
+            self.num_bytes -= row.prepared.num_bytes
+
+
+class JobLoop:
+    """One run over one stream of rows."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        feeder: Feeder,
+        planner: Planner,
+        duplicates: Duplicates | None,
+        writer: ResultWriter,
+        counts: Counts,
+        observer: Observer,
+        *,
+        seed: int,
+        max_num_seqs: int,
+        keep_going: bool,
+    ) -> None:
+        """Take one engine for each replica.
+
+        With `duplicates` None every row is computed. `counts` is kept up to date for whoever shows progress. With
+        `keep_going` the death of a replica does not end the run while another one is left.
+        """
+        self._replicas = [_Replica(number, engine, 2 * max_num_seqs) for number, engine in enumerate(engines)]
+        self._num_started = len(self._replicas)
+        self._stats_of_lost: list[EngineStats] = []
+        self._feeder = feeder
+        self._planner = planner
+        self._duplicates = duplicates
+        self._writer = writer
+        self._counts = counts
+        self._observer = observer
+        self._seed = seed
+        self._keep_going = keep_going
+        self._next_request_id = 0
+
+    def run(self, each_round: Callable[[], None]) -> None:
+        """Go on until every row is answered and handed to the writer.
+
+        `each_round` is called at least ten times a second and may raise to end the run. Raises what the engines, the
+        reader or the tokenizer raise; rows that were answered before are with the writer by then.
+        """
+        while True:
+            each_round()
+            with self._timed("planning and sending rows"):
+                self._take_rows()
+                self._send_rows()
+            if self._is_done():
+                break
+            self._wait()
+            self._collect()
+            with self._timed("writing"):
+                self._writer.tick()
+        self._feeder.raise_error()
+
+    def _is_done(self) -> bool:
+        return self._feeder.ended and not self._planner.num_rows and not any(each.rows for each in self._replicas)
+
+    def _take_rows(self) -> None:
+        """Move rows from the feeder into the window of the plan, and results of rows that failed to the writer."""
+        while not self._planner.is_full and not (self._duplicates is not None and self._duplicates.is_full):
+            batch = self._feeder.take(timeout=0)
+            if batch is None:
+                return
+            failed: list[tuple[PreparedRow | None, JobResult]] = []
+            for row in batch:
+                if isinstance(row, JobResult):
+                    failed.append((None, row))
+                elif self._duplicates is None or self._duplicates.admit(row):
+                    self._planner.add(row)
+            self._finish(failed)
+            self._finish_duplicates()
+
+    def _send_rows(self) -> None:
+        """Give rows to the replicas that have most room. All samples of a row go to one replica."""
+        ready = {replica.number: replica for replica in self._replicas if replica.ready is not None}
+        room = {number: replica.room for number, replica in ready.items()}
+        requests: dict[int, list[Request]] = {}
+        while room and self._planner.num_rows:
+            number = max(room, key=room.__getitem__)
+            if room[number] <= 0:
+                break
+            prepared = self._planner.take(number)
+            assert prepared is not None
+            row = OpenRow(prepared, self._next_request_id)
+            self._next_request_id += len(row.samples)
+            ready[number].give(row)
+            room[number] = ready[number].room
+            requests.setdefault(number, []).extend(row.requests(self._seed))
+        for number, batch in requests.items():
+            self._counts.started_at = self._counts.started_at or time.monotonic()
+            try:
+                ready[number].engine.add(batch)
+            except _DEATHS as error:
+                self._drop_replica(ready[number], error)
+
+    def _wait(self) -> None:
+        """Sleep until a replica has something to say, or rows may have come for one that has room."""
+        rows_may_come = not self._feeder.ended
+        has_room = any(replica.ready and replica.room > 0 for replica in self._replicas)
+        if not any(replica.ready for replica in self._replicas):
+            waits_for = "start-up"
+        elif rows_may_come and any(replica.ready and not replica.rows for replica in self._replicas):
+            waits_for = "engines waiting for rows"
+        else:
+            waits_for = "waiting for the engines"
+        with self._timed(waits_for):
+            connection.wait(
+                [replica.engine.fileno() for replica in self._replicas],
+                SHORT_WAIT if rows_may_come and has_room else LONG_WAIT,
+            )
+
+    def _collect(self) -> None:
+        """Take what the replicas say: answers to the writer, dead replicas out of the run."""
+        complete: list[OpenRow] = []
+        deaths: list[tuple[_Replica, NvcliError]] = []
+        with self._timed("taking answers"):
+            for replica in self._replicas:  # those that say nothing too: a replica may be silent because it is dead
+                try:
+                    self._poll_replica(replica, complete)
+                except _DEATHS as error:
+                    deaths.append((replica, error))
+        if complete:
+            self._finish_rows(complete)
+        for replica, death in deaths:  # after the answers of the others are safe
+            self._drop_replica(replica, death)
+        self._counts.replicas = [*(replica.engine.stats for replica in self._replicas), *self._stats_of_lost]
+        self._counts.num_planned = self._planner.num_rows + (self._duplicates.num_rows if self._duplicates else 0)
+
+    def _poll_replica(self, replica: _Replica, complete: list[OpenRow]) -> None:
+        """Take what one replica says, and add the rows that it completes. Raises what the replica died of."""
+        if replica.ready is None:
+            replica.ready = replica.engine.wait_ready(0)
+            if replica.ready is not None:
+                self._observer.replica_ready(replica.ready)
+            return
+        to_abort: list[int] = []
+        outputs = replica.engine.poll(0)
+        for note in replica.engine.take_notes():
+            self._observer.note(note)
+        for output in outputs:
+            row = replica.rows.get(output.request_id)
+            if row is None:
+                continue  # a stop string or an error of its row has ended this request meanwhile
+            to_abort += self._take_output(replica, row, output)
+            if row.num_open == 0:
+                complete.append(row)
+        if to_abort:
+            replica.engine.abort(to_abort)
+
+    def _take_output(self, replica: _Replica, row: OpenRow, output: RequestOutput) -> list[int]:
+        """Add an output to its row. Return the requests that the engine need not go on with."""
+        sample = row.sample_of(output.request_id)
+        if not sample.take(output, row.prepared.sampling, self._feeder.tokenizer):
+            return []
+        replica.finish(row, output.request_id)
+        if output.finish_reason is None:
+            return [output.request_id]  # a stop string ended it, of which the engine knows nothing
+        if sample.finish_reason not in ("error", "abort"):
+            return []
+        row.error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
+        others = [other for other in row.request_ids if other in replica.rows]
+        for other in others:
+            replica.finish(row, other)
+        return others
+
+    def _drop_replica(self, replica: _Replica, error: NvcliError) -> None:
+        """Take a dead replica out and put its unfinished rows back into the plan.
+
+        Raises `error` where the run ends with it.
+        """
+        if self._num_started > 1:
+            error = reworded(error, f"copy {replica.number} of the model: {error}")
+        if not self._keep_going or len(self._replicas) == 1:
+            raise error
+        self._replicas.remove(replica)
+        rows = {id(row): row.prepared for row in replica.rows.values()}.values()  # the samples of a row are one row
+        for prepared in rows:
+            self._planner.add(prepared)
+        # What it computed still counts; nothing runs or waits in it any more.
+        self._stats_of_lost.append(
+            msgspec.structs.replace(replica.engine.stats, num_running=0, num_waiting=0, num_blocks=0, num_used_blocks=0)
+        )
+        replica.engine.close()
+        self._counts.num_lost_replicas += 1
+        self._observer.replica_lost(error, len(rows))
+
+    def _finish_rows(self, rows: Sequence[OpenRow]) -> None:
+        """Turn complete rows into results, for themselves and for the rows that are equal to them."""
+        with self._timed("detokenizing"):
+            results = results_of(rows, self._feeder.tokenizer)
+        self._finish([(row.prepared, result) for row, result in zip(rows, results, strict=True)])
+        if self._duplicates is not None:
+            for row, result in zip(rows, results, strict=True):
+                self._duplicates.finish(row.prepared, result, row.error)
+            self._finish_duplicates()
+
+    def _finish_duplicates(self) -> None:
+        if self._duplicates is not None and (ready := self._duplicates.take_ready()):
+            self._finish(ready, computed=False)
+
+    def _finish(self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool = True) -> None:
+        """Count and write results, each with its row as `Counts.add` takes it."""
+        if not results:
+            return
+        for prepared, result in results:
+            self._counts.add(prepared, result, computed=computed)
+        with self._timed("writing"):
+            self._writer.write(result for _, result in results)
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Count the time of a block towards `part`, without that of timed blocks inside it."""
+        seconds = self._counts.seconds
+        inside = sum(seconds.values())
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds[part] += time.perf_counter() - started - (sum(seconds.values()) - inside)

@@ -1,0 +1,113 @@
+"""What a run starts for a job: how many replicas, each with which configuration, and in which order they get rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from nvcli.config import EngineConfig, RunConfig
+from nvcli.errors import ConfigError
+from nvcli.job_run.planning.duplicates import Duplicates
+from nvcli.job_run.planning.planner import Planner
+from nvcli.job_run.resolve import ResolvedJob, chooses_layout, resolve_layout
+from nvcli.jobs.files import STREAM
+from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.job import Job
+from nvcli.jobs.row_set import AnsweredRows
+
+MIN_WINDOW_ROWS = 8192
+MAX_WINDOW_BYTES = 64 * 1024 * 1024
+"""Bound on the rows among which the planner chooses, and again on the rows that wait for the answer of an equal one."""
+MANY_REQUESTS = 16
+"""Requests are not counted beyond this many times `max_num_seqs` when a layout is chosen for a job."""
+MAX_KEPT_ANSWER_BYTES = 16 * 1024 * 1024
+"""Bound on the answers that are kept in case an equal row comes later."""
+QUICKLY_READ_BYTES = 1 << 20
+"""Inputs up to this size are read to count their requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a run starts."""
+
+    engine_configs: tuple[EngineConfig, ...]
+    """The configuration of each replica; they differ in their number alone."""
+    why: str
+    """One line for the user on why there are so many replicas on so many GPUs; empty where nothing was chosen."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most requests that one replica runs at the same time."""
+        return self.engine_configs[0].max_num_seqs
+
+
+def plan_run(job: ResolvedJob, answered: AnsweredRows) -> RunPlan:
+    """Decide what to start for the rows of a job that are not `answered` yet.
+
+    A small job is counted first: it needs fewer slots and fewer CUDA graphs. Raises ConfigError and CapacityError
+    where no layout is possible on the GPUs that are seen.
+    """
+    run, config = job.run, job.config
+    enough = config.max_num_seqs * (MANY_REQUESTS if chooses_layout(run, config) else 1)
+    num_requests = count_requests(job.inputs, job.make_reader(answered), enough=enough)
+    layout = resolve_layout(run, config, job.model, num_requests=num_requests if num_requests < enough else None)
+    config = msgspec.structs.replace(layout.apply(config), max_num_seqs=min(num_requests, config.max_num_seqs))
+    return RunPlan(
+        engine_configs=tuple(
+            msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
+        ),
+        why=layout.why,
+    )
+
+
+def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> int:
+    """Count the requests (samples of rows) that the inputs make, at least 1.
+
+    Returns `enough` where they make more, take long to read, or cannot be read twice. `reader` reads the inputs.
+    """
+    paths = [Path(name) for name in inputs if name != STREAM]
+    if len(paths) < len(inputs) or any(not path.is_file() for path in paths):
+        return enough
+    if sum(path.stat().st_size for path in paths) > QUICKLY_READ_BYTES:
+        return enough
+    count = 0
+    try:
+        for rows in reader.batches():
+            count += sum(row.sampling.n for row in rows if isinstance(row, Job))
+            if count >= enough:
+                return enough
+    except ConfigError:
+        return enough  # a damaged file: its rows are answered as far as they go, and the job says so then
+    return max(1, count)
+
+
+def make_planner(run: RunConfig, num_replicas: int) -> Planner:
+    """Make the planner that chooses the order of rows for a run with so many replicas."""
+    running = run.max_num_seqs * num_replicas
+    rows = _window_rows(run, num_replicas)
+    return Planner(
+        block_size=run.block_size if run.job.plan and run.enable_prefix_caching else None,
+        longest_first=run.job.plan,
+        max_rows=rows,
+        max_bytes=MAX_WINDOW_BYTES,
+        # Rows that are to be written in the order of the input wait for the one that is passed over, and a crash loses
+        # those that wait: no more than run at a time.
+        max_passed_over=running if run.job.order == "input" else 4 * rows,
+        num_replicas=num_replicas,
+    )
+
+
+def make_duplicates(run: RunConfig, num_replicas: int) -> Duplicates | None:
+    """Make what finds equal rows; None where `job.plan` is off and every row is computed."""
+    if not run.job.plan:
+        return None
+    return Duplicates(
+        max_rows=_window_rows(run, num_replicas), max_bytes=MAX_WINDOW_BYTES, max_kept_bytes=MAX_KEPT_ANSWER_BYTES
+    )
+
+
+def _window_rows(run: RunConfig, num_replicas: int) -> int:
+    return max(MIN_WINDOW_ROWS, 8 * run.max_num_seqs * num_replicas)

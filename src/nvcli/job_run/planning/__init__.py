@@ -1,0 +1,1 @@
+"""What a job runs on, and in which order its rows are computed."""

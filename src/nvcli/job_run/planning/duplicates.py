@@ -1,0 +1,116 @@
+"""Rows with equal answers are computed once.
+
+Rows with the same `answer_key` have equal answers. While one of them waits or runs, the others wait for it; the latest
+answers are kept for rows that come later, within bounds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import msgspec
+
+from nvcli.errors import RowError
+from nvcli.job_run.text.prepare import PreparedRow
+from nvcli.jobs.job import Choice, JobResult, Place, Usage, failed
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    choices: list[Choice]
+    usage: Usage
+    num_bytes: int
+
+    def for_row(self, place: Place) -> JobResult:
+        # Nothing of the prompt was computed for it.
+        usage = msgspec.structs.replace(self.usage, cached_tokens=self.usage.prompt_tokens)
+        return JobResult(place=place, choices=self.choices, usage=usage)
+
+
+class Duplicates:
+    """The rows that wait for the answer of an equal row, and answers kept for rows to come. Not thread-safe."""
+
+    def __init__(self, *, max_rows: int, max_bytes: int, max_kept_bytes: int) -> None:
+        """`max_rows` and `max_bytes` bound the rows that wait for another row's answer.
+
+        `max_kept_bytes` bounds the answers that are kept for rows to come. Bytes are estimates.
+        """
+        self._max_rows = max_rows
+        self._max_bytes = max_bytes
+        self._max_kept_bytes = max_kept_bytes
+        self._followers: dict[bytes, list[tuple[Place, int]]] = {}
+        """The rows that wait for the one that is computed, with their bytes, by answer key."""
+        self._kept: OrderedDict[bytes, _Answer] = OrderedDict()
+        """Kept answers by answer key, the least recently used first."""
+        self._kept_bytes = 0
+        self._ready: list[tuple[PreparedRow, JobResult]] = []
+        self.num_rows = 0
+        """Rows that wait for another row's answer."""
+        self.num_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether rows should wait before they are admitted. A row that is admitted all the same is kept."""
+        return self.num_rows >= self._max_rows or self.num_bytes >= self._max_bytes
+
+    def admit(self, row: PreparedRow) -> bool:
+        """Tell whether a row is to be computed.
+
+        True: compute it, and then call `finish`. False: its result comes from `take_ready`.
+        """
+        key = row.answer_key
+        if key is None:
+            return True
+        answer = self._kept.get(key)
+        if answer is not None:
+            self._kept.move_to_end(key)
+            self._ready.append((row, answer.for_row(row.place)))
+            return False
+        followers = self._followers.get(key)
+        if followers is None:
+            self._followers[key] = []
+            return True
+        num_bytes = row.num_bytes - len(row.prompt_ids)
+        followers.append((row.place, num_bytes))
+        self.num_rows += 1
+        self.num_bytes += num_bytes
+        return False
+
+    def finish(self, row: PreparedRow, result: JobResult, error: RowError | None) -> None:
+        """Take the result of a row that was admitted. `error` is the row's error without its place in the input."""
+        key = row.answer_key
+        if key is None:
+            return
+        followers = self._followers.pop(key)
+        answer = _Answer(result.choices, result.usage, _num_bytes(result.choices))
+        if error is None:
+            self._keep(key, answer)
+        for place, num_bytes in followers:
+            self.num_rows -= 1
+            self.num_bytes -= num_bytes
+            self._ready.append((row, answer.for_row(place) if error is None else failed(place, error)))
+
+    def take_ready(self) -> list[tuple[PreparedRow, JobResult]]:
+        """Return the results of rows that were not computed, each of them once.
+
+        Each result comes with the row itself or the equal one that was computed.
+        """
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _keep(self, key: bytes, answer: _Answer) -> None:
+        self._kept[key] = answer
+        self._kept_bytes += answer.num_bytes
+        while self._kept_bytes > self._max_kept_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.num_bytes
+
+
+def _num_bytes(choices: Iterable[Choice]) -> int:
+    """Estimate what an answer takes in memory."""
+    total = 500
+    for choice in choices:
+        total += 200 + 2 * len(choice.text) + 40 * len(choice.token_ids or ())
+        if choice.logprobs is not None:
+            total += sum(200 + 150 * len(top) for top in choice.logprobs.top_logprobs)
+    return total

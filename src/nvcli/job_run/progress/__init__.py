@@ -1,0 +1,1 @@
+"""How a run stands: its counts over time, on a terminal, in a file, and at its end."""

@@ -1,0 +1,167 @@
+"""Shows how a run gets on: a bar on a terminal, a line every ten seconds elsewhere, or nothing.
+
+Writes to the stream it is given (standard error) and to nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, TextIO
+
+from nvcli.job_run.progress.run_status import RunStatus, RunView
+
+if TYPE_CHECKING:
+    import rich.progress
+
+ProgressMode = Literal["auto", "bar", "plain", "none"]
+
+PLAIN_SECONDS = 10.0
+BAR_SECONDS = 0.2
+BAR_WIDTH = 16
+_WITHOUT_CURSOR = ("dumb", "unknown")
+"""Kinds of terminals on which no bar is drawn."""
+
+
+class Progress:
+    """The base of all displays, and the one that shows no progress. All of them show `note` lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def note(self, line: str) -> None:
+        """Show one line that is not progress, such as what was chosen or what to look out for."""
+        self._stream.write(f"nvcli: {line}\n")
+        self._stream.flush()
+
+    def update(self, view: RunView) -> None:
+        """Show how the run stands. Calls may come as often as they like."""
+
+    def close(self) -> None:
+        """Leave the stream in a state in which others can write to it. Idempotent."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take note that the run is over. `error` is what ended it early, if anything did."""
+
+
+class PlainProgress(Progress):
+    """The display for logs: one line every ten seconds."""
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self._clock = clock
+        self._next = clock() + PLAIN_SECONDS
+
+    def update(self, view: RunView) -> None:
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + PLAIN_SECONDS
+        status = view.status()
+        percent = f"{status.share_done:.0%}, " if status.share_done is not None else ""
+        self.note(f"{format_seconds(status.elapsed_seconds)}: {percent}{rows_text(status)}, {rates_text(status)}")
+
+
+class BarProgress(Progress):
+    """The display for terminals: a bar in the last line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+        self._next = 0.0
+
+    def note(self, line: str) -> None:
+        if self._bar is None:
+            super().note(line)
+        else:
+            self._bar.console.print(f"nvcli: {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, view: RunView) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + BAR_SECONDS
+        if self._bar is None or self._task is None:
+            self._bar, self._task = self._start()
+        status = view.status()
+        text = f"{rows_text(status)}, {rates_text(status)}"
+        room = self._bar.console.width - BAR_WIDTH - len(" 100% ") - 1
+        self._bar.update(
+            self._task,
+            total=None if status.share_done is None else 1.0,
+            completed=status.share_done or 0.0,
+            text=text if len(text) <= room else f"{text[: max(0, room - 1)]}…",
+        )
+        self._bar.refresh()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _start(self) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
+        from rich.console import Console  # takes a while to import: not for `--help`, nor before the engines start
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        bar = Bar(
+            BarColumn(bar_width=BAR_WIDTH),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=Console(file=self._stream),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        bar.start()
+        return bar, bar.add_task("", total=None, text="")
+
+
+def make_progress(mode: ProgressMode, stream: TextIO, *, environ: Mapping[str, str] = os.environ) -> Progress:
+    """Make a display. `auto` is a bar on a terminal whose cursor can be moved, else plain lines."""
+    if mode == "auto":
+        mode = "bar" if stream.isatty() and environ.get("TERM", "").lower() not in _WITHOUT_CURSOR else "plain"
+    kinds: dict[str, type[Progress]] = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
+    return kinds[mode](stream)
+
+
+def rows_text(status: RunStatus) -> str:
+    """Return the number of rows as text, such as `200/400 rows (3 failed)`."""
+    rows = status.rows
+    done = f"{rows.done + rows.resumed:,}" if rows.total is None else f"{rows.done + rows.resumed:,}/{rows.total:,}"
+    failed = f" ({rows.failed:,} failed)" if rows.failed else ""
+    return f"{done} rows{failed}"
+
+
+def rates_text(status: RunStatus) -> str:
+    """Return time left, rates and load as text. What matters most comes first: a narrow terminal cuts off the end."""
+    if status.state == "starting":
+        return "loading the model"
+    rates = status.rates
+    parts = [f"{format_seconds(status.eta_seconds)} left"] if status.eta_seconds is not None else []
+    parts += [
+        f"tokens/s {rates.prompt_tokens_per_second:,.0f} in {rates.generated_tokens_per_second:,.0f} out",
+        f"{status.running:,} running {status.waiting:,} waiting",
+        f"KV {status.kv_use:.0%}",
+        f"prefix hits {status.prefix_hit_rate:.0%}",
+    ]
+    return ", ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time as text, such as `8.2s`, `3m05s` or `2h07m`."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"

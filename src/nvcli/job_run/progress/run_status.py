@@ -1,0 +1,231 @@
+"""How a run stands: the figures that progress shows, taken together at one moment.
+
+The time that is left is estimated in tokens (`progress.forecast`), from what is known of the rows that were read and
+from the bytes of the input that were not. Rates are those of the last minute.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from nvcli.job_run.counts import Counts
+from nvcli.job_run.feeder import Feeder
+from nvcli.job_run.progress.forecast import work_done, work_left
+from nvcli.jobs.input.reader import RowReader
+
+State = Literal["starting", "running", "done", "failed", "interrupted"]
+"""starting: no row was given to a replica yet; done: every row has its line, which may be an error."""
+
+RATE_SECONDS = 60.0
+_SAMPLE_SECONDS = 1.0
+
+
+class RowFigures(msgspec.Struct, frozen=True, kw_only=True):
+    total: int | None = None
+    """Rows of the input; None: it is not read to its end yet."""
+    done: int = 0
+    """Rows that this run finished; failed and deduplicated ones are included."""
+    failed: int = 0
+    left: int | None = None
+    resumed: int = 0
+    """Rows that an earlier run answered."""
+    deduplicated: int = 0
+    """Rows that got the answer of an equal row."""
+    errors: dict[str, int] = {}
+    """Failed rows by error type."""
+
+
+class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of rows that are done and of running ones, as far as the replicas have told."""
+
+    prompt: int = 0
+    cached: int = 0
+    """Prompt tokens that were found in the prefix cache."""
+    generated: int = 0
+
+
+class RateFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of the last minute."""
+
+    rows_per_second: float = 0.0
+    prompt_tokens_per_second: float = 0.0
+    generated_tokens_per_second: float = 0.0
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a run. `--progress-file` holds it as JSON."""
+
+    state: State
+    output: str | None = None
+    """The output's name; None: the run has not come so far."""
+    pid: int
+    started_at: str
+    """When the run began, in ISO 8601 and UTC; `updated_at` likewise."""
+    updated_at: str
+    elapsed_seconds: float = 0.0
+    rows: RowFigures = RowFigures()
+    tokens: TokenFigures = TokenFigures()
+    rates: RateFigures = RateFigures()
+    share_done: float | None = None
+    """The share of the work, in tokens, that is done, from 0 to 1; None where it cannot be told yet."""
+    eta_seconds: float | None = None
+    kv_use: float = 0.0
+    """The share of the KV cache's blocks that running requests hold."""
+    prefix_hit_rate: float = 0.0
+    """The share of the prompt tokens that were found in the prefix cache."""
+    running: int = 0
+    waiting: int = 0
+    """Requests in the replicas that do not run yet, and rows that were read ahead."""
+    message: str | None = None
+    """What ended the run, where `state` is `failed`."""
+
+
+def bare_status(state: State, started: datetime.datetime, message: str | None = None) -> RunStatus:
+    """Return the status of a run that has no figures yet."""
+    now = datetime.datetime.now(datetime.UTC)
+    return RunStatus(
+        state=state, pid=os.getpid(), started_at=iso_time(started), updated_at=iso_time(now), message=message
+    )
+
+
+class _Sample(NamedTuple):
+    at: float
+    work: float
+    rows: int
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class RunView:
+    """Reads a run's figures from its parts. The parts go on in other threads, so figures may be a moment apart."""
+
+    def __init__(
+        self,
+        counts: Counts,
+        reader: RowReader,
+        feeder: Feeder,
+        *,
+        limit: int | None,
+        started_at: float,
+        output: str = "-",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`started_at` is when the run began, by `clock`."""
+        self._counts = counts
+        self._reader = reader
+        self._feeder = feeder
+        self._limit = limit
+        self._started_at = started_at
+        self._output = output
+        self._clock = clock
+        self._started = datetime.datetime.now(datetime.UTC)
+        self._samples: deque[_Sample] = deque()
+
+    def status(self, state: State | None = None, message: str | None = None) -> RunStatus:
+        """Return how the run stands. `state` says how it ended; None: it goes on."""
+        counts = self._counts
+        now = self._clock()
+        first, last = self._sample(now)
+        seconds = max(1e-3, last.at - first.at)
+        left = self._work_left()
+        share_done = last.work / (last.work + left) if left is not None and last.work else None
+        rate = (last.work - first.work) / seconds
+        eta = left / rate if left is not None and rate > 0 else None
+        if state == "done":
+            share_done, eta = 1.0, 0.0
+        total = self._reader.rows_read if self._feeder.all_read else None
+        return RunStatus(
+            state=state or ("starting" if counts.started_at is None else "running"),
+            output=self._output,
+            pid=os.getpid(),
+            started_at=iso_time(self._started),
+            updated_at=iso_time(datetime.datetime.now(datetime.UTC)),
+            elapsed_seconds=round(now - self._started_at, 3),
+            rows=RowFigures(
+                total=total,
+                done=counts.rows_done,
+                failed=counts.rows_failed,
+                left=None if total is None else max(0, total - counts.rows_done - counts.rows_resumed),
+                resumed=counts.rows_resumed,
+                deduplicated=counts.rows_deduplicated,
+                errors=dict(counts.errors),
+            ),
+            tokens=TokenFigures(
+                prompt=last.prompt_tokens, cached=counts.engine_cached_tokens, generated=last.generated_tokens
+            ),
+            rates=RateFigures(
+                rows_per_second=round((last.rows - first.rows) / seconds, 3),
+                prompt_tokens_per_second=round((last.prompt_tokens - first.prompt_tokens) / seconds, 3),
+                generated_tokens_per_second=round((last.generated_tokens - first.generated_tokens) / seconds, 3),
+            ),
+            share_done=share_done,
+            eta_seconds=eta,
+            kv_use=counts.kv_use,
+            prefix_hit_rate=counts.prefix_hit_rate,
+            running=counts.num_running,
+            waiting=counts.num_waiting,
+            message=message,
+        )
+
+    def _sample(self, now: float) -> tuple[_Sample, _Sample]:
+        """Return the oldest figures of the last minute, or those at the first request, and the present ones."""
+        counts = self._counts
+        finished = counts.finished
+        present = _Sample(
+            at=now,
+            work=work_done(finished.prompt_tokens, finished.generated_tokens + counts.running_tokens),
+            rows=counts.rows_done,
+            prompt_tokens=counts.engine_prompt_tokens,
+            generated_tokens=counts.generated_tokens,
+        )
+        samples = self._samples
+        if not samples and counts.started_at is not None:
+            samples.append(_Sample(counts.started_at, 0.0, 0, 0, 0))
+        if samples and now - samples[-1].at >= _SAMPLE_SECONDS:
+            samples.append(present)
+        while len(samples) > 1 and samples[1].at <= now - RATE_SECONDS:
+            samples.popleft()
+        return samples[0] if samples else present, present
+
+    def _work_left(self) -> float | None:
+        share_read = self._share_read()
+        if not share_read:
+            return None
+        counts = self._counts
+        return work_left(
+            self._feeder.read, counts.finished, running_tokens=counts.running_tokens, share_read=share_read
+        )
+
+    def _share_read(self) -> float | None:
+        """Return the share of this run's rows that was read; None where the input's size is not known."""
+        reader = self._reader
+        if self._feeder.all_read:
+            return 1.0
+        share = self._share_of_input()
+        if not share:
+            return None
+        # An earlier run answered the first rows rather than every tenth: what is left of the input holds few of them.
+        rows_read = reader.rows_read - reader.rows_passed_over
+        rows_to_read = reader.rows_read / share - self._counts.rows_resumed
+        return rows_read / max(rows_read, rows_to_read, 1)
+
+    def _share_of_input(self) -> float | None:
+        """Return the share of the input that was read; None where its size is not known."""
+        reader = self._reader
+        shares = []
+        if reader.bytes_total:
+            shares.append(reader.bytes_read / reader.bytes_total)
+        if self._limit is not None:
+            shares.append(reader.rows_read / self._limit)
+        return min(1.0, max(shares)) if shares else None
+
+
+def iso_time(moment: datetime.datetime) -> str:
+    return moment.isoformat(timespec="milliseconds")

@@ -1,0 +1,251 @@
+"""What a job is: from the configuration, the files and the checkpoint to a `ResolvedJob`, with every choice made.
+
+Everything that can be checked without a process is checked here. Imports no torch: see `detect_device`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, parse_size
+from nvcli.errors import ConfigError
+from nvcli.job_run.job_facts import job_facts
+from nvcli.job_run.planning.layout import Layout, choose_layout
+from nvcli.job_run.text.prepare import ModelLimits
+from nvcli.job_run.text.tokenizer import check_tokenizer_files
+from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
+from nvcli.jobs.input.digests import describe_inputs, is_repeatable
+from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.output.manifest import Manifest
+from nvcli.jobs.row_set import AnsweredRows
+from nvcli.jobs.rows.native_row import RowKeys
+from nvcli.jobs.rows.parser import RowParser
+from nvcli.models.checkpoint import resolve_model
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
+from nvcli.sampling_params import SamplingParams
+from nvcli.validation import InvalidValue, convert
+from nvcli.versions import torch_build
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedJob:
+    """One job: which rows are answered, by which model, with which settings, and into which output."""
+
+    run: RunConfig
+    inputs: tuple[str, ...]
+    """The input files by name, patterns expanded; `-` is standard input."""
+    output: str
+    """The output's name; `-` is standard output."""
+    limit: int | None
+    """Only so many rows of the inputs are read; None: all."""
+    model_path: Path
+    model: ModelConfig
+    config: EngineConfig
+    """What `run` comes to for this checkpoint; the layout is still to be chosen (`job_run.plan`)."""
+    sampling_defaults: Mapping[str, Any]
+    """What a row's own `sampling` lies over."""
+    can_continue: bool
+    """Whether the inputs can be read again, so that another run may continue the output."""
+    manifest: Manifest
+    """What the answers depend on, to be kept beside the output."""
+
+    @property
+    def model_limits(self) -> ModelLimits:
+        """What the model and its configuration allow a row."""
+        return ModelLimits(
+            max_model_len=self.config.max_model_len,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            on_too_long=self.run.job.on_too_long,
+        )
+
+    def make_reader(self, answered: AnsweredRows) -> RowReader:
+        """Make a reader of the inputs that passes over the rows that are `answered`."""
+        parser = RowParser(self.sampling_defaults, row_keys(self.run.job))
+        return RowReader(self.inputs, parser, limit=self.limit, answered=answered)
+
+
+def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
+    """Resolve a job from the names and settings that the user gave. Raises ConfigError and LoadError.
+
+    `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
+    inputs.
+    """
+    names = expand_inputs(inputs, output)
+    check_inputs(names)
+    output = choose_output(names, output)
+    check_output(names, output)
+    model_path = resolve_model(run.model)
+    model = load_model_config(model_path)
+    check_tokenizer_files(model_path)
+    config = resolve_engine_config(run, model_path, model)
+    defaults = sampling_defaults(run, model)
+    can_continue = is_repeatable(names)
+    manifest = Manifest(
+        created=int(time.time()),
+        model=run.model,
+        facts=job_facts(run, config, defaults, model_path=model_path),
+        inputs=list(zip(names, describe_inputs(names), strict=True)) if can_continue else [],
+    )
+    return ResolvedJob(
+        run=run,
+        inputs=tuple(names),
+        output=output,
+        limit=limit,
+        model_path=model_path,
+        model=model,
+        config=config,
+        sampling_defaults=defaults,
+        can_continue=can_continue,
+        manifest=manifest,
+    )
+
+
+class ModelFacts(Protocol):
+    """What is needed of `models.config.ModelConfig`."""
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16", "float16"]: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+    def check_tensor_parallel(self, size: int) -> None: ...
+    def check_pipeline_parallel(self, size: int) -> None: ...
+
+
+def resolve_engine_config(
+    run: RunConfig, model_path: Path, model: ModelFacts, *, found_device: Literal["cpu", "cuda"] | None = None
+) -> EngineConfig:
+    """Replace every `auto` and null that can be decided here. Raises ConfigError.
+
+    An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is what `device: auto`
+    stands for; None: look for a GPU.
+    """
+    tensor_parallel_size = layout_as_given(run).tensor_parallel_size
+    model.check_tensor_parallel(tensor_parallel_size)
+    model.check_pipeline_parallel(run.pipeline_parallel_size)
+    max_model_len = run.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
+            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out"
+        )
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    dtype = run.dtype
+    if dtype == "auto":
+        dtype = model.dtype if device == "cuda" else "float32"
+    return EngineConfig(
+        model_path=model_path,
+        device=device,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=run.pipeline_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=run.max_num_seqs,
+        max_num_batched_tokens=run.max_num_batched_tokens,
+        gpu_memory_utilization=run.gpu_memory_utilization,
+        kv_cache_memory=parse_size(run.kv_cache_memory),
+        block_size=run.block_size,
+        attention_backend=attention_choice(run.attention_backend),
+        enable_prefix_caching=run.enable_prefix_caching,
+        enforce_eager=run.enforce_eager,
+        step_timeout=run.step_timeout,
+    )
+
+
+def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:
+    """Tell whether `resolve_layout` has something to choose, and so asks for the GPUs."""
+    return config.device == "cuda" and "auto" in (run.tensor_parallel_size, run.data_parallel_size)
+
+
+def resolve_layout(
+    run: RunConfig,
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    num_requests: int | None = None,
+    report: SmiReport | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Layout:
+    """Choose numbers for `tensor_parallel_size` and `data_parallel_size`; `auto` is 1 where nothing can be chosen.
+
+    `pipeline_parallel_size` stays as it was given. `config` is what `run` comes to otherwise. `num_requests` is the
+    size of the job; None: many. `report` is what nvidia-smi says; None: ask it. Raises ConfigError and CapacityError.
+    """
+    given = layout_as_given(run)
+    if not chooses_layout(run, config):
+        return given
+    gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
+    if isinstance(gpus, str):
+        return replace(given, why=f"{given.flags}: not chosen, as {gpus}")
+    return choose_layout(
+        gpus,
+        model,
+        config,
+        num_requests=num_requests,
+        tensor_parallel_size=run.tensor_parallel_size,
+        data_parallel_size=run.data_parallel_size,
+    )
+
+
+def layout_as_given(run: RunConfig) -> Layout:
+    """Return the layout that was given, with 1 for every `auto`."""
+    tp, dp = run.tensor_parallel_size, run.data_parallel_size
+    return Layout(
+        tensor_parallel_size=1 if tp == "auto" else tp,
+        pipeline_parallel_size=run.pipeline_parallel_size,
+        data_parallel_size=1 if dp == "auto" else dp,
+    )
+
+
+def attention_choice(choice: str | AttentionBackends) -> str:
+    """Return `EngineConfig.attention_backend` for the choice that a RunConfig holds."""
+    if isinstance(choice, str):
+        return choice
+    return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
+
+
+def sampling_defaults(run: RunConfig, model: ModelFacts) -> dict[str, Any]:
+    """Return what a row's `sampling` lies over: the config's `sampling`, over the checkpoint's generation_config.
+
+    Holds only keys that somebody set. Raises ConfigError.
+    """
+    own = dict(model.generation_defaults) if run.generation_config == "auto" else {}
+    defaults = {**own, **run.sampling}
+    try:
+        convert(defaults, SamplingParams, under=("sampling",))
+    except InvalidValue as error:
+        raise ConfigError(
+            f"{run.model}: generation_config.json and `sampling` together: {error.message}; "
+            "`generation_config: none` leaves the checkpoint's defaults out"
+        ) from None
+    return defaults
+
+
+def row_keys(job: JobConfig) -> RowKeys:
+    """Return the keys under which a row says something to nvcli."""
+    return RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
+
+
+def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> Literal["cpu", "cuda"]:
+    """Return cuda where the driver shows a GPU that is not hidden and the installed torch was built for CUDA."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    is_hidden = visible is not None and visible.strip() in ("", "-1")
+    has_gpu = any(re.fullmatch(r"nvidia\d+", entry.name) for entry in dev.glob("nvidia*")) or (dev / "dxg").exists()
+    return "cuda" if has_gpu and not is_hidden and _torch_has_cuda() else "cpu"
+
+
+def _torch_has_cuda() -> bool:
+    build = torch_build()
+    if build is None:  # an unusual build: let the ranks find out
+        return find_spec("torch") is not None
+    return build.cuda is not None

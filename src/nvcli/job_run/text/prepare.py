@@ -1,0 +1,221 @@
+"""Prepares jobs for a replica: token ids that fit the model, and how many tokens the answer may have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from nvcli.config import OnTooLong
+from nvcli.errors import RowError
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
+from nvcli.messages import pack
+from nvcli.sampling_params import SamplingParams
+
+_ROW_BYTES = 1000
+"""Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
+
+
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model and its configuration allow a row."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    on_too_long: OnTooLong = "error"
+
+
+class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that the engine can take: at least one prompt token, and room for `max_tokens` more."""
+
+    place: Place
+    prompt_ids: bytes
+    """The prompt's token ids, packed by `messages.pack`."""
+    num_prompt_tokens: int
+    max_tokens: int
+    stop_ids: list[int]
+    sampling: SamplingParams
+    answer_key: bytes | None = None
+    """A key that is equal for rows whose answers are equal.
+
+    Such rows are greedy or have a seed of their own, and have the same token ids and sampling. None where the answer
+    also depends on the row's place in the file.
+    """
+    num_bytes: int = 0
+    """Roughly what the row takes in memory while it waits."""
+
+
+class Preparer:
+    """Tokenizes rows for one model. Used by one thread."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        eos_id = tokenizer.eos_token_id
+        eos_ids = limits.eos_token_ids or (() if eos_id is None else (eos_id,))
+        # An id that the model has no logit for is never sampled, and cannot be forbidden either (`min_tokens`).
+        self._eos_ids = [token for token in eos_ids if token < limits.vocab_size]
+        self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
+        """Whether every id that the tokenizer gives is one of the model's."""
+        self._sampling: SamplingParams | None = None
+        """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
+        self._stop_ids: list[int] = []
+        self._answers_follow_from: bytes | None = None
+
+    def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
+        """Return one entry for each row, in their order. Results of rows that failed before are handed on."""
+        prompts: dict[int, list[int] | RowError] = {}
+        plain: dict[int, str] = {}
+        chats: dict[int, str] = {}
+        for at, row in enumerate(rows):
+            if not isinstance(row, Job):
+                continue
+            if row.prompt is not None:
+                plain[at] = row.prompt
+            elif row.messages is not None:
+                try:
+                    chats[at] = self._tokenizer.render(row.messages)
+                except RowError as error:
+                    prompts[at] = error
+            else:
+                assert row.prompt_token_ids is not None
+                prompts[at] = row.prompt_token_ids
+        # A chat template writes the special tokens itself.
+        for texts, add_special_tokens in ((plain, True), (chats, False)):
+            for at in [at for at, text in texts.items() if self._is_hopeless(text)]:
+                prompts[at] = self._hopeless(texts.pop(at))
+            if texts:
+                encoded = self._tokenizer.encode(list(texts.values()), add_special_tokens=add_special_tokens)
+                prompts.update(zip(texts, encoded, strict=True))
+        return [self._prepare_row(row, prompts[at]) if isinstance(row, Job) else row for at, row in enumerate(rows)]
+
+    def _prepare_row(self, job: Job, prompt: list[int] | RowError) -> PreparedRow | JobResult:
+        if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it
+            return failed(job.place, prompt)
+        is_native = job.place.form is RowForm.NATIVE
+        under = "sampling" if is_native else "body"
+        try:
+            if not prompt:
+                raise RowError("empty_prompt", "the prompt has no tokens")
+            if job.prompt_token_ids is not None:
+                _check_vocabulary("`prompt_token_ids`" if is_native else "`body.prompt`", prompt, self._limits)
+            elif not self._ids_fit:
+                _check_vocabulary("the tokenized prompt", prompt, self._limits)
+            sampling = job.sampling
+            if sampling is not self._sampling:
+                self._follow(sampling, under)
+            ids, max_tokens = _fit(prompt, sampling, self._limits, under)
+            prompt_ids = pack(ids)
+            answer_key = None
+            if self._answers_follow_from is not None:
+                # 128 bits: two different rows do not meet in practice.
+                answer_key = blake2b(
+                    b"%b%d:%b" % (self._answers_follow_from, max_tokens, prompt_ids), digest_size=16
+                ).digest()
+            extra = job.place.extra
+            return PreparedRow(
+                place=job.place,
+                prompt_ids=prompt_ids,
+                num_prompt_tokens=len(ids),
+                max_tokens=max_tokens,
+                stop_ids=self._stop_ids,
+                sampling=sampling,
+                answer_key=answer_key,
+                num_bytes=_ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0),
+            )
+        except RowError as error:
+            return failed(job.place, error)
+
+    def _follow(self, sampling: SamplingParams, under: str) -> None:
+        """Work out what is the same for all rows with this sampling. Raises RowError.
+
+        `under` is the key that holds the sampling's keys in the row.
+        """
+        self._sampling = None
+        _check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
+        _check_vocabulary(f"`{under}.logit_bias`", list(sampling.logit_bias), self._limits)
+        self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
+        self._answers_follow_from = None
+        if sampling.is_greedy:
+            self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
+        elif sampling.seed is not None:
+            self._answers_follow_from = msgspec.msgpack.encode(sampling)
+        self._sampling = sampling
+
+    def _is_hopeless(self, text: str) -> bool:
+        """Tell whether a text is too long whatever its tokens.
+
+        Tokenizing it would not be worth the memory (a line of 50 MB is 12 million tokens).
+        """
+        most = self._tokenizer.max_token_chars
+        return (
+            most is not None
+            and self._limits.on_too_long == "error"
+            and len(text) > most * (self._limits.max_model_len + 1)
+        )
+
+    def _hopeless(self, text: str) -> RowError:
+        max_len = self._limits.max_model_len
+        return RowError(
+            "prompt_too_long",
+            f"the prompt has {len(text)} characters, which are more tokens than `max_model_len` ({max_len}); "
+            "shorten it, or set `job.on_too_long` to cut it",
+        )
+
+
+def _num_bytes(value: Any) -> int:
+    """Estimate what decoded JSON takes in memory."""
+    total = sys.getsizeof(value)
+    if isinstance(value, Mapping):
+        total += sum(_num_bytes(key) + _num_bytes(inner) for key, inner in value.items())
+    elif isinstance(value, list):
+        total += sum(map(_num_bytes, value))
+    return total
+
+
+def _check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        allowed = f"the model's tokens are 0 to {limits.vocab_size - 1}"
+        raise RowError("token_out_of_vocabulary", f"{name} holds {wrong}; {allowed}")
+
+
+def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str) -> tuple[list[int], int]:
+    """Return the prompt, cut where that is needed and allowed, and the most tokens of its answer. Raises RowError."""
+    max_len = limits.max_model_len
+    asked = sampling.max_tokens
+    room = max_len - len(ids)
+    if room < (asked or 1):
+        if limits.on_too_long == "error":
+            raise _too_long(len(ids), asked, max_len, under)
+        answer_len = asked or max(1, max_len // 4)
+        keep = max_len - answer_len
+        if keep < 1:
+            raise _too_long(1, asked, max_len, under)
+        ids = ids[-keep:] if limits.on_too_long == "truncate-left" else ids[:keep]
+        room = answer_len
+    max_tokens = asked or room
+    if sampling.min_tokens > max_tokens:
+        raise RowError(
+            "max_tokens_too_large",
+            f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
+        )
+    return ids, max_tokens
+
+
+def _too_long(num_prompt_tokens: int, asked: int | None, max_len: int, under: str) -> RowError:
+    if num_prompt_tokens >= max_len:
+        return RowError(
+            "prompt_too_long",
+            f"the prompt has {num_prompt_tokens} tokens, and `max_model_len` is {max_len} with the answer; "
+            "shorten it, or set `job.on_too_long` to cut it",
+        )
+    return RowError(
+        "max_tokens_too_large",
+        f"`{under}.max_tokens` is {asked}, and a prompt of {num_prompt_tokens} tokens leaves room for "
+        f"{max_len - num_prompt_tokens} (`max_model_len` is {max_len}); lower it or leave it out",
+    )

@@ -1,0 +1,154 @@
+"""Text ↔ token ids, through the checkpoint's own tokenizer and chat template.
+
+Loading imports transformers, which takes seconds: call `load` in a background thread. Encoding and decoding work on
+batches and release the interpreter while they run. Decoded text is what the tokens say, without the cosmetic space
+clean-up that some tokenizer configurations ask transformers for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nvcli.errors import LoadError, RowError
+
+MAX_INLINE_TOKENS = 8192
+"""Up to so many tokens are decoded right here, in a millisecond: a thread that encodes would make them wait."""
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
+
+
+def check_tokenizer_files(model_path: Path) -> None:
+    """Raise LoadError where there is no tokenizer: transformers would make an empty one for some families."""
+    if not any(any(model_path.glob(pattern)) for pattern in _FILES):
+        raise LoadError(f"{model_path}: no tokenizer (such as tokenizer.json); copy the model's tokenizer files there")
+
+
+_PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}
+
+
+def _is_plain(model_path: Path) -> bool:
+    """Tell whether the checkpoint's tokenizer is what its tokenizer.json describes and nothing else.
+
+    AutoTokenizer gives the same ids, but its import brings torch into this process, which takes seconds.
+    """
+    try:
+        config = json.loads((model_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
+        return is_plain and (model_path / "tokenizer.json").is_file()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _keeps_every_character(backend: Any) -> bool:
+    """Tell whether each byte of a text ends up in the text of a token.
+
+    That holds for byte-level BPE that drops, merges and strips nothing. NFC, the one normalizer that such tokenizers
+    have, composes at most four characters into one.
+    """
+    model = backend.model
+    return (
+        type(model).__name__ == "BPE"
+        and model.unk_token is None
+        and type(backend.normalizer).__name__ in ("NoneType", "NFC")
+        and type(backend.decoder).__name__ == "ByteLevel"
+        and "Removed" not in repr(backend.pre_tokenizer)
+        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    )
+
+
+class Tokenizer:
+    """A loaded tokenizer. Used by one thread for encoding and by another for decoding."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is any of transformers' tokenizer objects."""
+        self._tokenizer = tokenizer
+        # The Rust object below the Python one: no offsets, masks and dictionaries that nobody reads.
+        self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_padding()
+            self._backend.no_truncation()
+        self._token_texts: dict[int, str] = {}
+        self.vocab_size: int | None = None
+        """Every id that it gives is below this; None: not known."""
+        self.max_token_chars: int | None = None
+        """No token stands for more characters of a text than this; None: not known."""
+        if self._backend is not None:
+            vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+            self.vocab_size = max(vocab.values(), default=-1) + 1
+            if _keeps_every_character(self._backend):
+                self.max_token_chars = 4 * max(map(len, vocab))
+
+    @classmethod
+    def load(cls, model_path: Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint. Raises LoadError that names the folder."""
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
+        if _is_plain(model_path):
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        try:
+            return cls(Loader.from_pretrained(model_path, local_files_only=True))
+        except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise LoadError(f"{model_path}: cannot load the tokenizer: {first_line}") from error
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos = self._tokenizer.eos_token_id
+        return eos if isinstance(eos, int) else None
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int] | RowError]:
+        """Return the token ids of each text, or the error of a text that has none.
+
+        `add_special_tokens` adds those that the tokenizer adds by default.
+        """
+        try:
+            return [*self._encode(texts, add_special_tokens)]
+        except Exception as error:
+            if len(texts) == 1:
+                return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {error}")]
+            return [self.encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        if self._backend is None:
+            ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+            return ids
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """Return the prompt text of a conversation, up to where the answer begins. Raises RowError."""
+        if not self._tokenizer.chat_template:
+            raise RowError("no_chat_template", "this model has no chat template for `messages`; give `prompt` instead")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise on purpose, and by accident
+            raise RowError("chat_template_error", f"the chat template refused `messages`: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each answer, without special tokens."""
+        if self._backend is None:
+            return [self.decode_one(ids) for ids in answers]
+        if sum(map(len, answers)) <= MAX_INLINE_TOKENS:
+            return [self._backend.decode(list(ids), skip_special_tokens=True) for ids in answers]
+        texts: list[str] = self._backend.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
+        return texts
+
+    def decode_one(self, ids: Sequence[int]) -> str:
+        decode = self._tokenizer.decode if self._backend is None else self._backend.decode
+        return str(decode(list(ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, special tokens too; bytes that are no text show as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            decode = self._tokenizer.decode if self._backend is None else self._backend.decode
+            text = self._token_texts[token_id] = str(decode([token_id], skip_special_tokens=False))
+        return text

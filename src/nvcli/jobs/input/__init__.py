@@ -1,0 +1,1 @@
+"""The inputs of a job as a stream of rows."""

@@ -1,0 +1,77 @@
+"""A file, a pipe or standard input as lines of bytes. Holds one chunk and one line at a time."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+from collections.abc import Iterator
+from typing import IO
+
+from nvcli.jobs.compression import READ_BYTES, Unpacker, compression_of
+from nvcli.jobs.files import STREAM
+from nvcli.jobs.line_splitter import Line, LineSplitter
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class LineSource:
+    """The lines of one input, once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bytes_read = 0
+        """Bytes that were read, as they are on disk."""
+
+    def lines(self) -> Iterator[Line | None]:
+        """Yield the lines, without newlines and the file's BOM, and None before each read that may have to wait.
+
+        Raises OSError or CompressionError where the input cannot be read on, after the lines before that place.
+        """
+        splitter = LineSplitter()
+        at_start = True
+        for chunk in self._chunks():
+            if chunk is None:
+                yield None
+                continue
+            lines = splitter.feed(chunk)
+            if at_start and lines:
+                at_start = False
+                lines[0] = _without_bom(lines[0])
+            yield from lines
+        last = splitter.end()
+        if last is not None:
+            yield _without_bom(last) if at_start else last
+
+    def _chunks(self) -> Iterator[bytes | None]:
+        compression = compression_of(self.name)
+        unpacker = Unpacker(compression) if compression else None
+        with _open(self.name) as raw:
+            may_wait = not stat.S_ISREG(os.fstat(raw.fileno()).st_mode)
+            while True:
+                if may_wait:
+                    yield None
+                chunk = raw.read(READ_BYTES[compression])
+                if chunk is None:  # a pipe that its other users have set not to wait
+                    select.select([raw], [], [])
+                    continue
+                if not chunk:
+                    break
+                self.bytes_read += len(chunk)
+                if unpacker is None:
+                    yield chunk
+                else:
+                    yield from unpacker.feed(chunk)
+        if unpacker is not None:
+            unpacker.end()
+
+
+def _without_bom(line: Line) -> Line:
+    return line.removeprefix(_BOM) if isinstance(line, bytes) else line
+
+
+def _open(name: str) -> IO[bytes]:
+    # Unbuffered: a thread that waits in a plain read holds no lock that the interpreter needs in order to exit.
+    if name == STREAM:
+        return open(0, "rb", buffering=0, closefd=False)
+    return open(name, "rb", buffering=0)

@@ -1,0 +1,146 @@
+"""The input as a stream of rows: files, standard input and tables, one after the other.
+
+The reader holds one chunk and one batch at a time, whatever the size of the input. It never raises for what a row
+holds; for an input that cannot be read to its end it raises ConfigError, after all rows before that place were given
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from nvcli.errors import ConfigError
+from nvcli.jobs.compression import CompressionError
+from nvcli.jobs.files import STREAM, is_parquet
+from nvcli.jobs.input.line_source import LineSource
+from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.row_set import AnsweredRows
+from nvcli.jobs.rows.parser import Row, RowParser
+
+FIRST_BATCH_ROWS = 8
+"""The first batch is small, so that replicas soon have work; batches double from here."""
+MAX_BATCH_ROWS = 256
+MAX_BATCH_BYTES = 4 * 1024 * 1024
+
+
+class _Source(Protocol):
+    """One input: its rows, and how many bytes of it were read."""
+
+    @property
+    def bytes_read(self) -> int: ...
+    def lines(self) -> Iterator[Row | None]: ...
+
+
+class RowReader:
+    """Gives out the rows of all inputs that are not answered yet, once; counts what it has read."""
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        parser: RowParser,
+        *,
+        limit: int | None = None,
+        answered: AnsweredRows | None = None,
+    ) -> None:
+        """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read."""
+        self._inputs = list(inputs)
+        self._parser = parser
+        self._limit = limit
+        self._answered = answered or AnsweredRows()
+        self._source: _Source | None = None
+        self._bytes_before = 0
+        self.rows_read = 0
+        self.rows_passed_over = 0
+        """Rows among `rows_read` that were answered already."""
+        self.all_read = False
+        """Whether every input was read to its end, and not just to the limit."""
+        self.bytes_total = _total_bytes(self._inputs)
+        """Bytes of all inputs as they are on disk; None: not known, as with standard input."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read, as they are on disk. Another thread sees it a little behind or ahead at times."""
+        source = self._source
+        return self._bytes_before + (source.bytes_read if source is not None else 0)
+
+    def batches(self) -> Iterator[list[Job | JobResult]]:
+        """Yield the rows in order. A batch comes when it is full, and before a read that may have to wait."""
+        batch: list[Job | JobResult] = []
+        batch_bytes = 0
+        target = FIRST_BATCH_ROWS
+        lines_before = 0  # in the inputs before this one
+        for name in self._inputs:
+            number = 0
+            source = self._source = _open_source(name)
+            try:
+                for line in source.lines():
+                    if line is None:
+                        if batch:
+                            yield batch
+                            batch, batch_bytes = [], 0
+                        continue
+                    number += 1
+                    if isinstance(line, bytes) and (not line or line.isspace()):
+                        continue
+                    row = self._row(line, name, number, lines_before + number)
+                    self.rows_read += 1
+                    if row is not None:
+                        batch.append(row)
+                        batch_bytes += len(line) if isinstance(line, bytes) else 0
+                    if self._limit is not None and self.rows_read >= self._limit:
+                        if batch:
+                            yield batch
+                        return
+                    if len(batch) >= target or batch_bytes >= MAX_BATCH_BYTES:
+                        yield batch
+                        batch, batch_bytes = [], 0
+                        target = min(2 * target, MAX_BATCH_ROWS)
+            except (OSError, CompressionError) as error:
+                if batch:
+                    yield batch
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                raise ConfigError(
+                    f"{_label(name)}: cannot be read past line {number}: {reason}. The rows up to there are answered; "
+                    "with a sound file in its place the job is another one: --overwrite the output, or name another "
+                    "with -o"
+                ) from error
+            lines_before += number
+            self._bytes_before += source.bytes_read
+            self._source = None
+        self.all_read = True
+        if batch:
+            yield batch
+
+    def _row(self, line: Row, name: str, number: int, line_id: int) -> Job | JobResult | None:
+        """Parse one row; None for a row that is answered already."""
+        index = self.rows_read
+        if index in self._answered.all:
+            self._parser.skip(line, line_id=line_id, is_good=index not in self._answered.failed)
+            self.rows_passed_over += 1
+            return None
+        where = f"line {number}" if len(self._inputs) == 1 else f"line {number} of {_label(name)}"
+        return self._parser.parse(line, index=index, line_id=line_id, where=where)
+
+
+def _open_source(name: str) -> _Source:
+    if is_parquet(name):
+        from nvcli.jobs.input.parquet_source import ParquetSource
+
+        return ParquetSource(Path(name))
+    return LineSource(name)
+
+
+def _label(name: str) -> str:
+    return "standard input" if name == STREAM else name
+
+
+def _total_bytes(inputs: Sequence[str]) -> int | None:
+    total = 0
+    for name in inputs:
+        path = Path(name)
+        if name == STREAM or not path.is_file():
+            return None
+        total += path.stat().st_size
+    return total

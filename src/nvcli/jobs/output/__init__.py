@@ -1,0 +1,1 @@
+"""The output of a job: written, continued after an interruption, and finished."""

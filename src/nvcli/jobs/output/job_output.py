@@ -1,0 +1,298 @@
+"""A job's output from opening to finishing: new or continued, with the manifest that says which job it is of.
+
+    new          an empty file; the first write puts the manifest beside it
+    continued    the manifest names the same model, configuration and inputs; rows that are there are kept
+    finished     the manifest says so, and the file is as it was then: there is nothing to do
+
+An output that cannot be continued (standard output, a pipe, rows from standard input) has no manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from nvcli.config import Order
+from nvcli.errors import ConfigError, OutputError
+from nvcli.jobs.compression import compression_of, make_packer
+from nvcli.jobs.files import STREAM, WORKING_SUFFIX, is_parquet
+from nvcli.jobs.output.locked_file import LockedFile, in_chunks, rewrite_path
+from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, manifest_path, save_manifest, sync_folder
+from nvcli.jobs.output.output_scan import scan_output, sound_lines
+from nvcli.jobs.output.reorder import ReorderBuffer
+from nvcli.jobs.output.sink import Sink
+from nvcli.jobs.row_set import AnsweredRows
+from nvcli.jobs.rows.output_row import OutputForm
+
+_DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+"""Files in these folders stand for something else, such as /dev/stdout for a file that the shell has opened."""
+
+
+class JobOutput:
+    """The part that all kinds of output have in common."""
+
+    sink: Sink
+
+    def __init__(self, form: OutputForm) -> None:
+        self.form = form
+        self.answered = AnsweredRows()
+        """Rows that the output held when it was opened."""
+        self.errors: Counter[str] = Counter()
+        """The failed rows among them, by error type."""
+        self.finished: Finished | None = None
+        """How the job ended, if it came to its end before and there is nothing to do."""
+        self.notes: list[str] = []
+        """Lines that tell the user what was found and done."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder for temporary files of the output's size; None: the system's own."""
+        return None
+
+    def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
+        """Finish the output once every row that was read is answered and the sink is closed. Raises OutputError.
+
+        `rows` and `errors` count the whole output, which may hold later rows too. `rows_read` and `all_read` say how
+        far the inputs were read.
+        """
+
+    def close(self) -> None:
+        """Give the output up, so that others may have it. Idempotent."""
+        self.sink.close()
+
+
+class StreamOutput(JobOutput):
+    """An output that is written once and not continued: standard output, a pipe or a device."""
+
+    def __init__(self, sink: Sink, form: OutputForm) -> None:
+        super().__init__(form)
+        self.sink = sink
+
+
+class FileOutput(JobOutput):
+    """An output that is a regular file and may be continued."""
+
+    def __init__(
+        self,
+        path: Path,
+        job: Manifest,
+        *,
+        order: Order = "completion",
+        can_continue: bool = True,
+        overwrite: bool = False,
+        retry_errors: bool = False,
+        limit: int | None = None,
+        reorder_bytes: int = 1 << 28,
+    ) -> None:
+        """Open the file and find out what it holds. Raises ConfigError where another job made it, and OutputError.
+
+        `job` says what the output is made from now; `can_continue` says whether its inputs can be read again.
+        """
+        self._path = path
+        self._job = job
+        self._order = order
+        self._can_continue = can_continue
+        self._reorder_bytes = reorder_bytes
+        self._pack = make_packer(compression_of(path.name))
+        self._needs_sorting = False
+        self._is_closed = False
+        self._file = LockedFile(rows_path(path))
+        try:
+            rewrite_path(self._file.path).unlink(missing_ok=True)
+            is_new = overwrite or not (self._file.size or (is_parquet(path) and path.exists()))
+            if not is_new:
+                self._job = self._check_job()
+            super().__init__(OutputForm(created=self._job.created, model=self._job.model))
+            if not is_new:
+                self._continue(retry_errors=retry_errors, limit=limit)
+        except BaseException as error:
+            self._release(is_unused=True)
+            if isinstance(error, OSError):
+                raise OutputError(f"the output {path} cannot be written: {error.strerror}") from None
+            raise
+        self.sink = Sink(
+            os.dup(self._file.fd),
+            str(path),
+            pack=self._pack,
+            before_first_write=self._begin if is_new else None,
+        )
+
+    @property
+    def folder(self) -> Path | None:
+        return self._path.parent
+
+    def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
+        try:
+            if self._needs_sorting:
+                self._replace(_in_order(self._file.path, self._reorder_bytes))
+            if is_parquet(self._path):
+                self._write_parquet()
+            if self._can_continue:
+                finished = Finished(
+                    rows=rows,
+                    errors=dict(errors),
+                    rows_read=rows_read,
+                    all_read=all_read,
+                    output_bytes=self._path.stat().st_size,
+                )
+                save_manifest(self._path, msgspec.structs.replace(self._job, finished=finished))
+            if is_parquet(self._path) and not (self._can_continue and (errors or not all_read)):
+                self._file.path.unlink()  # nothing will be continued
+        except OSError as error:
+            raise OutputError(f"the output {self._path} cannot be finished: {error.strerror}") from None
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            super().close()
+        finally:
+            self._release(is_unused=not self.sink.is_started or self.finished is not None)
+
+    def _release(self, *, is_unused: bool) -> None:
+        """Give up the file and its lock, and remove a new file that nothing was written to."""
+        if is_unused and self._file.is_new:
+            self._file.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _begin(self) -> None:
+        """Prepare a new output for its first write.
+
+        Old rows go before the new manifest comes: they must never be together.
+        """
+        self._file.truncate(0)
+        if is_parquet(self._path):
+            self._path.unlink(missing_ok=True)
+        if self._can_continue:
+            save_manifest(self._path, self._job)
+        else:
+            manifest_path(self._path).unlink(missing_ok=True)
+            sync_folder(self._path.parent)
+
+    def _check_job(self) -> Manifest:
+        """Return the manifest of the output that is there. Raises ConfigError where it is of another job."""
+        way_out = "start it anew with --overwrite, or name another with -o"
+        manifest = load_manifest(self._path)
+        if manifest is None:
+            name = manifest_path(self._path).name
+            raise ConfigError(f"the output {self._path} exists and cannot be continued: there is no {name}; {way_out}")
+        if not self._can_continue:
+            raise ConfigError(
+                f"the output {self._path} exists, and rows from standard input or a pipe cannot be compared with it; "
+                f"{way_out}"
+            )
+        if differences := manifest.differences(self._job):
+            lines = "\n".join(f"  {line}" for line in differences)
+            raise ConfigError(f"the output {self._path} was made by another job:\n{lines}\n{way_out}")
+        return manifest
+
+    def _continue(self, *, retry_errors: bool, limit: int | None) -> None:
+        """Find out which rows the output holds, and drop lines that are damaged or to be tried again."""
+        finished = self._job.finished
+        if finished is not None and self._is_untouched(finished):
+            is_enough = finished.all_read or (limit is not None and limit <= finished.rows_read)
+            if is_enough and not (retry_errors and finished.errors):
+                self.finished = finished
+                return
+        if finished is not None:
+            self._job = msgspec.structs.replace(self._job, finished=None)
+            save_manifest(self._path, self._job)
+        scan = scan_output(self._file.path)
+        self.answered, self.errors = scan.answered, scan.errors
+        if scan.sound_bytes < self._file.size:
+            lost = self._file.size - scan.sound_bytes
+            self.notes.append(f"{self._path}: {lost:,} bytes at its end are no whole rows and were cut off")
+            self._file.truncate(scan.sound_bytes)
+        drop_failed = retry_errors and scan.answered.failed.count > 0
+        if scan.num_damaged or drop_failed:
+            if scan.num_damaged:
+                self.notes.append(f"{self._path}: {scan.num_damaged:,} damaged lines were dropped")
+            rows = sound_lines(self._file.path)
+            self._replace(line for row, line in rows if not (drop_failed and row.error_type is not None))
+        self._needs_sorting = self._order == "input" and not scan.is_in_order
+        retried = ""
+        if drop_failed:
+            retried = f", {scan.answered.failed.count:,} failed ones are tried again"
+            self._needs_sorting = self._order == "input"
+            self.answered = scan.answered.without_failed()
+            self.errors = Counter()
+        self.notes.append(f"continuing {self._path}: {self.answered.all.count:,} rows are answered already{retried}")
+
+    def _is_untouched(self, finished: Finished) -> bool:
+        return self._path.exists() and self._path.stat().st_size == finished.output_bytes
+
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        """Replace the rows of the output by these lines, which have no newline."""
+        self._file.replace(map(self._pack, in_chunks(lines)))
+
+    def _write_parquet(self) -> None:
+        from nvcli.jobs.output.parquet_output import write_parquet
+
+        temporary = rewrite_path(self._path)
+        try:
+            write_parquet(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(self._path.parent)
+
+
+def open_output(
+    name: str,
+    job: Manifest,
+    *,
+    order: Order = "completion",
+    can_continue: bool = True,
+    overwrite: bool = False,
+    retry_errors: bool = False,
+    limit: int | None = None,
+    reorder_bytes: int = 1 << 28,
+) -> JobOutput:
+    """Open the output `name` (`-`: standard output) for a job. Raises ConfigError and OutputError."""
+    form = OutputForm(created=job.created, model=job.model)
+    if name == STREAM:
+        if sys.__stdout__ is None:
+            raise ConfigError("standard output is closed; name an output file with -o")
+        return StreamOutput(Sink(os.dup(sys.__stdout__.fileno()), "standard output"), form)
+    path = Path(name)
+    if path.exists() and (path.parent in _DEVICES or not stat.S_ISREG(path.stat().st_mode)):
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
+        return StreamOutput(Sink(fd, name, pack=make_packer(compression_of(name))), form)
+    return FileOutput(
+        path,
+        job,
+        order=order,
+        can_continue=can_continue,
+        overwrite=overwrite,
+        retry_errors=retry_errors,
+        limit=limit,
+        reorder_bytes=reorder_bytes,
+    )
+
+
+def rows_path(output: Path) -> Path:
+    """Return the file that rows are appended to: the output itself, or the working file beside a Parquet output."""
+    return output.with_name(output.name + WORKING_SUFFIX) if is_parquet(output) else output
+
+
+def _in_order(path: Path, max_bytes: int) -> Iterator[bytes]:
+    rows = scan_output(path).answered.all  # with `--limit` there may be gaps: rows that are still to come
+    waiting = ReorderBuffer(rows.next_present, max_bytes=max_bytes, folder=path.parent)
+    try:
+        for row, line in sound_lines(path):
+            waiting.add(row.index, line)
+            yield from waiting.take()
+    finally:
+        waiting.close()

@@ -1,0 +1,118 @@
+"""`<output>.manifest.json` says what an output was made from, so that only the same job continues it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from nvcli.errors import ConfigError
+from nvcli.jobs.files import MANIFEST_SUFFIX
+
+VERSION = 1
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """How the output was when the job came to its end."""
+
+    rows: int
+    errors: dict[str, int]
+    """Failed rows by error type."""
+    all_read: bool
+    """Whether the inputs were read to their end; else they were read as far as `--limit` went."""
+    output_bytes: int
+    rows_read: int = 0
+    """Rows of the inputs from this number on may be unanswered, unless all were read."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an output is made from. Facts and descriptions of inputs are compared; names are for messages."""
+
+    version: int = VERSION
+    created: int
+    """When the job began, in seconds since 1970."""
+    model: str
+    """The model as it was named."""
+    facts: dict[str, str | int | float | bool | None]
+    """Everything of the model and the configuration that an answer depends on."""
+    inputs: list[tuple[str, str]]
+    """The name and the description of each input."""
+    finished: Finished | None = None
+
+    def differences(self, other: Manifest) -> list[str]:
+        """Return one line for each thing that differs between this manifest and `other`."""
+        lines = [
+            f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}"
+            for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]
+            if (name in self.facts, self.facts.get(name)) != (name in other.facts, other.facts.get(name))
+        ]
+        if len(self.inputs) != len(other.inputs):
+            return [*lines, f"inputs: {_names(self.inputs)} → {_names(other.inputs)}"]
+        return [*lines, *_input_differences(self.inputs, other.inputs)]
+
+
+def _show(facts: dict[str, str | int | float | bool | None], name: str) -> str:
+    return msgspec.json.encode(facts[name]).decode().strip('"') if name in facts else "not set"
+
+
+def _names(inputs: Sequence[tuple[str, str]]) -> str:
+    names = [name for name, _ in inputs]
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
+
+
+def _input_differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for (old_name, old_text), (new_name, new_text) in zip(old, new, strict=True):
+        if old_text != new_text:
+            old_label = "" if old_name == new_name else f"{old_name}, "
+            yield f"input {new_name}: {old_label}{old_text} → {new_text}"
+
+
+def manifest_path(output: Path) -> Path:
+    return output.with_name(output.name + MANIFEST_SUFFIX)
+
+
+def load_manifest(output: Path) -> Manifest | None:
+    """Read the manifest of an output; None where there is none. Raises ConfigError for one that cannot be read."""
+    path = manifest_path(output)
+    way_out = f"start anew with --overwrite, or name another output than {output} with -o"
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {way_out}") from None
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); {way_out}") from None
+    if manifest.version != VERSION:
+        raise ConfigError(f"{path} was written by another version of nvcli (format {manifest.version}); {way_out}")
+    return manifest
+
+
+def save_manifest(output: Path, manifest: Manifest) -> None:
+    """Write the manifest of an output. After a power loss there is the old one or the new one. Raises OSError."""
+    data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+    path = manifest_path(output)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make new and renamed files in a folder outlast a power loss. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

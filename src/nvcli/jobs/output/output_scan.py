@@ -1,0 +1,102 @@
+"""Reads an output that exists: which rows it answers, and where its sound part ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from nvcli.jobs.compression import READ_BYTES, CompressionError, Unpacker, compression_of
+from nvcli.jobs.line_splitter import LineSplitter
+from nvcli.jobs.row_set import AnsweredRows, RowSet
+from nvcli.jobs.rows.output_row import WrittenRow, read_output_row
+
+
+class OutputScan:
+    """The findings. Lines are judged one by one, so that a damaged one costs its own row and no other."""
+
+    def __init__(self) -> None:
+        self.answered = AnsweredRows()
+        self.errors: Counter[str] = Counter()
+        """Failed rows by error type."""
+        self.sound_bytes = 0
+        """Where the last sound line ends, or in a compressed file its member; bytes behind it can be cut off."""
+        self.num_damaged = 0
+        """Lines before `sound_bytes` that are no rows, or that repeat the row of an earlier line."""
+        self.is_in_order = True
+        """Whether the sound lines are those of rows 0, 1, 2 and so on, without a gap."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.answered.all.count
+
+
+def scan_output(path: Path) -> OutputScan:
+    """Scan an output. Never raises for what the file holds; raises OSError where it cannot be read."""
+    scan = OutputScan()
+    num_bad = 0  # since the last sound line
+    for lines, end in _blocks(path):
+        for line in lines:
+            row = read_output_row(line)
+            if row is None or not scan.answered.all.add(row.index):
+                num_bad += 1
+                continue
+            if row.index != scan.num_rows - 1:
+                scan.is_in_order = False
+            if row.error_type is not None:
+                scan.answered.failed.add(row.index)
+                scan.errors[row.error_type] += 1
+            scan.num_damaged += num_bad
+            num_bad = 0
+            scan.sound_bytes = end
+    return scan
+
+
+def sound_lines(path: Path) -> Iterator[tuple[WrittenRow, bytes]]:
+    """Yield the lines (without newline) that a scan counts as rows, in the order of the file."""
+    seen = RowSet()
+    for lines, _ in _blocks(path):
+        for line in lines:
+            row = read_output_row(line)
+            if row is not None and seen.add(row.index):
+                yield row, line
+
+
+def _blocks(path: Path) -> Iterator[tuple[list[bytes], int]]:
+    """Yield complete lines, and where in the file the smallest part that holds them ends.
+
+    That part is the line itself, or in a compressed file the member that it is in. Lines of a torn member are not given
+    out. One member is held at a time; the members of an output are about as large as a flush.
+    """
+    compression = compression_of(path.name)
+    with path.open("rb", buffering=0) as file:
+        chunks = iter(lambda: file.read(READ_BYTES[compression]), b"")
+        yield from _packed_blocks(chunks, compression) if compression else _plain_blocks(chunks)
+
+
+def _plain_blocks(chunks: Iterator[bytes]) -> Iterator[tuple[list[bytes], int]]:
+    splitter = LineSplitter()
+    at = 0
+    for chunk in chunks:
+        for line in splitter.feed(chunk):
+            if not isinstance(line, bytes):
+                return  # no row is that long: what a lost write left
+            at += len(line) + 1
+            yield [line], at
+
+
+def _packed_blocks(chunks: Iterator[bytes], compression: str) -> Iterator[tuple[list[bytes], int]]:
+    unpacker = Unpacker(compression)
+    splitter = LineSplitter()
+    lines: list[bytes] = []
+    end = 0
+    try:
+        for chunk in chunks:
+            for plain in unpacker.feed(chunk):
+                lines += (line for line in splitter.feed(plain) if isinstance(line, bytes))
+                if unpacker.member_end > end:
+                    end = unpacker.member_end
+                    yield lines, end
+                    lines, splitter = [], LineSplitter()
+    except CompressionError:
+        return

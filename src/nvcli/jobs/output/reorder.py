@@ -1,0 +1,153 @@
+"""Puts lines into the order of their rows. Lines that must wait long wait in a temporary file, not in memory.
+
+This is an external merge: lines wait in memory up to a bound, then go to the file as one sorted run. A run is read back
+from its beginning, so only one place and one row of it are remembered, however many lines it holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nvcli.errors import OutputError
+
+_HEADER = struct.Struct("<QI")
+"""The row and the length of a line, which stand before it in the file."""
+_READ_BYTES = 128 * 1024
+_OVERHEAD = 150
+"""Roughly what Python takes for a waiting line beside its bytes."""
+
+
+class ReorderBuffer:
+    """Takes lines in any order, and gives each out after the lines of all rows before it."""
+
+    def __init__(
+        self, next_row: Callable[[int], int] = lambda index: index, *, max_bytes: int, folder: Path | None = None
+    ) -> None:
+        """`next_row(i)` is the first row from `i` on that will come. `folder` holds the file; None: TMPDIR does."""
+        self._next_row = next_row
+        self._max_bytes = max_bytes
+        self._folder = folder
+        self._next = next_row(0)
+        self._held: dict[int, bytes] = {}
+        self._held_bytes = 0
+        self._runs: list[tuple[int, _Run]] = []
+        """The runs as a heap, by the row that each run has next."""
+        self._fd: int | None = None
+        self._file_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._held or self._runs)
+
+    @property
+    def spilled_bytes(self) -> int:
+        return self._file_bytes
+
+    def add(self, index: int, line: bytes) -> None:
+        """Take the line of a row. Raises OutputError when the temporary file cannot be written."""
+        self._held[index] = line
+        self._held_bytes += len(line) + _OVERHEAD
+        if self._held_bytes > self._max_bytes and index != self._next:
+            self._spill()
+
+    def take(self) -> Iterator[bytes]:
+        """Yield the lines whose turn has come."""
+        while True:
+            line = self._held.pop(self._next, None)
+            if line is not None:
+                self._held_bytes -= len(line) + _OVERHEAD
+            elif self._runs and self._runs[0][0] == self._next:
+                line = self._take_from_run()
+            else:
+                return
+            self._next = self._next_row(self._next + 1)
+            yield line
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _take_from_run(self) -> bytes:
+        _, run = self._runs[0]
+        line = run.take()
+        if run.next_index is not None:
+            heapq.heapreplace(self._runs, (run.next_index, run))
+        else:
+            heapq.heappop(self._runs)
+            if not self._runs:
+                assert self._fd is not None
+                os.ftruncate(self._fd, 0)
+                self._file_bytes = 0
+        return line
+
+    def _spill(self) -> None:
+        """Move the lines in memory to the file as a new run."""
+        indices = sorted(self._held)
+        try:
+            if self._fd is None:
+                self._fd = _open_temporary(self._folder)
+            start = at = self._file_bytes
+            for first in range(0, len(indices), 1024):
+                lines = [(index, self._held[index]) for index in indices[first : first + 1024]]
+                data = b"".join(part for index, line in lines for part in (_HEADER.pack(index, len(line)), line))
+                view = memoryview(data)
+                while view:
+                    written = os.pwrite(self._fd, view, at)
+                    view, at = view[written:], at + written
+        except OSError as error:
+            folder = self._folder or tempfile.gettempdir()
+            raise OutputError(
+                f"rows that wait for their turn (`job.order: input`) cannot be kept in a temporary file in {folder}: "
+                f"{error.strerror}; make room, or raise `job.reorder_memory`"
+            ) from None
+        self._file_bytes = at
+        heapq.heappush(self._runs, (indices[0], _Run(self._fd, start, at)))
+        self._held.clear()
+        self._held_bytes = 0
+
+
+class _Run:
+    """Sorted lines in a part of the file, read from its beginning."""
+
+    def __init__(self, fd: int, start: int, end: int) -> None:
+        self._fd = fd
+        self._at = start
+        self._end = end
+        self._chunk = memoryview(b"")
+        self.next_index: int | None
+        self._length = 0
+        self._read_header()
+
+    def take(self) -> bytes:
+        line = bytes(self._read(self._length))
+        self._read_header()
+        return line
+
+    def _read_header(self) -> None:
+        if self._at == self._end and not self._chunk:
+            self.next_index = None
+        else:
+            self.next_index, self._length = _HEADER.unpack(self._read(_HEADER.size))
+
+    def _read(self, size: int) -> memoryview:
+        if len(self._chunk) < size:
+            data = bytearray(self._chunk)
+            while len(data) < size:
+                more = os.pread(self._fd, min(max(_READ_BYTES, size - len(data)), self._end - self._at), self._at)
+                assert more, "the temporary file is shorter than what was written to it"
+                data += more
+                self._at += len(more)
+            self._chunk = memoryview(bytes(data))
+        taken, self._chunk = self._chunk[:size], self._chunk[size:]
+        return taken
+
+
+def _open_temporary(folder: Path | None) -> int:
+    """Open a file without a name, which is gone when it is closed, however the process ends."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.dup(file.fileno())

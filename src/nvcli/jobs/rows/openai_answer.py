@@ -1,0 +1,116 @@
+"""Makes a row of OpenAI's batch output file of a result.
+
+The form is that of platform.openai.com/docs/api-reference/batch/request-output. Every value follows from the row, its
+answer and the job: a job that was interrupted and continued gives the same rows as one that was not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
+
+BATCH_ID = "batch_req_"
+"""The id of an output row is this and the row's index."""
+
+_OURS = ("aborted", "kv_cache_too_small", "tokenizer_error")
+"""Error types that are not the request's fault: status 500, where others are 400."""
+
+
+def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]:
+    place, index = result.place, result.place.index
+    body: dict[str, Any]
+    if result.error is not None:
+        status, body = 500 if result.error.type in _OURS else 400, {"error": _error_object(result.error)}
+    elif place.form is RowForm.CHAT:
+        status, body = (
+            200,
+            {
+                "id": f"chatcmpl-{index}",
+                "object": "chat.completion",
+                "created": created,
+                "model": model,
+                "choices": [_chat_choice(choice) for choice in result.choices],
+                "usage": _usage(result.usage),
+            },
+        )
+    else:
+        status, body = (
+            200,
+            {
+                "id": f"cmpl-{index}",
+                "object": "text_completion",
+                "created": created,
+                "model": model,
+                "choices": [_completion_choice(choice) for choice in result.choices],
+                "usage": _usage(result.usage),
+            },
+        )
+    return {
+        "id": f"{BATCH_ID}{index}",
+        "custom_id": place.id if isinstance(place.id, str) else None,
+        "response": {"status_code": status, "request_id": f"req_{index}", "body": body},
+        "error": None if result.error is None else {"code": result.error.type, "message": result.error.message},
+    }
+
+
+def _error_object(error: ErrorInfo) -> dict[str, Any]:
+    kind = "server_error" if error.type in _OURS else "invalid_request_error"
+    return {"message": error.message, "type": kind, "param": None, "code": error.type}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _chat_choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": None if choice.logprobs is None else _chat_logprobs(choice.logprobs),
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def _chat_logprobs(logprobs: Logprobs) -> dict[str, Any]:
+    tokens = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    content = [
+        {**_token(text, logprob), "top_logprobs": [_token(*alternative) for alternative in top.items()]}
+        for text, logprob, top in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _completion_choice(choice: Choice) -> dict[str, Any]:
+    logprobs = choice.logprobs
+    return {
+        "index": choice.index,
+        "text": choice.text,
+        "logprobs": None
+        if logprobs is None
+        else {
+            "tokens": logprobs.tokens,
+            "token_logprobs": logprobs.token_logprobs,
+            "top_logprobs": logprobs.top_logprobs,
+            "text_offset": _offsets(logprobs.tokens),
+        },
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def _offsets(tokens: list[str]) -> list[int]:
+    """Return where each token begins in the text that the tokens make."""
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    return offsets

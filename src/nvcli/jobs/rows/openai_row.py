@@ -1,0 +1,168 @@
+"""Makes a `Job` of a row of an OpenAI batch file. Raises RowError that names the key.
+
+Parameters of the request body are those of the API's reference (platform.openai.com/docs/api-reference: chat,
+completions, batch), as far as they say how tokens are chosen, and the additions that vLLM's server takes. A parameter
+that would change the answer and is not known here is an error, never ignored; null is as good as absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvcli.errors import RowError
+from nvcli.jobs.job import Job, Place, RowForm
+from nvcli.jobs.rows.conversation import check_messages
+from nvcli.jobs.rows.native_row import RowDefaults
+from nvcli.sampling_params import MAX_LOGPROBS
+from nvcli.validation import InvalidValue, convert, show, suggest
+
+URLS = {"/v1/chat/completions": RowForm.CHAT, "/v1/completions": RowForm.COMPLETION}
+OWN_KEYS = frozenset(("custom_id", "method", "url", "body"))
+
+_SAME = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    # vLLM's additions:
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+)
+"""Parameters of the body that `sampling` knows by the same name."""
+_IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+"""Parameters that say nothing about the answer; `model` is repeated in it."""
+_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Parameters that are allowed with a value that changes nothing."""
+_CHAT_KEYS = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
+_COMPLETION_KEYS = ("prompt", "logprobs", "best_of")
+
+
+def looks_like_openai(row: dict[str, Any]) -> bool:
+    """Tell whether a row without a prompt of nvcli's own form is meant as a row of a batch file."""
+    return ("custom_id" in row) + ("url" in row) + ("body" in row) >= 2
+
+
+def openai_form(row: dict[str, Any]) -> RowForm:
+    """Return the form that a row's url asks for.
+
+    It is COMPLETION for a url that is not served: the error row has no part that a chat's form has alone.
+    """
+    url = row.get("url")
+    return URLS.get(url, RowForm.COMPLETION) if isinstance(url, str) else RowForm.COMPLETION
+
+
+def openai_id(row: dict[str, Any]) -> str:
+    value = row.get("custom_id")
+    if not isinstance(value, str):
+        what = f"is {show(value)}" if "custom_id" in row else "is missing"
+        raise RowError("invalid_id", f"`custom_id` {what}; give text that no other row has")
+    return value
+
+
+def openai_model(row: dict[str, Any]) -> str | None:
+    body = row.get("body")
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults) -> Job:
+    if row.get("method", "POST") != "POST":
+        raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
+    url, body = row.get("url"), row.get("body")
+    if not isinstance(url, str) or url not in URLS:
+        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise RowError("invalid_value", f"`body` is {show(body)}; expected an object with the request's parameters")
+    given = {key: value for key, value in body.items() if value is not None}
+    is_chat = place.form is RowForm.CHAT
+    _check_keys(given, is_chat)
+    if not isinstance(given.get("model", ""), str):
+        raise RowError("invalid_value", f"`body.model` is {show(given['model'])}; allowed: text")
+    own = {key: given[key] for key in _SAME if key in given}
+    own |= _chat_parameters(given) if is_chat else _completion_parameters(given)
+    sampling = defaults.sampling(own, under="body")
+    try:
+        if is_chat:
+            if "messages" not in given:
+                raise RowError("missing_prompt", "`body.messages` is not given")
+            messages = check_messages(given["messages"], under=("body", "messages"))
+            return Job(place=place, messages=messages, sampling=sampling)
+        prompt = _single_prompt(given)
+        if isinstance(prompt, str):
+            return Job(place=place, prompt=prompt, sampling=sampling)
+        ids = convert(prompt, list[int], under=("body", "prompt"))
+        return Job(place=place, prompt_token_ids=ids, sampling=sampling)
+    except InvalidValue as error:
+        raise RowError("invalid_value", error.message) from None
+
+
+def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
+    known = (*_SAME, *_IGNORED, *_HARMLESS_VALUES, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
+    for key, value in given.items():
+        if key not in known:
+            raise RowError("unsupported_parameter", f"`body.{key}` is not supported; {suggest(key, known)}")
+        if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
+            raise RowError(
+                "unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out"
+            )
+
+
+def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    if "max_completion_tokens" in given:
+        most = given["max_completion_tokens"]
+        if given.get("max_tokens", most) != most:
+            raise RowError("invalid_sampling", "`body.max_tokens` and `body.max_completion_tokens` differ; give one")
+        own["max_tokens"] = most
+    wanted, count = given.get("logprobs", False), given.get("top_logprobs")
+    if not isinstance(wanted, bool):
+        raise RowError("invalid_sampling", f"`body.logprobs` is {show(wanted)}; allowed: true or false")
+    if count is not None:
+        if not wanted:
+            raise RowError("invalid_sampling", "`body.top_logprobs` is given without `body.logprobs`: true")
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_LOGPROBS:
+            raise RowError(
+                "invalid_sampling",
+                f"`body.top_logprobs` is {show(count)}; allowed: an integer from 0 to {MAX_LOGPROBS}",
+            )
+    if wanted:
+        own["logprobs"] = count or 0
+    return own
+
+
+def _completion_parameters(given: dict[str, Any]) -> dict[str, Any]:
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise RowError("unsupported_parameter", "`body.best_of` other than `body.n` is not supported; leave it out")
+    return {"logprobs": given["logprobs"]} if "logprobs" in given else {}
+
+
+def _single_prompt(given: dict[str, Any]) -> Any:
+    if "prompt" not in given:
+        raise RowError("missing_prompt", "`body.prompt` is not given")
+    prompt = given["prompt"]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise RowError("invalid_value", f"`body.prompt` holds {len(prompt)} prompts; give one prompt a row")
+        return prompt[0]
+    if not isinstance(prompt, str | list):
+        raise RowError("invalid_value", f"`body.prompt` is {show(prompt)}; allowed: text or a list of token ids")
+    return prompt

@@ -1,0 +1,85 @@
+"""Makes the output row of a result, in the form of its input row, and reads back what a later run must know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nvcli.jobs.job import JobResult, RowForm
+from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
+
+
+class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
+    """Values that all rows of one output share; they are the same for every run that continues it."""
+
+    created: int = 0
+    """When the job began, in seconds since 1970; `created` of OpenAI's objects."""
+    model: str = ""
+    """The model's name, for rows that name none."""
+
+
+class WrittenRow(msgspec.Struct, frozen=True):
+    """The part of an output's line that a later run must know."""
+
+    index: int
+    error_type: str | None
+
+
+def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
+    """Return the output row: the keys of its form first, then what the input row passed through."""
+    place = result.place
+    is_native = place.form is RowForm.NATIVE
+    if not is_native:
+        row = openai_row(result, created=form.created, model=place.model or form.model)
+    else:
+        row = {
+            "id": place.id,
+            "index": place.index,
+            "choices": result.choices,
+            "usage": result.usage,
+            "error": result.error,
+        }
+    for key, value in place.extra.items():
+        if is_native or key != "index":  # by which `read_output_row` knows native rows
+            row.setdefault(key, value)  # a key of ours is never overridden
+    return row
+
+
+class _Line(msgspec.Struct):
+    index: int | None = None
+    id: Any = None
+    error: Any = None
+
+
+class _Error(msgspec.Struct):
+    type: str | None = None
+    code: str | None = None
+
+
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
+def read_output_row(line: bytes) -> WrittenRow | None:
+    """Read a line of an output; None for a line that is no whole row, such as a torn one."""
+    if not line.endswith(b"}") or b"\0" in line:
+        return None
+    try:
+        row = _line_decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    index = row.index
+    if index is None and isinstance(row.id, str) and row.id.startswith(BATCH_ID):
+        digits = row.id.removeprefix(BATCH_ID)
+        index = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 19 else None
+    if index is None or not 0 <= index < 1 << 48:
+        return None
+    return WrittenRow(index, _error_type(row.error) if row.error is not None else None)
+
+
+def _error_type(error: Any) -> str:
+    try:
+        known = msgspec.convert(error, _Error)
+    except msgspec.ValidationError:
+        return "unknown"
+    return known.type or known.code or "unknown"

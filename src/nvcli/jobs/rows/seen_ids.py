@@ -1,0 +1,96 @@
+"""The set of row ids that were taken, in little memory."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+
+from nvcli.jobs.job import JobId
+
+_NUM_TABLES = 1024
+_FIRST_CELLS = 4
+_MASK = (1 << 64) - 1
+
+
+class SeenIds:
+    """A set of ids that costs nothing for rows without ids of their own, and 11 to 22 bytes for others.
+
+    Ids are kept as 64-bit hashes, with a random key in each process: ten million different ids have a chance of three
+    in a million that two are taken for one. Line numbers that stand in for ids are kept as ranges.
+    """
+
+    def __init__(self) -> None:
+        self._hashes = _HashSet()
+        self._has_integers = False
+        self._range_starts = array("q")
+        self._range_ends = array("q")
+
+    def add(self, row_id: JobId, *, given: bool) -> bool:
+        """Take an id; False if it was taken already.
+
+        `given` says that the row brought the id; else it is a line number, and line numbers come in ascending order.
+        """
+        if isinstance(row_id, str):
+            return self._hashes.add(hash(row_id) & _MASK)
+        if self._is_line(row_id):
+            return False
+        # Not of the number: that is alike for -1 and -2, and for numbers 2⁶¹ - 1 apart. In a tuple, as strings are ids.
+        hashed = hash((str(row_id), "id")) & _MASK
+        if given:
+            self._has_integers = True
+            return self._hashes.add(hashed)
+        if self._has_integers and hashed in self._hashes:
+            return False
+        if self._range_ends and self._range_ends[-1] == row_id:
+            self._range_ends[-1] = row_id + 1
+        else:
+            self._range_starts.append(row_id)
+            self._range_ends.append(row_id + 1)
+        return True
+
+    def _is_line(self, number: int) -> bool:
+        at = bisect_right(self._range_starts, number) - 1
+        return at >= 0 and number < self._range_ends[at]
+
+
+class _HashSet:
+    """64-bit hashes in open addressing: many small tables, so that growing one takes no time worth noticing."""
+
+    def __init__(self) -> None:
+        self._tables = [array("Q", bytes(8 * _FIRST_CELLS)) for _ in range(_NUM_TABLES)]
+        self._sizes = array("Q", bytes(8 * _NUM_TABLES))
+
+    def add(self, hashed: int) -> bool:
+        """Add a hash. Returns False if it was in the set before."""
+        hashed = hashed or 1  # 0 marks a free cell
+        number = hashed % _NUM_TABLES
+        table = self._tables[number]
+        cell = _free_cell(table, hashed)
+        if cell is None:
+            return False
+        table[cell] = hashed
+        self._sizes[number] += 1
+        if 4 * self._sizes[number] > 3 * len(table):
+            larger = array("Q", bytes(16 * len(table)))
+            for old in table:
+                if old:
+                    cell = _free_cell(larger, old)
+                    assert cell is not None
+                    larger[cell] = old
+            self._tables[number] = larger
+        return True
+
+    def __contains__(self, hashed: int) -> bool:
+        hashed = hashed or 1
+        return _free_cell(self._tables[hashed % _NUM_TABLES], hashed) is None
+
+
+def _free_cell(table: array[int], hashed: int) -> int | None:
+    """Return the cell where `hashed` goes; None if it is in the table."""
+    last = len(table) - 1
+    cell = (hashed // _NUM_TABLES) & last
+    while (held := table[cell]) != 0:
+        if held == hashed:
+            return None
+        cell = (cell + 1) & last
+    return cell

@@ -1,0 +1,169 @@
+"""The work list of paged decode attention: chunks of the rows' keys, listed on the GPU once a step.
+
+The planning kernel cuts the keys that each row sees into chunks of about equal length, so that the chunks × KV heads
+come to a few programs for each multiprocessor, and lists the chunks, longest first (FlashInfer's scheduler, Ye et al.
+2025, moved to the GPU). Nothing depends on host values but the number of rows: a launch captured in a CUDA graph for
+some number of rows serves any lengths.
+
+With a window only the last `window` keys of a row are listed, so that blocks behind the window are never read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ITEM_FIELDS = 8
+"""int32 of a list entry: row, first key, end, chunks of the row, its first partial result, which chunk, the row's slot,
+the first key that the row sees (the first chunk may begin before it, where a tile of keys does)."""
+MIN_CHUNK = 128
+"""Keys; shorter chunks cost more in reduction than they gain."""
+FEW_ROWS = 8
+"""Up to here fewer programs with deeper pipelines are faster; above, programs enough for all (measured on an H200)."""
+_ROWS, _COLUMNS = 16, 256
+"""Rows that a program of the planning kernel places, and rows that it compares them with at a time."""
+
+
+@triton.jit
+def _first_keys(lens, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """The first key to attend of each row, rounded down to a multiple of ALIGN."""
+    first_keys = tl.zeros_like(lens)
+    if HAS_WINDOW:
+        first_keys = tl.maximum(lens - window, 0) // ALIGN * ALIGN
+    return first_keys
+
+
+@triton.jit
+def _cut(spans, chunk, TILE: tl.constexpr):
+    """(keys in a chunk, number of chunks) of spans of keys; an empty one (padding) makes one empty chunk."""
+    num_chunks = tl.maximum(tl.cdiv(spans, chunk), 1)
+    size = tl.maximum(tl.cdiv(tl.cdiv(spans, num_chunks), TILE) * TILE, TILE)
+    return size, tl.maximum(tl.cdiv(spans, size), 1)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "target_programs", "window"],
+    do_not_specialize_on_alignment=["seq_lens", "slots"],
+)
+def plan_decode_kernel(
+    seq_lens,  # [num_rows] int32, keys of each row
+    slots,  # [num_rows] int64
+    items,  # [capacity, ITEM_FIELDS] int32, written
+    num_items,  # [1] int32, written
+    num_rows,
+    target_programs,
+    window,  # keys that a row sees at most, where HAS_WINDOW
+    NUM_KV_HEADS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr,
+):
+    """Program i places the chunks of ROWS rows: behind those of all rows with longer chunks, ties by row."""
+    columns = tl.arange(0, COLUMNS)
+    tokens = tl.zeros([COLUMNS], tl.int64)
+    for start in range(0, num_rows, COLUMNS):
+        lens = tl.load(seq_lens + start + columns, mask=start + columns < num_rows, other=0)
+        tokens += lens - _first_keys(lens, window, HAS_WINDOW, ALIGN)
+    per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs).to(tl.int32)
+    chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, MIN_CHUNK)
+
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
+    row_slots = tl.load(slots + rows, mask=rows < num_rows, other=0).to(tl.int32)
+    first_keys = _first_keys(lens, window, HAS_WINDOW, ALIGN)
+    size, num_chunks = _cut(lens - first_keys, chunk, TILE)
+    first_item = tl.zeros([ROWS], tl.int32)
+    first_partial = tl.zeros([ROWS], tl.int32)
+    total = tl.zeros([COLUMNS], tl.int32)
+    for start in range(0, num_rows, COLUMNS):
+        others = start + columns
+        other_lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
+        other_size, other_chunks = _cut(other_lens - _first_keys(other_lens, window, HAS_WINDOW, ALIGN), chunk, TILE)
+        other_chunks = tl.where(others < num_rows, other_chunks, 0)
+        total += other_chunks
+        is_before = (other_size[None, :] > size[:, None]) | (
+            (other_size[None, :] == size[:, None]) & (others[None, :] < rows[:, None])
+        )
+        first_item += tl.sum(tl.where(is_before, other_chunks[None, :], 0), 1)
+        # Only rows of more than one chunk leave partial results.
+        first_partial += tl.sum(tl.where(is_before & (other_chunks[None, :] > 1), other_chunks[None, :], 0), 1)
+
+    for index in range(tl.max(num_chunks, 0)):
+        item = items + (first_item + index) * ITEM_FIELDS
+        is_mine = (index < num_chunks) & (rows < num_rows)
+        tl.store(item, rows, mask=is_mine)
+        tl.store(item + 1, first_keys + index * size, mask=is_mine)
+        tl.store(item + 2, tl.minimum(first_keys + (index + 1) * size, lens), mask=is_mine)
+        tl.store(item + 3, num_chunks, mask=is_mine)
+        tl.store(item + 4, first_partial, mask=is_mine)
+        tl.store(item + 5, tl.zeros([ROWS], tl.int32) + index, mask=is_mine)
+        tl.store(item + 6, row_slots, mask=is_mine)
+        if HAS_WINDOW:
+            tl.store(item + 7, tl.maximum(lens - window, 0), mask=is_mine)
+    if tl.program_id(0) == 0:
+        tl.store(num_items, tl.sum(total, 0))
+
+
+class DecodeWorkList:
+    """The chunks of a step for one window (None: full attention), in memory that is allocated once.
+
+    align: what the first key of a row is rounded down to; keys that share a multiple of it must share a block.
+    tile: keys that the attention kernel takes at a time.
+    """
+
+    def __init__(
+        self, *, window: int | None, num_kv_heads: int, tile: int, align: int, max_rows: int, device: torch.device
+    ) -> None:
+        self._window, self._num_kv_heads = window, num_kv_heads
+        self._tile, self._align = tile, align
+        self._max_rows = max_rows
+        self._num_processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        )
+        self.items = torch.zeros(self.capacity(max_rows) + 1, ITEM_FIELDS, dtype=torch.int32, device=device)
+        """[capacity, ITEM_FIELDS] int32."""
+        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        """[1] int32."""
+
+    def capacity(self, num_rows: int) -> int:
+        """The most chunks that so many rows are cut into: target / KV heads + rows."""
+        return self._target(num_rows) // self._num_kv_heads + num_rows
+
+    @property
+    def max_partials(self) -> int:
+        """The most chunks of rows that are cut, at most 2 × target / KV heads: a row of more than one chunk is longer
+        than the chunk size, which is at least all keys × KV heads / target."""
+        return 2 * (self._target(self._max_rows) // self._num_kv_heads + 1)
+
+    def plan(self, seq_lens: Tensor, slots: Tensor) -> None:
+        """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64."""
+        num_rows = seq_lens.shape[0]
+        assert num_rows <= self._max_rows, f"{num_rows} decode rows, and the backend was made for {self._max_rows}"
+        plan_decode_kernel[(triton.cdiv(num_rows, _ROWS),)](
+            seq_lens,
+            slots,
+            self.items,
+            self.num_items,
+            num_rows,
+            self._target(num_rows),
+            self._window or 0,
+            NUM_KV_HEADS=self._num_kv_heads,
+            HAS_WINDOW=self._window is not None,
+            ALIGN=self._align,
+            TILE=self._tile,
+            MIN_CHUNK=MIN_CHUNK,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+            ITEM_FIELDS=ITEM_FIELDS,
+            num_warps=4,
+        )
+
+    def _target(self, num_rows: int) -> int:
+        """Programs to aim for."""
+        return self._num_processors * 5 // 2 if num_rows <= FEW_ROWS else self._num_processors * 4

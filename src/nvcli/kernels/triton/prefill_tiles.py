@@ -1,0 +1,133 @@
+"""The work list of paged prefill attention: tiles of the chunks' queries, listed on the GPU once a step.
+
+A tile is a number of rows of one chunk: with G query heads for each KV head, row r of a chunk is head r % G of token
+r // G. Tiles of longer requests come first, and within a chunk the last tile, which sees the most keys: what one tile
+reads, the next finds in the L2 cache. Nothing depends on host values but the batch's shape, so that a launch captured
+in a CUDA graph serves any chunks. Tokens behind the last chunk's, which pad a graph, are listed as tiles without keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_FIELDS = 8
+"""int32 of a list entry: the request's slot, the tile's first row in the chunk, the chunk's first token, its number of
+tokens, keys of the request (0: attend to nothing); 3 unused, so that an entry lies in one sector of memory."""
+_COLUMNS = 256
+"""Chunks that a program of the planning kernel compares its own with at a time."""
+_LANES = 128
+"""Tiles that it stores at a time."""
+
+
+@triton.jit(
+    do_not_specialize=["first_chunk", "num_chunks", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "slots"],
+)
+def plan_prefill_kernel(
+    query_start_loc,  # [R + 1] int32, first token of each row of the batch
+    seq_lens,  # [R] int32, keys of each row's request, the chunk's own included
+    slots,  # [R] int64
+    tiles,  # [capacity, TILE_FIELDS] int32, written
+    num_tiles,  # [1] int32, written
+    first_chunk,  # the row of the batch that is the first chunk
+    num_chunks,
+    num_tokens,  # of all chunks, padding included
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+):
+    """Program i lists the tiles of chunk i, behind those of all chunks of longer requests, ties by number; the program
+    behind the last chunk's lists the padding tokens."""
+    chunk = tl.program_id(0)
+    is_chunk = chunk < num_chunks
+    query_start_loc += first_chunk
+    seq_lens += first_chunk
+    slots += first_chunk
+    origin = tl.load(query_start_loc)
+    start = tl.load(query_start_loc + chunk) - origin
+    end = tl.load(query_start_loc + chunk + 1, mask=is_chunk, other=0) - origin
+    length = tl.load(seq_lens + chunk, mask=is_chunk, other=0)
+    slot = tl.load(slots + chunk, mask=is_chunk, other=0).to(tl.int32)
+    own_tokens = tl.where(is_chunk, end, num_tokens) - start
+
+    columns = tl.arange(0, COLUMNS)
+    tiles_before = tl.zeros([COLUMNS], tl.int32)
+    for first in range(0, num_chunks, COLUMNS):
+        others = first + columns
+        is_other = others < num_chunks
+        other_length = tl.load(seq_lens + others, mask=is_other, other=0)
+        other_start = tl.load(query_start_loc + others, mask=is_other, other=0)
+        other_end = tl.load(query_start_loc + others + 1, mask=is_other, other=0)
+        is_before = is_other & ((other_length > length) | ((other_length == length) & (others < chunk)))
+        tiles_before += tl.where(is_before, tl.cdiv((other_end - other_start) * GROUP, ROWS), 0)
+    first_tile = tl.sum(tiles_before, 0)
+    own_tiles = tl.cdiv(own_tokens * GROUP, ROWS)
+    # Padding rows may have more tokens than keys: they attend to as many keys of the null block.
+    num_keys = tl.where(is_chunk, tl.maximum(length, own_tokens), 0)
+
+    for first in range(0, own_tiles, LANES):
+        index = first + tl.arange(0, LANES)
+        is_mine = index < own_tiles
+        tile = tiles + (first_tile + index) * TILE_FIELDS
+        zeros = tl.zeros([LANES], tl.int32)
+        tl.store(tile, zeros + slot, mask=is_mine)
+        tl.store(tile + 1, (own_tiles - 1 - index) * ROWS, mask=is_mine)
+        tl.store(tile + 2, zeros + start, mask=is_mine)
+        tl.store(tile + 3, zeros + own_tokens, mask=is_mine)
+        tl.store(tile + 4, zeros + num_keys, mask=is_mine)
+    if chunk == num_chunks:
+        tl.store(num_tiles, first_tile + own_tiles)  # nothing comes behind a length of 0 and the highest number
+
+
+class PrefillTiles:
+    """The tiles of a step, in memory that is allocated once. Kinds of attention with the same G share one list.
+
+    group: G; rows: rows of a tile; max_tokens, max_chunks: the most of a step, padding included.
+    """
+
+    def __init__(self, *, group: int, rows: int, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+        self._group, self._rows = group, rows
+        max_tiles = self._most_tiles(max_tokens, max_chunks)
+        self.tiles = torch.zeros(max_tiles, TILE_FIELDS, dtype=torch.int32, device=device)
+        """[max_tiles, TILE_FIELDS] int32."""
+        self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
+        """[1] int32."""
+        self.capacity = 0
+        """The most tiles that the planned batch may have, from its shape alone."""
+
+    def plan(
+        self, query_start_loc: Tensor, seq_lens: Tensor, slots: Tensor, *, first_chunk: int, num_tokens: int
+    ) -> None:
+        """List the tiles of the rows from `first_chunk` on, which have `num_tokens` tokens, padding included.
+
+        query_start_loc: [R + 1] int32, seq_lens: [R] int32, slots: [R] int64, of all rows of the batch.
+        """
+        num_chunks = seq_lens.shape[0] - first_chunk
+        self.capacity = self._most_tiles(num_tokens, num_chunks)
+        assert self.capacity <= self.tiles.shape[0], f"{num_tokens} tokens in {num_chunks} chunks are too many"
+        plan_prefill_kernel[(num_chunks + 1,)](
+            query_start_loc,
+            seq_lens,
+            slots,
+            self.tiles,
+            self.num_tiles,
+            first_chunk,
+            num_chunks,
+            num_tokens,
+            GROUP=self._group,
+            ROWS=self._rows,
+            COLUMNS=_COLUMNS,
+            LANES=_LANES,
+            TILE_FIELDS=TILE_FIELDS,
+            num_warps=4,
+        )
+
+    def _most_tiles(self, num_tokens: int, num_chunks: int) -> int:
+        """Every chunk, and the padding behind them, may leave its last tile partly filled. Together they fill less than
+        one tile more for each chunk than if all their rows lay side by side."""
+        return -(-num_tokens * self._group // self._rows) + num_chunks

@@ -1,0 +1,148 @@
+"""The inputs of a step in one launch, a program for each row; and spans of tokens into the table of all requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows
+
+_TOKENS = 512
+"""Tokens that a program takes at once; rows of one token are the many."""
+_LOGITS = 16
+
+
+@triton.jit(
+    do_not_specialize=[
+        "token_ids_stride", "block_table_stride", "group_stride", "slot_mapping_stride", "padding_slot",
+    ]
+)  # fmt: skip
+def _prepare_inputs_kernel(
+    slots_ptr,  # [R + 1] int32, as the next four: see StepRows
+    num_tokens_ptr,
+    num_logits_ptr,
+    query_start_loc_ptr,  # [R + 2]
+    logits_start_loc_ptr,  # [R + 2]
+    lengths_ptr,  # [S] int32, advanced
+    token_ids_ptr,  # [S, ...] int32, rows token_ids_stride apart
+    block_tables_ptr,  # [G, S, ...] int32, rows block_table_stride apart, groups group_stride
+    input_ids_ptr,  # [T] int32, written, as all below
+    positions_ptr,  # [T] int32
+    slot_mapping_ptr,  # [G, T] int64, groups slot_mapping_stride apart
+    out_slots_ptr,  # [R + 1] int64
+    seq_lens_ptr,  # [R + 1] int32
+    logits_rows_ptr,  # [N] int64
+    sample_slots_ptr,  # [N] int64
+    sample_positions_ptr,  # [N] int32
+    token_ids_stride,
+    block_table_stride,
+    group_stride,
+    slot_mapping_stride,
+    padding_slot,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LOGITS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    num_tokens = tl.load(num_tokens_ptr + row)
+    num_logits = tl.load(num_logits_ptr + row)
+    first_token = tl.load(query_start_loc_ptr + row)
+    first_logits = tl.load(logits_start_loc_ptr + row)
+    end_logits = tl.load(logits_start_loc_ptr + row + 1)
+    is_real = slot != padding_slot
+    length = tl.where(is_real, tl.load(lengths_ptr + slot), 0)
+
+    for start in range(0, num_tokens, TOKENS):
+        index = start + tl.arange(0, TOKENS)
+        inside = index < num_tokens
+        position = tl.where(is_real, length + index, 0)
+        token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=inside, other=0)
+        token = first_token + index
+        tl.store(input_ids_ptr + token, token_id, mask=inside)
+        tl.store(positions_ptr + token, position, mask=inside)
+        column = block_tables_ptr + slot * block_table_stride + position // BLOCK_SIZE
+        for group in tl.static_range(NUM_GROUPS):
+            block = tl.load(column + group * group_stride, mask=inside, other=0).to(tl.int64)
+            place = slot_mapping_ptr + group * slot_mapping_stride + token
+            tl.store(place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+
+    for start in range(0, end_logits - first_logits, LOGITS):
+        index = start + tl.arange(0, LOGITS)
+        inside = index < end_logits - first_logits
+        is_used = index < num_logits
+        behind = num_tokens - num_logits + index
+        place = first_logits + index
+        tl.store(logits_rows_ptr + place, tl.where(is_used, first_token + behind, 0).to(tl.int64), mask=inside)
+        tl.store(sample_slots_ptr + place, tl.where(is_used, slot, padding_slot), mask=inside)
+        tl.store(sample_positions_ptr + place, tl.where(is_used, length + behind + 1, 0), mask=inside)
+
+    tl.store(out_slots_ptr + row, slot)
+    tl.store(seq_lens_ptr + row, length + num_tokens)
+    # No other row has this slot; the padding slot, which several rows may have, keeps its length. All warps have read
+    # the length before one of them writes it.
+    tl.debug_barrier()
+    tl.store(lengths_ptr + slot, length + num_tokens, mask=is_real)
+
+
+def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
+    """See `nvcli.kernels.prepare_inputs.prepare_inputs`."""
+    num_groups = state.block_tables.shape[0]
+    _prepare_inputs_kernel[(len(rows.slots),)](
+        rows.slots,
+        rows.num_tokens,
+        rows.num_logits,
+        rows.query_start_loc,
+        rows.logits_start_loc,
+        state.lengths,
+        state.token_ids,
+        state.block_tables,
+        out.input_ids,
+        out.positions,
+        out.slot_mapping,
+        out.slots,
+        out.seq_lens,
+        out.logits_rows,
+        out.sample_slots,
+        out.sample_positions,
+        state.token_ids.stride(0),
+        state.block_tables.stride(1),
+        state.block_tables.stride(0),
+        out.slot_mapping.stride(0),
+        state.padding_slot,
+        NUM_GROUPS=num_groups,
+        BLOCK_SIZE=state.block_size,
+        TOKENS=_TOKENS,
+        LOGITS=_LOGITS,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _write_tokens_kernel(
+    token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
+    slots_ptr,  # [n] int32
+    starts_ptr,  # [n] int32
+    offsets_ptr,  # [n + 1] int32
+    ids_ptr,  # int32
+    stride,
+    TOKENS: tl.constexpr,
+):
+    span = tl.program_id(0)
+    first, end = tl.load(offsets_ptr + span), tl.load(offsets_ptr + span + 1)
+    target = token_ids_ptr + tl.load(slots_ptr + span).to(tl.int64) * stride + tl.load(starts_ptr + span) - first
+    for start in range(first, end, TOKENS):
+        index = start + tl.arange(0, TOKENS)
+        tl.store(target + index, tl.load(ids_ptr + index, mask=index < end), mask=index < end)
+
+
+def write_tokens(token_ids: Tensor, slots: Tensor, starts: Tensor, offsets: Tensor, ids: Tensor) -> None:
+    """See `nvcli.kernels.prepare_inputs.write_tokens`."""
+    _write_tokens_kernel[(len(slots),)](
+        token_ids, slots, starts, offsets, ids, token_ids.stride(0), TOKENS=1024, num_warps=4
+    )

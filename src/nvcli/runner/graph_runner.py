@@ -1,0 +1,118 @@
+"""GraphRunner: steps as CUDA graphs, by the shape of their batch.
+
+A graph covers the whole step on the device, from its rows in the input buffers to the sampled ids in the slot table. A
+step is padded to the captured shape that computes the fewest tokens; padding touches nothing that belongs to a request.
+Graphs are captured from the largest down into one memory pool, so that small ones use the memory of the largest
+(SGLang's CudaGraphRunner works so too).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.forward_batch import BatchShape
+
+
+class GraphOutput(Protocol):
+    """Tensors that a step leaves behind."""
+
+    def unowned(self) -> Self:
+        """The same with large tensors replaced by `unowned` ones."""
+        ...
+
+
+T = TypeVar("T", bound=GraphOutput)
+
+
+class GraphRunner(Generic[T]):
+    """The graphs of one rank."""
+
+    def __init__(
+        self,
+        shapes: Sequence[BatchShape],
+        run: Callable[[BatchShape], T],
+        *,
+        prepare: Callable[[BatchShape], None] = lambda shape: None,
+    ) -> None:
+        """`shapes`: what to capture, those with the most tokens first. `run` launches a step of a shape on static
+        tensors; `prepare` makes ready for it, outside the graph."""
+        self.shapes = list(shapes)
+        self._run, self._prepare = run, prepare
+        self._graphs: dict[BatchShape, torch.cuda.CUDAGraph] = {}
+        self._outputs: dict[BatchShape, T] = {}
+        self._pool: tuple[int, int] | None = None
+        self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
+
+    def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
+        """Capture these shapes (None: all), in their order."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # One for all: the allocator keeps what was freed for the stream that used it.
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        for shape in self.shapes if shapes is None else shapes:
+            self._graphs[shape], self._outputs[shape] = self._capture(shape, stream)
+        torch.cuda.synchronize()
+
+    def padded_shape(self, shape: BatchShape) -> BatchShape | None:
+        """The shape of the graph that serves a batch; None: no graph does."""
+        for candidate in self._smallest_first:
+            if (
+                candidate.decode_rows >= shape.decode_rows
+                and candidate.prefill_rows >= shape.prefill_rows
+                and candidate.prefill_tokens >= shape.prefill_tokens
+                and (shape.decode_rows == 0 or candidate.tokens_per_row == shape.tokens_per_row)
+            ):
+                return candidate
+        return None
+
+    def replay(self, shape: BatchShape) -> T:
+        """Run the graph of a captured shape. Its output holds until the next replay of any graph."""
+        self._graphs[shape].replay()
+        return self._outputs[shape]
+
+    def _capture(self, shape: BatchShape, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph = torch.cuda.CUDAGraph()
+        self._prepare(shape)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), _no_garbage_collection():
+            self._run(shape)  # loads and compiles what it launches
+            # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back.
+            graph.capture_begin(pool=self._pool)
+            try:
+                output = self._run(shape)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph, output.unowned()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection in the middle of a capture may free CUDA memory, which breaks the capture."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _DeviceMemory:
+    """Describes a tensor's memory to torch without owning it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        bits = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor.view(torch.int32)
+        self.__cuda_array_interface__ = bits.__cuda_array_interface__
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """The same memory, not kept from the graphs that are captured next: they may use it, and none runs beside another.
+
+    A large output of every graph, kept, would add up to more than all graphs together take otherwise.
+    """
+    return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,0 +1,125 @@
+"""SamplingTable: how each slot chooses its tokens, on the device, with a row for each slot.
+
+Slots are filled with one upload however many they are, and nothing here waits for the device. The host keeps for each
+slot what decides which way a batch goes, as numpy arrays that are read for a whole batch at once.
+
+The last row is the padding slot: it is greedy, and nothing limits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntFlag
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.messages import MAX_STOP_IDS, NewSlot, SlotSampling
+from nvcli.runner.uploader import Uploader
+
+_MAX_INT32 = 2**31 - 1
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_LONGS = ("seed", "row", "sample")
+
+
+class SamplingFlag(IntFlag):
+    """What a slot asks for beyond greedy or temperature."""
+
+    SMALL_TOP_K = 1
+    """A top-k up to MAX_CANDIDATES, alone or with top-p and min-p."""
+    OTHER_LIMITS = 2
+    """Top-k, top-p or min-p, but no small top-k."""
+    PENALTIES = 4
+    ADJUSTED = 8
+    """Biased or forbidden tokens."""
+    LOGPROBS = 16
+
+
+class SamplingTable:
+    """Sampling parameters of `num_slots` slots and of the padding slot."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        num_rows = num_slots + 1
+        # One tensor for each width, so that slots are filled by one operation for each width.
+        self._words = torch.zeros(len(_FLOATS) + 3, num_rows, dtype=torch.int32, device=device)
+        self._longs = torch.zeros(len(_LONGS), num_rows, dtype=torch.int64, device=device)
+        floats = self._words.view(torch.float32)
+        temperature, top_p, min_p, *penalties = floats[: len(_FLOATS)]
+        self.presence_penalty, self.frequency_penalty, self.repetition_penalty = penalties
+        """[S] float32 each."""
+        top_k, self.prompt_len, self.min_len = self._words[len(_FLOATS) :]
+        """prompt_len: [S] int32, tokens of the prompt; min_len: [S] int32, positions below it forbid stop ids."""
+        seed, row, sample = self._longs
+        self.columns = SamplingColumns(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, row=row, sample=sample
+        )
+        self.adjusted_ids = torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.int32, device=device)
+        """[S, MAX_STOP_IDS], the biased tokens of a slot, then its stop ids."""
+        self.adjusted_values = torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.float32, device=device)
+        """[S, MAX_STOP_IDS], what is added to the logits of those tokens: -inf for stop ids, 0 behind the last."""
+
+        self.flags_host = np.zeros(num_rows, dtype=np.uint8)
+        """[S], `SamplingFlag`s."""
+        self.num_logprobs_host = np.zeros(num_rows, dtype=np.int64)
+        """[S], alternatives that a slot with LOGPROBS wants."""
+        self.num_adjusted_host = np.zeros(num_rows, dtype=np.int64)
+        """[S], how many entries of `adjusted_ids` count."""
+
+    def fill(self, new_slots: Sequence[NewSlot], upload: Uploader) -> None:
+        """Take in the parameters of requests that enter slots."""
+        if not new_slots:
+            return
+        samplings = [new.sampling for new in new_slots]
+        slots = np.array([new.slot for new in new_slots])
+        floats = np.array([[getattr(s, name) for s in samplings] for name in _FLOATS], dtype=np.float32)
+        ints = [(s.top_k, s.prompt_len, s.prompt_len + s.min_tokens) for s in samplings]
+        clipped = np.array([[min(value, _MAX_INT32) for value in row] for row in ints], dtype=np.int32).T
+        words = np.concatenate([floats.view(np.int32), clipped])
+        longs = np.array([[getattr(s, name) for s in samplings] for name in _LONGS], dtype=np.int64)
+        index, words_there, longs_there = upload(slots, words.ravel(), longs.view(np.int32).ravel())
+        at = index.long()
+        self._words[:, at] = words_there.view(len(words), -1)
+        self._longs[:, at] = longs_there.view(torch.int64).view(len(longs), -1)
+        self.flags_host[slots] = [_flags(s) for s in samplings]
+        self.num_logprobs_host[slots] = [max(0, s.num_logprobs) for s in samplings]
+        self.num_adjusted_host[slots] = [len(s.bias_ids) + len(s.stop_ids) for s in samplings]
+        adjusted = [new for new in new_slots if new.sampling.bias_ids or new.sampling.stop_ids]
+        if adjusted:
+            self._fill_adjusted(adjusted)
+
+    def _fill_adjusted(self, new_slots: list[NewSlot]) -> None:
+        slots = np.array([new.slot for new in new_slots])
+        longest = int(self.num_adjusted_host[slots].max())
+        ids = np.zeros((len(slots), longest), dtype=np.int32)
+        values = np.zeros((len(slots), longest), dtype=np.float32)
+        for i, s in enumerate(new.sampling for new in new_slots):
+            entries = [*s.bias_ids, *s.stop_ids]
+            ids[i, : len(entries)] = entries
+            values[i, : len(entries)] = [*s.bias_values, *([-np.inf] * len(s.stop_ids))]
+        at = self._to_device(slots)
+        self.adjusted_values[at] = 0.0
+        self.adjusted_ids[at, :longest] = self._to_device(ids)
+        self.adjusted_values[at, :longest] = self._to_device(values)
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        """A copy without waiting, of arrays that may be too large for the uploader. The allocator of pinned memory
+        keeps it until the copy is over."""
+        tensor, device = torch.from_numpy(array), self._words.device
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _flags(sampling: SlotSampling) -> int:
+    s, flags = sampling, SamplingFlag(0)
+    if s.temperature > 0 and 0 < s.top_k <= MAX_CANDIDATES:
+        flags |= SamplingFlag.SMALL_TOP_K
+    elif s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0):
+        flags |= SamplingFlag.OTHER_LIMITS
+    if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1:
+        flags |= SamplingFlag.PENALTIES
+    if s.bias_ids or s.stop_ids:
+        flags |= SamplingFlag.ADJUSTED
+    if s.num_logprobs >= 0:
+        flags |= SamplingFlag.LOGPROBS
+    return int(flags)

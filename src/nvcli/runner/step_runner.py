@@ -1,0 +1,202 @@
+"""StepRunner: one step of a rank, from the engine's message to the ids on their way back.
+
+There is one way for all steps. The host lays the rows out and plans; the slot table takes in what changed; one kernel
+prepares the inputs; the model runs; the rows that need it get logits and a token. A CUDA graph holds all that the
+device does from the prepared inputs on, where one was captured for the shape; an eager step launches the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.kv_cache import KVCache
+from nvcli.distributed.tensor_parallel import StageState
+from nvcli.kernels.prepare_inputs import prepare_inputs
+from nvcli.messages import StepInput, StepOutput
+from nvcli.models.causal_lm import CausalLM
+from nvcli.runner.graph_runner import GraphRunner, unowned
+from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
+from nvcli.runner.sampler import PendingLogprobs, Sampler
+from nvcli.runner.slot_table import SlotTable, unpack_ids
+from nvcli.runner.stage_link import StageLink, StageOutput
+from nvcli.runner.step_clock import StepClock, StepTime
+
+_STEPS_POSTED = 2
+"""Steps that may be with the thread that posts them, beside those in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What a step of the last stage leaves behind, for the N rows that are kept for logits."""
+
+    logits: Tensor
+    """[N, M] of this rank's part of the vocabulary."""
+    ids: Tensor | None
+    """[N] int32, in the slot table already; None where the rows ask for more than `Sampler.sample` does."""
+
+    def unowned(self) -> StepLogits:
+        return replace(self, logits=unowned(self.logits))
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step's ids on their way to the host."""
+
+    step_id: int
+    ids: Tensor
+    """[num_sampled] int32, on the host once the step is over."""
+    logprobs: PendingLogprobs | None
+    time: StepTime
+    is_graph: bool
+
+    def result(self) -> StepOutput:
+        """Wait for the step; what it gave."""
+        self.time.wait()
+        return StepOutput(
+            step_id=self.step_id,
+            token_ids=self.ids.numpy().tobytes(),
+            logprobs=[] if self.logprobs is None else self.logprobs.result(),
+            seconds=self.time.seconds,
+            idle_seconds=self.time.idle_seconds,
+            is_graph=self.is_graph,
+        )
+
+
+class StepRunner:
+    """Runs the steps of one rank over one slot table and KV cache."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        slots: SlotTable,
+        buffers: InputBuffers,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        link: StageLink,
+        clock: StepClock,
+        *,
+        steps_in_flight: int,
+        max_sampled: int,
+    ) -> None:
+        """`max_sampled`: most tokens that a step gives."""
+        self._model, self._slots, self._buffers = model, slots, buffers
+        self._kv_cache, self._backend = kv_cache, backend
+        self._sampler, self._link, self._clock = sampler, link, clock
+        self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
+        self._graph_batches: dict[BatchShape, StepBatch] = {}
+        self._on_gpu = slots.state.lengths.is_cuda
+        self._pinned_ids = [
+            torch.empty(max_sampled, dtype=torch.int32, pin_memory=self._on_gpu)
+            for _ in range(steps_in_flight + _STEPS_POSTED)
+        ]
+
+    def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
+        """Graphs of these shapes, not captured yet."""
+
+        def prepare(shape: BatchShape) -> None:
+            """A batch of nothing but padding."""
+            batch = self._buffers.stage(StepInput(step_id=-1), self._padded_batch(shape))
+            self._backend.prepare_capture(batch.forward)
+            self._backend.plan(batch.forward)
+            self._buffers.load(batch)
+
+        return GraphRunner(shapes, self.run_padded, prepare=prepare)
+
+    def run_padded(self, shape: BatchShape) -> StepLogits | StageOutput:
+        """What a graph holds: a step over the rows that were loaded for the shape."""
+        return self._compute(self._padded_batch(shape), sample=True)
+
+    def use_graphs(self, graphs: GraphRunner[StepLogits | StageOutput]) -> None:
+        """From here on steps run as graphs where one serves them."""
+        self._graphs = graphs
+
+    def run(self, step: StepInput) -> PendingStep | None:
+        """Run one step, or queue it on the GPU: nothing here waits for the device. None from a stage that is not the
+        last."""
+        shape = exact_shape(step)
+        padded = None if self._graphs is None else self._graphs.padded_shape(shape)
+        batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
+        batch = self._buffers.stage(step, batch)
+        self._backend.plan(batch.forward)
+        needs = self._sampler.needs(batch.sampled_slots)
+        self._link.receive(batch.forward.num_tokens)
+        step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
+        self._slots.apply(step)
+        self._buffers.load(batch)
+        if padded is None:
+            output = self._compute(batch, sample=needs.is_simple)
+        else:
+            assert self._graphs is not None
+            output = self._graphs.replay(padded)
+        if isinstance(output, StageOutput):
+            self._clock.stop(step_time)
+            self._link.send(output.state)
+            return None
+        num_sampled, logprobs = batch.num_sampled, None
+        if needs.is_simple:
+            assert output.ids is not None
+            ids = output.ids[:num_sampled]
+        else:
+            slots = batch.inputs.sample_slots[:num_sampled]
+            positions = batch.inputs.sample_positions[:num_sampled]
+            longest = int(batch.forward.seq_lens_host.max())
+            ids, logprobs = self._sampler.sample_fully(
+                output.logits[:num_sampled], slots, positions, needs, longest, self._slots.upload
+            )
+            self._slots.keep(slots, positions, ids)
+        host_ids = self._to_host(ids)
+        self._clock.stop(step_time)
+        return PendingStep(step.step_id, host_ids, logprobs, step_time, is_graph=padded is not None)
+
+    def _compute(self, batch: StepBatch, *, sample: bool) -> StepLogits | StageOutput:
+        """What the device does in a step, behind the rows. With `sample` tokens are chosen and kept, by the last
+        stage."""
+        forward = batch.forward
+        prepare_inputs(batch.rows, self._slots.state, batch.inputs)
+        self._backend.plan_on_device(forward)
+        hidden = self._model.forward(forward, self._link.received(forward.num_tokens))
+        if isinstance(hidden, StageState):
+            return StageOutput(hidden)
+        if len(forward.logits_rows) == 0:  # chunks that end no prompt
+            return StepLogits(hidden[:0], torch.empty(0, dtype=torch.int32, device=hidden.device))
+        if not batch.needs_all_logits:
+            hidden = hidden[forward.logits_rows]
+        logits = self._model.compute_logits(hidden)
+        if not sample:
+            return StepLogits(logits, None)
+        slots, positions = batch.inputs.sample_slots, batch.inputs.sample_positions
+        ids = self._sampler.sample(logits, slots, positions)
+        self._slots.keep(slots, positions, ids)
+        return StepLogits(logits, ids)
+
+    def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
+        """Views for a step without padding."""
+        num_logits = int(unpack_ids(step.num_logits).sum())
+        return self._buffers.batch(
+            shape, num_logits, self._kv_cache, self._backend, needs_all_logits=num_logits == shape.num_tokens
+        )
+
+    def _padded_batch(self, shape: BatchShape) -> StepBatch:
+        """Views for the graph of a shape, made once."""
+        batch = self._graph_batches.get(shape)
+        if batch is None:
+            num_logits = self._buffers.num_logits(shape)
+            batch = self._buffers.batch(
+                shape, num_logits, self._kv_cache, self._backend, needs_all_logits=shape.prefill_rows == 0
+            )
+            self._graph_batches[shape] = batch
+        return batch
+
+    def _to_host(self, ids: Tensor) -> Tensor:
+        """A copy that is complete when the step is."""
+        if not self._on_gpu:
+            return ids
+        self._pinned_ids = self._pinned_ids[1:] + self._pinned_ids[:1]
+        return self._pinned_ids[0][: len(ids)].copy_(ids, non_blocking=True)

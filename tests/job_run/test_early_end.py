@@ -1,0 +1,78 @@
+"""A run that ends early says one line, keeps the traceback in a file, and tells its user what to type."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from nvcli.errors import CapacityError, WorkerError
+from nvcli.job_run.early_end import keep_traceback, resume_hint
+from nvcli.jobs.output.manifest import manifest_path
+
+FAILURE = WorkerError("rank 1 failed at step 5: KeyError: 7", "Traceback (most recent call last):\n  …\nKeyError: 7\n")
+
+
+def test_errors_without_a_traceback_stay_as_they_are() -> None:
+    for error in (CapacityError("too large"), WorkerError("rank 0 was killed")):
+        assert keep_traceback(error, "out.jsonl") is error
+
+
+def test_it_is_added_to_a_file_beside_the_output(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    path = tmp_path / "out.jsonl.traceback.txt"
+    kept = keep_traceback(FAILURE, str(output))
+    assert isinstance(kept, WorkerError)
+    assert str(kept) == f"rank 1 failed at step 5: KeyError: 7 (traceback: {path})"
+    assert keep_traceback(kept, str(output)) is kept
+    keep_traceback(FAILURE, str(output))
+    text = path.read_text()
+    assert text.count("rank 1 failed at step 5: KeyError: 7\nTraceback (most recent call last):") == 2
+    assert "torch" in text
+
+
+@pytest.mark.parametrize("output", ["-", "/nowhere/out.jsonl", None])
+def test_elsewhere_it_is_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    match = re.search(r"\(traceback: (.*)\)$", str(keep_traceback(FAILURE, output)))
+    assert match is not None
+    assert "KeyError: 7\n" in Path(match[1]).read_text()
+    assert Path(match[1]).parent == tmp_path
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    (tmp_path / "my in.jsonl").touch()
+    return tmp_path / "my in.out.jsonl"
+
+
+def hint(output: Path, *flags: str, started: float = 0.0) -> str:
+    source = str(output.with_name("my in.jsonl"))
+    return resume_hint(["/bin/nvcli", "generate", source, *flags], inputs=[source], output=None, started=started)
+
+
+def test_the_command_is_quoted_and_does_not_undo_what_it_did(output: Path) -> None:
+    manifest_path(output).touch()
+    command = f"nvcli generate '{output.parent}/my in.jsonl' -m demo"
+    for flags in ((), ("--overwrite",), ("--retry-errors",)):
+        assert hint(output, "-m", "demo", *flags) == (
+            f"the rows answered so far are in {output}; continue with:\n  {command}"
+        )
+
+
+def test_an_output_that_was_not_overwritten_yet_is_still_to_be(output: Path) -> None:
+    manifest_path(output).touch()
+    text = hint(output, "--overwrite", started=time.time() + 100)
+    assert text.startswith("nothing was answered yet; start again with:\n  nvcli generate ")
+    assert text.endswith(" --overwrite")
+
+
+def test_what_cannot_be_continued(output: Path) -> None:
+    assert hint(output).startswith("nothing was answered yet; start again with")
+    output.write_text("row\n")
+    assert "cannot be continued, because its input was no file" in hint(output)
+    streamed = resume_hint(["nvcli"], inputs=["-"], output="-", started=0.0)
+    assert "standard output cannot be continued" in streamed
+    assert resume_hint(["nvcli"], inputs=["-"], output=None, started=0.0) == "nothing was answered yet"

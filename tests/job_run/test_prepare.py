@@ -1,0 +1,137 @@
+"""What of a row decides its answer, and what it takes in memory."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from nvcli.errors import RowError
+from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.job import Job, JobResult, Place, RowForm
+from nvcli.jobs.rows.parser import MAX_LEVELS, RowParser
+from nvcli.sampling_params import MAX_INT, SamplingParams
+
+LIMITS = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
+
+
+def job(prompt: str = "abc", *, index: int = 0, extra: dict[str, Any] | None = None, **sampling: Any) -> Job:
+    place = Place(id=index, index=index, line="line", extra=extra or {})
+    return Job(place=place, prompt=prompt, sampling=SamplingParams(**sampling))
+
+
+def prepare(tokenizer: Tokenizer, *jobs: Job) -> list[PreparedRow]:
+    rows = Preparer(tokenizer, LIMITS).prepare(jobs)
+    assert all(isinstance(row, PreparedRow) for row in rows)
+    return rows  # type: ignore[return-value]
+
+
+def test_rows_have_the_same_key_if_and_only_if_their_answers_are_equal(tokenizer: Tokenizer) -> None:
+    def same(one: Job, other: Job) -> bool:
+        first, second = prepare(tokenizer, one, other)
+        return first.answer_key is not None and first.answer_key == second.answer_key
+
+    assert same(job(temperature=0), job(index=7, temperature=0, extra={"a": 1}))
+    assert same(job(temperature=0, seed=3), job(index=7, temperature=0))  # greedy needs no seed
+    assert same(job(seed=3, n=2), job(index=7, seed=3, n=2))
+    assert not same(job(), job(index=7))  # what is drawn depends on the index
+    assert not same(job(seed=3), job(seed=4))
+    assert not same(job(temperature=0), job("abd", temperature=0))
+    for change in (
+        {"max_tokens": 5},
+        {"ignore_eos": True},
+        {"stop": "x"},
+        {"n": 2},
+        {"logprobs": 1},
+        {"min_tokens": 2},
+    ):
+        assert not same(job(temperature=0), job(temperature=0, **change)), change
+
+
+def test_the_same_ids_and_sampling_are_the_same_row_however_they_are_written(tokenizer: Tokenizer) -> None:
+    text = job("abc", temperature=0)
+    (row,) = prepare(tokenizer, text)
+    ids = list(memoryview(row.prompt_ids).cast("i"))
+    (other,) = prepare(tokenizer, Job(place=text.place, prompt_token_ids=ids, sampling=text.sampling))
+    assert row.answer_key == other.answer_key is not None
+
+
+def test_an_end_of_sequence_id_outside_the_vocabulary_does_not_reach_the_engine(tokenizer: Tokenizer) -> None:
+    """A rank that forbids it, for `min_tokens`, would look for its logit: the run would end there."""
+    limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1, 300))
+    (row,) = Preparer(tokenizer, limits).prepare([job(min_tokens=2, stop_token_ids=[5])])
+    assert isinstance(row, PreparedRow)
+    assert row.stop_ids == [1, 5]
+
+
+def test_what_is_passed_through_counts_as_memory(tokenizer: Tokenizer) -> None:
+    small, large = prepare(tokenizer, job(), job(extra={"document": ["x" * 100_000, {"y": "ü" * 50_000}]}))
+    assert 150_000 < large.num_bytes - small.num_bytes < 300_000
+
+
+def test_the_deepest_row_and_the_largest_numbers_can_be_prepared(tokenizer: Tokenizer) -> None:
+    depth = MAX_LEVELS - 1  # in the row itself
+    sampling = b'{"temperature": 0, "top_k": %d}' % MAX_INT
+    line = b'{"prompt": "a", "sampling": %b, "x": %b1%b}' % (sampling, b'{"a":' * depth, b"}" * depth)
+    parsed = RowParser({}).parse(line, index=0, line_id=1, where="line 1")
+    assert isinstance(parsed, Job)
+    (row,) = prepare(tokenizer, parsed)
+    assert row.answer_key is not None
+
+
+def test_errors_name_keys_as_the_row_has_them(tokenizer: Tokenizer) -> None:
+    def message(form: RowForm, prompt_token_ids: list[int] | None = None, **sampling: Any) -> str:
+        place = Place(id="a", index=0, line="line", form=form)
+        prompt = "abc" if prompt_token_ids is None else None
+        row = Job(place=place, prompt=prompt, prompt_token_ids=prompt_token_ids, sampling=SamplingParams(**sampling))
+        (result,) = Preparer(tokenizer, LIMITS).prepare([row])
+        assert isinstance(result, JobResult)
+        assert result.error is not None
+        return result.error.message
+
+    for form, under, ids in ((RowForm.NATIVE, "sampling", "prompt_token_ids"), (RowForm.CHAT, "body", "body.prompt")):
+        assert f"`{under}.max_tokens` is 64" in message(form, max_tokens=64)
+        assert f"`{under}.min_tokens` is 64" in message(form, min_tokens=64)
+        assert f"`{under}.stop_token_ids` holds 300" in message(form, stop_token_ids=[300])
+        assert f"`{under}.logit_bias` holds 300" in message(form, logit_bias={300: 1.0})
+        assert f"`{ids}` holds 300" in message(form, [300])
+
+
+def test_errors_do_not_keep_their_rows_alive(tokenizer: Tokenizer) -> None:
+    """A line may have 50 MB, and the garbage collector comes late."""
+
+    def errors_alive() -> int:
+        return sum(type(thing) is RowError for thing in gc.get_objects())  # isinstance may wake lazy objects
+
+    gc.collect()
+    before = errors_alive()
+    gc.disable()
+    try:
+        results = Preparer(tokenizer, LIMITS).prepare([job("x" * 10_000), job("x" * 100), job("\ud800")])
+        assert [isinstance(row, JobResult) for row in results] == [True] * 3
+        assert errors_alive() == before
+    finally:
+        gc.enable()
+
+
+def test_a_text_that_can_never_fit_is_not_tokenized(tokenizer: Tokenizer) -> None:
+    longest = 4 * max(len(token) for token in ("<|bos|>", "<|end|>"))
+    encoded: list[str] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def encode(self, texts: list[str], **options: Any) -> Any:
+            encoded.extend(texts)
+            return tokenizer.encode(texts, **options)
+
+    watched: Any = Watched()
+    texts = ["ab", "x" * 65 * longest, "x" * (65 * longest + 1)]
+    rows = Preparer(watched, LIMITS).prepare([job(text) for text in texts])
+    assert [type(row) for row in rows] == [PreparedRow, JobResult, JobResult]
+    for row in rows[1:]:
+        assert isinstance(row, JobResult)
+        assert row.error is not None
+        assert row.error.type == "prompt_too_long"
+    assert encoded == texts[:2]

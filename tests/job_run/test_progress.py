@@ -1,0 +1,348 @@
+"""Progress and summary say what happened, on the stream they were given."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvcli.engine.request import EngineStats
+from nvcli.errors import ConfigError, WorkerError
+from nvcli.job_run.counts import Counts, RowTotals
+from nvcli.job_run.progress.display import BarProgress, PlainProgress, Progress, format_seconds, make_progress
+from nvcli.job_run.progress.forecast import work_done, work_left
+from nvcli.job_run.progress.run_status import RunView
+from nvcli.job_run.progress.status_file import StatusFile
+from nvcli.job_run.progress.summary import RunTimes, Summary, format_summary
+from nvcli.jobs.job import ErrorInfo, JobResult, Usage
+from prepared_rows import prepared_row
+
+
+class FakeReader:
+    rows_read = 40
+    rows_passed_over = 0
+    bytes_read = 500
+    bytes_total: int | None = 1000
+
+
+class FakeFeeder:
+    all_read = False
+
+    def __init__(self) -> None:
+        self.read = RowTotals()
+
+
+class Clock:
+    """Seconds since the run was started; the first request was sent at 2."""
+
+    def __init__(self, now: float = 12.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def finish(counts: Counts, index: int, *, max_tokens: int | None = 100, generated: int = 50) -> None:
+    row = prepared_row(index, [1] * 10, max_tokens=max_tokens)
+    usage = Usage(prompt_tokens=10, completion_tokens=generated)
+    counts.add(row, JobResult(place=row.place, usage=usage))
+
+
+def make_view(
+    *,
+    limit: int | None = None,
+    all_read: bool = False,
+    bytes_total: int | None = 1000,
+    rows_resumed: int = 0,
+    clock: Clock | None = None,
+) -> RunView:
+    """40 rows of 10 and 100 tokens were read, half of the input; 20 are done with 10 and 50 tokens, 2 have failed.
+
+    `rows_resumed`: others that came before them.
+    """
+    counts = Counts()
+    counts.rows_resumed = rows_resumed
+    for index in range(20):
+        finish(counts, index)
+    error = ErrorInfo(type="invalid_json", message="line 1: …")
+    counts.add(None, JobResult(place=prepared_row(20, [1]).place, error=error))
+    counts.add(None, JobResult(place=prepared_row(21, [1]).place, error=error))
+    counts.started_at = 2.0
+    counts.num_planned = 7
+    stats = EngineStats(
+        num_blocks=100,
+        num_used_blocks=25,
+        generated_tokens=600,
+        prompt_tokens=150,
+        cached_tokens=60,
+        num_running=3,
+        num_waiting=1,
+    )
+    counts.replicas = [stats] * 2
+    reader: Any = FakeReader()
+    reader.bytes_total = bytes_total
+    reader.rows_read += rows_resumed
+    reader.rows_passed_over = rows_resumed
+    feeder: Any = FakeFeeder()
+    feeder.all_read = all_read
+    for index in range(40):
+        feeder.read.add(prepared_row(index, [1] * 10, max_tokens=100))
+    return RunView(counts, reader, feeder, limit=limit, started_at=0.0, output="out.jsonl", clock=clock or Clock(12.0))
+
+
+def test_the_time_left_goes_by_tokens() -> None:
+    # Done: 20 rows of 1 + 50, and 200 tokens of rows that run. Expected: 40 rows of 1 + 50, and as much again unread.
+    status = make_view().status()
+    assert status.share_done == pytest.approx(1220 / 4080)
+    assert status.eta_seconds == pytest.approx(10 * (4080 - 1220) / 1220)
+    status = make_view(all_read=True).status()
+    assert status.share_done == pytest.approx(1220 / 2040)
+    assert (status.rows.total, status.rows.left) == (40, 18)
+    assert make_view(limit=50).status().share_done == pytest.approx(1220 / 2550)
+    unknown = make_view(bytes_total=None).status()
+    assert (unknown.share_done, unknown.eta_seconds, unknown.rows.total) == (None, None, None)
+
+
+def test_the_time_left_of_a_job_that_is_continued() -> None:
+    # 400 rows were read, half of the input, and 360 of them were answered before: 400 of the 440 are unread.
+    status = make_view(rows_resumed=360).status()
+    assert status.share_done == pytest.approx(1220 / (11 * 2040))
+    assert make_view(rows_resumed=360, limit=480).status().share_done == pytest.approx(1220 / (3 * 2040))
+
+
+def test_rows_that_are_longer_than_those_before_take_their_time() -> None:
+    read, finished = RowTotals(), RowTotals()
+    for index in range(10):
+        read.add(prepared_row(index, [1] * 10, max_tokens=10))
+        finished.add(prepared_row(index, [1] * 10, max_tokens=10), 5)
+    read.add(prepared_row(10, [1] * 1000, max_tokens=1000))
+    assert work_left(read, finished, running_tokens=0, share_read=1.0) == pytest.approx(work_done(1000, 500))
+    assert work_left(read, finished, running_tokens=400, share_read=1.0) == pytest.approx(work_done(1000, 100))
+    # A row that has outgrown what was expected of it is not done all the same.
+    assert work_left(read, finished, running_tokens=700, share_read=1.0) == pytest.approx(work_done(100, 50))
+
+
+def test_rows_without_max_tokens_are_expected_to_be_like_those_that_are_done() -> None:
+    read, finished = RowTotals(), RowTotals()
+    assert work_left(read, finished, running_tokens=0, share_read=1.0) is None
+    for index in range(10):
+        read.add(prepared_row(index, [1] * 10))
+    finished.add(prepared_row(0, [1] * 10), 30)
+    finished.add(prepared_row(1, [1] * 10), 40)
+    left = work_left(read, finished, running_tokens=0, share_read=0.5)
+    assert left == pytest.approx(2 * work_done(100, 350) - work_done(20, 70))
+
+
+def test_rates_are_of_the_last_minute() -> None:
+    clock = Clock(2.0)
+    counts = Counts()
+    counts.started_at = 2.0
+    reader: Any = FakeReader()
+    feeder: Any = FakeFeeder()
+    view = RunView(counts, reader, feeder, limit=None, started_at=0.0, clock=clock)
+    index = 0
+    for second in range(300):
+        clock.now = 2.0 + second
+        for _ in range(1 if second < 150 else 5):
+            finish(counts, index, generated=10)
+            index += 1
+        status = view.status()
+        if second == 100:
+            assert status.rates.generated_tokens_per_second == pytest.approx(10, rel=0.05)
+    assert status.rates.generated_tokens_per_second == pytest.approx(50, rel=0.05)
+    assert status.rates.prompt_tokens_per_second == pytest.approx(50, rel=0.05)
+    assert status.rates.rows_per_second == pytest.approx(5, rel=0.05)
+
+
+def test_plain_says_a_line_every_ten_seconds() -> None:
+    now = 0.0
+    stream = io.StringIO()
+    progress = PlainProgress(stream, clock=lambda: now)
+    view = make_view(all_read=True)
+    for _ in range(100):
+        progress.update(view)
+        now += 0.25
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0] == (
+        "nvcli: 12s: 60%, 22/40 rows (2 failed), 6.7s left, tokens/s 30 in 120 out, 6 running 9 waiting, KV 25%, "
+        "prefix hits 40%"
+    )
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(path.read_text())
+    return status
+
+
+def test_the_progress_file_tells_programs_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    clock = Clock()
+    with StatusFile(path, Progress(io.StringIO()), clock=clock) as progress:
+        assert (read_status(path)["state"], read_status(path)["output"]) == ("starting", None)
+        progress.update(make_view(clock=clock))
+        status = read_status(path)
+        assert (status["state"], status["output"], status["pid"]) == ("running", "out.jsonl", os.getpid())
+        assert status["rows"] == {
+            "total": None,
+            "done": 22,
+            "failed": 2,
+            "left": None,
+            "resumed": 0,
+            "deduplicated": 0,
+            "errors": {"invalid_json": 2},
+        }
+        assert status["tokens"] == {"prompt": 300, "cached": 120, "generated": 1200}
+        assert (status["kv_use"], status["prefix_hit_rate"], status["running"], status["waiting"]) == (0.25, 0.4, 6, 9)
+        assert status["eta_seconds"] > 0
+        written = path.stat().st_ino
+        progress.update(make_view(clock=clock))
+        assert path.stat().st_ino == written  # not a second yet
+        clock.now += 1.0
+        progress.update(make_view(all_read=True, clock=clock))
+        assert path.stat().st_ino != written  # another file: replaced, never written over
+        assert read_status(path)["rows"]["left"] == 18
+    status = read_status(path)
+    assert (status["state"], status["share_done"], status["eta_seconds"]) == ("done", 1.0, 0.0)
+    assert datetime.datetime.fromisoformat(status["started_at"]) <= datetime.datetime.fromisoformat(
+        status["updated_at"]
+    )
+    assert os.listdir(tmp_path) == ["progress.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "message"),
+    [
+        (WorkerError("rank 0 died"), "failed", "rank 0 died"),
+        (ConfigError("no file \udcff.jsonl"), "failed", "no file \\udcff.jsonl"),
+        (ZeroDivisionError("oops"), "failed", "ZeroDivisionError('oops')"),
+        (KeyboardInterrupt(), "interrupted", None),
+    ],
+)
+@pytest.mark.parametrize("seen", [False, True])
+def test_the_progress_file_says_how_a_run_ended(
+    tmp_path: Path, error: BaseException, state: str, message: str | None, seen: bool
+) -> None:
+    path = tmp_path / "progress.json"
+
+    def run() -> None:
+        with StatusFile(path, Progress(io.StringIO())) as progress:
+            if seen:
+                progress.update(make_view())
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    status = read_status(path)
+    assert (status["state"], status["message"]) == (state, message)
+    assert status["rows"]["done"] == (22 if seen else 0)
+
+
+def test_a_progress_file_that_cannot_be_written(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "progress.json"):
+        with pytest.raises(ConfigError, match="--progress-file"):
+            StatusFile(path, Progress(io.StringIO()))
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null, which must not become a regular file
+    with pytest.raises(ConfigError, match="no regular file"):
+        StatusFile(tmp_path / "pipe", Progress(io.StringIO()))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    stream = io.StringIO()
+    clock = Clock()
+    with StatusFile(folder / "progress.json", Progress(stream), clock=clock) as progress:
+        (folder / "progress.json").unlink()
+        folder.rmdir()
+        for _ in range(3):
+            progress.update(make_view(clock=clock))
+            clock.now += 2
+    assert len(stream.getvalue().splitlines()) == 1
+    assert "the run goes on" in stream.getvalue()
+
+
+def test_the_bar_shows_the_same_and_leaves_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    progress = make_progress("auto", stream)
+    assert isinstance(progress, BarProgress)
+    progress.note("before [bold]")
+    progress.update(make_view())
+    progress.note("during")
+    progress.close()
+    progress.close()
+    progress.note("after")
+    text = stream.getvalue()
+    for part in ("nvcli: before [bold]", "nvcli: during", "nvcli: after", "22 rows", " 30%", "23s left"):
+        assert part in text
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm", BarProgress), ("dumb", PlainProgress), ("", BarProgress)])
+def test_a_terminal_without_a_cursor_gets_lines(term: str, kind: type[Progress]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert type(make_progress("auto", Terminal(), environ={"TERM": term})) is kind
+
+
+def test_kinds() -> None:
+    stream = io.StringIO()
+    assert type(make_progress("auto", stream)) is PlainProgress
+    silent = make_progress("none", stream)
+    assert type(silent) is Progress
+    silent.update(make_view())
+    assert stream.getvalue() == ""
+    silent.note("shown")
+    assert stream.getvalue() == "nvcli: shown\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0s"), (9.96, "10.0s"), (59.4, "59s"), (59.6, "1m00s"), (3600, "1h00m"), (7625, "2h07m")],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_summary() -> None:
+    counts = Counts()
+    counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens = 12345, 300, 50000
+    counts.rows_deduplicated, counts.deduplicated_tokens = 17, 1234
+    counts.replicas = [EngineStats(num_preemptions=2)]
+    counts.seconds.update({"writing": 1.5, "waiting for the engines": 40.0, "detokenizing": 0.001})
+    summary = Summary(
+        output="out.jsonl",
+        rows=1000,
+        errors={"invalid_json": 1, "prompt_too_long": 4},
+        counts=counts,
+        times=RunTimes(
+            total=75.0,
+            generating=50.0,
+            startup={"load weights": 2.0},
+            loading_tokenizer=3.0,
+            reading=0.5,
+            tokenizing=0.7,
+        ),
+    )
+    text = format_summary(summary)
+    assert text.splitlines()[0] == "995 of 1,000 rows answered in 1m15s → out.jsonl"
+    for part in (
+        "prompt_too_long 4, invalid_json 1",
+        "prompt 12,345 (300 from the prefix cache, 2%), generated 50,000",
+        "17 rows answered with the answer of an equal row (1,234 tokens not computed)",
+        "1,000 generated and 247 prompt tokens/s, 20.0 rows/s",
+        "reading 0.5s, tokenizing 0.7s",
+        "waiting for the engines 40s, writing 1.5s",
+        "load weights 2.0s",
+        "2 preemptions",
+    ):
+        assert part in text, text

@@ -1,0 +1,139 @@
+"""What `auto` and null stand for, decided without torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nvcli.config import AttentionBackends, RunConfig
+from nvcli.demo import demo_path
+from nvcli.errors import ConfigError
+from nvcli.job_run import resolve
+from nvcli.job_run.resolve import detect_device, resolve_engine_config, sampling_defaults
+from nvcli.models.config import load_model_config
+
+
+class Model:
+    """A checkpoint as models.config describes it."""
+
+    max_position_embeddings = 4096
+    dtype: Any = "bfloat16"
+
+    def __init__(self, **generation_defaults: Any) -> None:
+        self.generation_defaults = generation_defaults
+
+    def check_tensor_parallel(self, size: int) -> None:
+        if size == 3:
+            raise ConfigError("3 does not divide")
+
+    def check_pipeline_parallel(self, size: int) -> None:
+        if size > 8:
+            raise ConfigError("not so many layers")
+
+
+@pytest.mark.parametrize(
+    ("keys", "found", "device", "dtype"),
+    [
+        ({}, "cpu", "cpu", "float32"),
+        ({}, "cuda", "cuda", "bfloat16"),
+        ({"device": "cpu"}, "cuda", "cpu", "float32"),
+        ({"device": "cuda"}, "cpu", "cuda", "bfloat16"),
+        ({"dtype": "float16"}, "cpu", "cpu", "float16"),
+    ],
+)
+def test_device_and_dtype(keys: dict[str, Any], found: Any, device: str, dtype: str) -> None:
+    config = resolve_engine_config(RunConfig(model="m", **keys), Path("/m"), Model(), found_device=found)
+    assert (config.device, config.dtype) == (device, dtype)
+
+
+def test_lengths_and_sizes() -> None:
+    run = RunConfig(model="m", kv_cache_memory="2MiB")
+    config = resolve_engine_config(run, Path("/m"), Model(), found_device="cpu")
+    assert (config.max_model_len, config.kv_cache_memory) == (4096, 2 * 2**20)
+    shorter = resolve_engine_config(RunConfig(model="m", max_model_len=100), Path("/m"), Model(), found_device="cpu")
+    assert shorter.max_model_len == 100
+    with pytest.raises(ConfigError, match="`max_model_len` is 4097, and m was made for at most 4096"):
+        resolve_engine_config(RunConfig(model="m", max_model_len=4097), Path("/m"), Model(), found_device="cpu")
+    with pytest.raises(ConfigError, match="3 does not divide"):
+        resolve_engine_config(RunConfig(model="m", tensor_parallel_size=3), Path("/m"), Model(), found_device="cpu")
+    with pytest.raises(ConfigError, match="not so many layers"):
+        resolve_engine_config(RunConfig(model="m", pipeline_parallel_size=9), Path("/m"), Model(), found_device="cpu")
+
+
+def test_ranks_are_numbered_stage_by_stage() -> None:
+    run = RunConfig(model="m", tensor_parallel_size=2, pipeline_parallel_size=3, max_num_seqs=8)
+    config = resolve_engine_config(run, Path("/m"), Model(), found_device="cpu")
+    assert (config.num_ranks, config.output_rank, config.max_num_decodes, config.max_steps_in_flight) == (6, 4, 3, 3)
+    assert [config.stage_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert config.rank_name(3) == "rank 3 of stage 1"
+    second = msgspec.structs.replace(config, replica=1)
+    assert [second.gpu_index(rank) for rank in range(6)] == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ("torch", "torch"),
+        (AttentionBackends(prefill="torch"), "torch:auto"),
+        (AttentionBackends(prefill="triton", decode="triton"), "triton"),
+    ],
+)
+def test_the_attention_backend_is_passed_on_as_a_choice(choice: Any, told: str) -> None:
+    run = RunConfig(model="m", attention_backend=choice)
+    assert resolve_engine_config(run, Path("/m"), Model(), found_device="cpu").attention_backend == told
+
+
+def test_sampling_defaults_lie_over_those_of_the_checkpoint() -> None:
+    model = Model(temperature=0.6, top_k=20)
+    assert sampling_defaults(RunConfig(sampling={"top_k": 5}), model) == {"temperature": 0.6, "top_k": 5}
+    assert sampling_defaults(RunConfig(generation_config="none"), model) == {}
+    with pytest.raises(ConfigError, match=r"`sampling.top_p` is 7.*generation_config: none"):
+        sampling_defaults(RunConfig(model="m"), Model(top_p=7))
+
+
+def test_bad_defaults_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
+    """The way out that their error names."""
+    folder = shutil.copytree(demo_path(), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2, "top_p": 1.5}')
+    model = load_model_config(folder)
+    assert sampling_defaults(RunConfig(generation_config="none"), model) == {}
+    assert sampling_defaults(RunConfig(sampling={"top_p": 0.9}), model) == {"top_p": 0.9}
+    with pytest.raises(ConfigError, match=r"generation_config.json.*`sampling.top_p` is 1.5.*generation_config: none"):
+        sampling_defaults(RunConfig(model="m"), model)
+
+
+@pytest.mark.parametrize(
+    ("names", "environ", "built_for_cuda", "expected"),
+    [
+        ([], {}, True, "cpu"),
+        (["nvidia0", "nvidiactl"], {}, True, "cuda"),
+        (["nvidia7"], {"CUDA_VISIBLE_DEVICES": "0"}, True, "cuda"),
+        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, True, "cpu"),
+        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1"}, True, "cpu"),
+        (["nvidia0"], {}, False, "cpu"),
+        (["nvidiactl", "nvidia-uvm"], {}, True, "cpu"),
+        (["dxg"], {}, True, "cuda"),
+    ],
+)
+def test_the_device_is_found_without_torch(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    environ: dict[str, str],
+    built_for_cuda: bool,
+    expected: str,
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(resolve, "_torch_has_cuda", lambda: built_for_cuda)
+    assert detect_device(environ, tmp_path) == expected
+
+
+def test_what_torch_was_built_for_is_read_from_its_files() -> None:
+    import torch
+
+    assert resolve._torch_has_cuda() == (torch.version.cuda is not None)

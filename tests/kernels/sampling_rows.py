@@ -1,0 +1,64 @@
+"""Rows of logits and sampling parameters for the tests of the sampling kernels, and both ways to sample from them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from kernel_device import DEVICE
+from nvcli.kernels import sampling as reference
+from nvcli.kernels.sampling import SamplingColumns
+from nvcli.kernels.triton import sampling
+
+V = 9001
+"""More than one program's share in each kernel, and no round number."""
+CPU = torch.device("cpu")
+
+
+def random_logits(num_rows: int, vocab_size: int = V, *, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def keys(num_rows: int) -> dict[str, torch.Tensor]:
+    """Seeds, positions, rows and samples that use all of their bits."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "seeds": torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), generator=generator),
+        "positions": torch.randint(0, 1 << 20, (num_rows,), generator=generator),
+        "rows": torch.randint(0, 1 << 33, (num_rows,), generator=generator),
+        "samples": torch.randint(0, 1 << 10, (num_rows,), generator=generator),
+    }
+
+
+def make_columns(temperature: torch.Tensor, limits: list[tuple[int, float, float]] | None = None) -> SamplingColumns:
+    """One slot for each row; `limits`: (top_k, top_p, min_p), in turn."""
+    n, words = len(temperature), keys(len(temperature))
+    limits = limits or [(0, 1.0, 0.0)]
+    rows = [limits[i % len(limits)] for i in range(n)]
+    return SamplingColumns(
+        temperature=temperature,
+        top_k=torch.tensor([k for k, _, _ in rows], dtype=torch.int32),
+        top_p=torch.tensor([p for _, p, _ in rows]),
+        min_p=torch.tensor([m for _, _, m in rows]),
+        seed=words["seeds"],
+        row=words["rows"],
+        sample=words["samples"],
+    )
+
+
+def on(device: torch.device, columns: SamplingColumns) -> SamplingColumns:
+    moved = {field.name: getattr(columns, field.name).to(device) for field in dataclasses.fields(columns)}
+    return SamplingColumns(**moved)
+
+
+def sample(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    """By the kernels, ids on the CPU; row i takes slot i."""
+    slots, positions = torch.arange(len(logits), device=DEVICE), keys(len(logits))["positions"].to(DEVICE)
+    ids = sampling.sample(logits.to(DEVICE), on(DEVICE, columns), slots, positions)
+    assert ids.dtype == torch.int32
+    return ids.cpu()
+
+
+def expected_sample(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    return reference.sample(logits, columns, torch.arange(len(logits)), keys(len(logits))["positions"])

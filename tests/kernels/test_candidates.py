@@ -1,0 +1,152 @@
+"""A small top-k finds its candidates without a search over the row, in one vocabulary and in shards of it: the same
+tokens as the plain definition, whatever is equal, forbidden or missing."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from sampling_rows import CPU, V, expected_sample, keys, make_columns, on, random_logits, sample
+
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
+from nvcli.kernels import candidates as reference
+from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns, unpack_argmax
+from nvcli.kernels.triton import candidates as kernels
+from nvcli.kernels.triton import sampling
+
+pytestmark = MARKS
+
+LIMITS = [
+    (1, 1.0, 0.0),
+    (2, 0.5, 0.0),
+    (20, 0.95, 0.0),
+    (20, 1.0, 0.0),
+    (0, 1.0, 0.0),
+    (50, 0.6, 0.1),
+    (MAX_CANDIDATES, 1.0, 0.0),
+    (MAX_CANDIDATES, 0.999, 0.001),
+    (20, 0.01, 0.0),
+    (5, 1.0, 1.0),
+]
+NUM_ROUNDS = 60 if HAS_GPU else 2
+
+
+def tied_logits() -> torch.Tensor:
+    """[10, V]: rows whose k-th largest logit many tokens share, or that have fewer than k tokens to offer."""
+    generator = torch.Generator().manual_seed(3)
+    rows = random_logits(10)
+    rows[0] = 0.0
+    rows[1] = torch.where(torch.arange(V) % 2 == 0, -0.0, 0.0)
+    rows[2] = torch.where(rows[2] > 8, rows[2], -1.0)  # a few above thousands of equal ones
+    rows[3] = torch.randint(-3, 3, (V,), generator=generator).float()
+    rows[4] = torch.randint(0, 200, (V,), generator=generator).float() / 8
+    rows[5, 7:] = -torch.inf
+    rows[6] = -torch.inf
+    rows[7, : V - 3] = -torch.inf
+    rows[8, 2000:2130] = 30.0  # two groups and more of nothing but ties
+    rows[9] = rows[9].round()
+    return rows
+
+
+def through_shards(logits: torch.Tensor, num_ranks: int, columns: SamplingColumns, *, kernel: bool) -> torch.Tensor:
+    """What ranks with shards of the vocabulary, cut as the LM head is, choose from each other's lists."""
+    size, n = -(-logits.shape[1] // num_ranks), len(logits)
+    device = DEVICE if kernel else CPU
+    listing: ModuleType = sampling if kernel else reference
+    choosing: ModuleType = kernels if kernel else reference
+    columns, logits = on(device, columns), logits.to(device)
+    slots, positions = torch.arange(n, device=device), keys(n)["positions"].to(device)
+    packed, lists = [], []
+    for rank in range(num_ranks):
+        start = min(rank * size, logits.shape[1])
+        of_rank = listing.shard_candidates(logits[:, start : start + size], columns, slots, positions, start=start)
+        packed.append(of_rank[0])
+        lists.append(of_rank[1])
+    best = torch.stack(packed).max(dim=0).values
+    ids = choosing.choose_candidates(best, torch.stack(lists), columns, slots, positions)
+    assert ids.dtype == torch.int32
+    return ids.cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_the_same_token_as_by_a_sort(temperature: float, dtype: torch.dtype) -> None:
+    columns = make_columns(torch.full((len(LIMITS),), temperature), LIMITS)
+    for seed in range(NUM_ROUNDS):
+        logits = random_logits(len(LIMITS), seed=seed).to(dtype)
+        assert torch.equal(sample(logits, columns), expected_sample(logits, columns))
+
+
+@pytest.mark.parametrize("limits", [(1, 1.0, 0.0), (20, 1.0, 0.0), (20, 0.9, 0.0), (MAX_CANDIDATES, 0.5, 0.2)])
+def test_equal_logits_stay_together(limits: tuple[int, float, float]) -> None:
+    logits, columns = tied_logits(), make_columns(torch.ones(10), [limits])
+    assert torch.equal(sample(logits, columns), expected_sample(logits, columns))
+
+
+def test_all_of_many_equal_tokens_are_drawn_alike() -> None:
+    """A limit of 20 that 2,048 equal tokens share: the draws go all over them."""
+    num_rows = 256 if HAS_GPU else 24
+    columns = make_columns(torch.ones(num_rows), [(20, 0.9, 0.0)])
+    logits = torch.full((num_rows, V), -1.0)
+    logits[:, 4000:6048] = 1.0
+    ids = sample(logits, columns)
+    assert torch.equal(ids, expected_sample(logits, columns))
+    assert ids.min() >= 4000
+    assert ids.max() < 6048
+    assert len(ids.unique()) > 0.9 * num_rows
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 97, 2049])
+def test_small_vocabularies(vocab_size: int) -> None:
+    logits = random_logits(len(LIMITS), vocab_size)
+    columns = make_columns(torch.ones(len(LIMITS)), LIMITS)
+    expected = expected_sample(logits, columns)
+    assert torch.equal(sample(logits, columns), expected)
+    for kernel in (False, True):
+        assert torch.equal(through_shards(logits, 4, columns, kernel=kernel), expected)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 3, 8] if HAS_GPU else [1, 3])
+def test_shards_choose_what_the_whole_does(num_ranks: int, kernel: bool) -> None:
+    choose = sample if kernel else expected_sample
+    columns = make_columns(torch.tensor([0.0, 0.5, 1.0, 1.0, 0.9, 2.0, 1.0, 1.0, 1.0, 1.0]), LIMITS)
+    for seed in range(NUM_ROUNDS if HAS_GPU else 1):
+        logits = random_logits(len(LIMITS), seed=seed)
+        assert torch.equal(through_shards(logits, num_ranks, columns, kernel=kernel), choose(logits, columns))
+    logits = tied_logits()
+    for limits in [(20, 0.9, 0.0), (MAX_CANDIDATES, 0.5, 0.2)]:
+        columns = make_columns(torch.ones(10), [limits])
+        assert torch.equal(through_shards(logits, num_ranks, columns, kernel=kernel), choose(logits, columns))
+
+
+def test_lists_of_the_kernel_hold_what_the_definition_says() -> None:
+    """Values, tokens and counts; tokens above the k-th in any order."""
+    for logits in (random_logits(10), tied_logits()):
+        columns = make_columns(torch.ones(10), [(1, 1.0, 0.0), (20, 1.0, 0.0), (MAX_CANDIDATES, 1.0, 0.0)])
+        slots, positions = torch.arange(10), keys(10)["positions"]
+        _, expected = reference.shard_candidates(logits, columns, slots, positions, start=6)
+        moved = (x.to(DEVICE) for x in (slots, positions))
+        _, actual = sampling.shard_candidates(logits.to(DEVICE), on(DEVICE, columns), *moved, start=6)
+        assert torch.equal(actual[:, -1].cpu(), expected[:, -1])
+        for ours, theirs in zip(actual.cpu(), expected, strict=True):
+            entries = [
+                sorted(
+                    (value, token)
+                    for value, token in zip(
+                        x[:MAX_CANDIDATES].view(torch.float32).tolist(), x[MAX_CANDIDATES:-1].tolist(), strict=True
+                    )
+                    if value > -torch.inf
+                )
+                for x in (ours, theirs)
+            ]
+            assert entries[0] == entries[1]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="what a CPU does is tested without one")
+def test_packed_numbers_count_where_nothing_limits() -> None:
+    logits, columns = random_logits(4), make_columns(torch.tensor([0.0, 1.0, 0.0, 2.0]))
+    slots, positions = torch.arange(4), keys(4)["positions"]
+    packed, _ = reference.shard_candidates(logits, columns, slots, positions, start=0)
+    assert torch.equal(unpack_argmax(packed), expected_sample(logits, columns))

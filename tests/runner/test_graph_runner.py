@@ -1,0 +1,125 @@
+"""Steps padded to the shape of a graph, on the CPU: the graphs' static inputs without the graphs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import write_tiny_qwen3
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.messages import unpack
+from nvcli.runner.graph_runner import GraphRunner
+from nvcli.runner.model_runner import ModelRunner
+from nvcli.sampling_params import SamplingParams
+from nvcli.sizing.graph_sizes import decode_sizes, graph_sizes
+from one_rank import make_runner, make_scheduler
+from requests_factory import make_request
+
+
+class LaunchedGraphs(GraphRunner[Any]):
+    """What a graph would hold is launched at each replay."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.replayed: list[BatchShape] = []
+
+    def replay(self, shape: BatchShape) -> Any:
+        self.replayed.append(shape)
+        return self._run(shape)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def answers(runner: ModelRunner) -> dict[int, list[int]]:
+    """Requests of all kinds that come and go, so that steps hold any number of decode rows, chunks and tokens."""
+    scheduler = make_scheduler(runner)
+    rng = random.Random(3)
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.9, top_k=8, top_p=0.9),
+        SamplingParams(temperature=0.0, repetition_penalty=1.2, logprobs=1),
+    ]
+    scheduler.add(
+        make_request(
+            i, [rng.randrange(2, 97) for _ in range(rng.randrange(1, 60))], rng.randrange(1, 12), sampling=kinds[i % 3]
+        )
+        for i in range(40)
+    )
+    done: dict[int, list[int]] = {}
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        assert step is not None
+        pending = runner.launch(step.input)
+        assert pending is not None
+        scheduler.process(step, pending.result())
+        done.update({o.request_id: unpack(o.token_ids).tolist() for o in scheduler.take_outputs()})
+    return done
+
+
+def test_padded_steps_answer_like_exact_ones(path: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 6, "max_num_batched_tokens": 40, "block_size": 4}
+    runner = make_runner(path, **options)
+    expected = answers(runner)
+    shapes = [
+        BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t)
+        for d, p, t in graph_sizes(
+            max_num_seqs=6, max_num_decodes=6, max_num_batched_tokens=30, launch_bound_tokens=1000
+        )
+    ]
+    padded = make_runner(path, **options)
+    graphs = LaunchedGraphs(shapes, padded.steps.run_padded)
+    padded.steps.use_graphs(graphs)
+    assert answers(padded) == expected
+    run = graphs.replayed
+    assert {(shape.decode_rows > 0, shape.prefill_rows > 0) for shape in run} == {(True, True), (True, False)}
+    assert len(run) > 20
+
+
+def test_a_step_takes_the_shape_with_the_fewest_tokens() -> None:
+    shapes = [
+        BatchShape(decode_rows=8, prefill_rows=4, prefill_tokens=64),
+        BatchShape(decode_rows=2, prefill_rows=4, prefill_tokens=64),
+        BatchShape(decode_rows=8),
+        BatchShape(decode_rows=2),
+    ]
+    graphs = GraphRunner[Any](shapes, lambda shape: None)
+
+    def chosen(decodes: int, chunks: int = 0, tokens: int = 0) -> BatchShape | None:
+        return graphs.padded_shape(BatchShape(decode_rows=decodes, prefill_rows=chunks, prefill_tokens=tokens))
+
+    assert chosen(1) == shapes[3]
+    assert chosen(3) == shapes[2]
+    assert chosen(0, 1, 10) == shapes[1]
+    assert chosen(3, 4, 64) == shapes[0]
+    assert chosen(9) is None
+    assert chosen(1, 5, 10) is None
+    assert chosen(1, 1, 65) is None
+    assert graphs.padded_shape(BatchShape(decode_rows=1, tokens_per_row=2)) is None
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 21, 64, 100, 256, 1000])
+def test_decode_sizes_reach_the_most_rows_and_pad_by_a_quarter_at_most(most: int) -> None:
+    sizes = decode_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert all(after <= 1.25 * before + 4 for before, after in itertools.pairwise(sizes))
+
+
+def test_sizes_with_prompts_fit_the_limits() -> None:
+    for tokens, seqs, bound in ((8192, 256, 11_000), (8192, 1024, 900), (40, 6, 900), (1, 1, 10), (2048, 256, 100_000)):
+        sizes = graph_sizes(
+            max_num_seqs=seqs, max_num_decodes=seqs, max_num_batched_tokens=tokens, launch_bound_tokens=bound
+        )
+        assert len(set(sizes)) == len(sizes)
+        assert [d + t for d, _, t in sizes] == sorted((d + t for d, _, t in sizes), reverse=True)
+        with_prompts = [(d, p, t) for d, p, t in sizes if t]
+        assert all(d <= seqs and 1 <= p <= seqs and t <= tokens for d, p, t in with_prompts)
+        if bound >= tokens:
+            assert max(t for _, _, t in with_prompts) == tokens
