@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, Job, JobResult, Usage
-from nvcli.jobs.output.job_output import open_output
+from nvcli.jobs.output.job_output import OutputOptions, open_output
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.output.output_scan import scan_output
 from nvcli.jobs.output.writer import ResultWriter
@@ -38,7 +38,7 @@ for start in range(0, {rows}, 1000):
 
 def answer(source: str, output: Path, limit: int) -> int:
     """Rows of `source`, each answered with a fixed text, into `output`; the number of rows read."""
-    opened = open_output(str(output), JOB)
+    opened = open_output(str(output), JOB, OutputOptions())
     reader = RowReader([source], RowParser({}), limit=limit, answered=opened.answered)
     writer = ResultWriter(opened.sink, opened.form)
     choice = Choice(index=0, text="That is a sum, and I have added it up for you.", finish_reason="stop")

@@ -1,4 +1,5 @@
-"""Times the Triton kernels against torch operations and memory bandwidth: `python scripts/bench_kernels.py`.
+"""Times the Triton kernels against torch operations and memory bandwidth: `python scripts/bench_kernels.py`, or with
+one of `layers`, `sampler` and `prepare_inputs` as its argument only those; `--tune` tries other launch parameters too.
 
 Each call is one of 20 in a CUDA graph, so that launches cost what they cost in a decode step; inputs are in L2 where
 they fit, as in a step, where the kernel before has just written them. `floor` is bytes / bandwidth.
@@ -12,12 +13,24 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from nvcli.kernels import activation, norm, rotary, sampling
+from nvcli.kernels import activation, candidates, norm, rotary, sampling
 from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows, prepare_inputs
+from nvcli.kernels.sampling import SamplingColumns
 
 VOCAB_SIZE = 151_936
 MODELS = {"0.6B": (1024, 16, 8, 3072), "8B": (4096, 32, 8, 12288)}
 ROWS = (1, 64, 256, 1024)
+SAMPLER_ROWS = (1, 16, 64, 256, 1024)
+LIMITS = {  # temperature, top_k, top_p, min_p
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "temperature": (0.6, 0, 1.0, 0.0),
+    "top_k 20, top_p 0.95": (0.6, 20, 0.95, 0.0),
+    "top_k 20": (0.6, 20, 1.0, 0.0),
+    "top_k 64, top_p 0.95": (0.6, 64, 0.95, 0.0),
+    "top_k 1000": (0.6, 1000, 1.0, 0.0),
+    "top_p 0.95": (0.6, 0, 0.95, 0.0),
+    "min_p 0.05": (0.6, 0, 1.0, 0.05),
+}
 BYTES_PER_US = 4.3e6 if "H200" in torch.cuda.get_device_name() else 3.0e6
 
 
@@ -117,55 +130,54 @@ def bench_layers(model: str) -> None:
         row(f"{name} {model}", cells)
 
 
-def sampler_inputs(n: int, scale: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    logits = torch.randn(n, VOCAB_SIZE, device="cuda").mul_(scale).to(torch.bfloat16)
+def sampler_inputs(n: int, kind: str) -> tuple[torch.Tensor, SamplingColumns, torch.Tensor, torch.Tensor]:
+    """Logits [n, VOCAB_SIZE] bf16 of the spread of a trained model's, columns, slots and positions."""
+    temperature, top_k, top_p, min_p = LIMITS[kind]
+    logits = torch.randn(n, VOCAB_SIZE, device="cuda").mul_(3.0).to(torch.bfloat16)
     ints = torch.arange(n, device="cuda")
-    return logits, {"seeds": ints, "positions": ints.int(), "rows": ints, "samples": ints}
+    columns = SamplingColumns(
+        temperature=torch.full((n,), temperature, device="cuda"),
+        top_k=torch.full((n,), top_k, device="cuda", dtype=torch.int32),
+        top_p=torch.full((n,), top_p, device="cuda"),
+        min_p=torch.full((n,), min_p, device="cuda"),
+        seed=ints,
+        row=ints,
+        sample=ints,
+    )
+    return logits, columns, ints, ints.int()
 
 
 def bench_sampler() -> None:
-    greedy, gumbel, limited = [], [], []
-    for n in ROWS:
-        logits, keys = sampler_inputs(n, 3.0)
-        floor = logits.nbytes / BYTES_PER_US
-        zero, warm = torch.zeros(n, device="cuda"), torch.full((n,), 0.6, device="cuda")
+    """All that a step does from logits to ids, for batches of one kind of row each; then one rank's share of two."""
 
-        def torch_sampler(logits=logits, warm=warm):  # type: ignore[no-untyped-def]
-            p = (logits.float() / warm[:, None]).softmax(-1)
-            return p.div_(torch.empty_like(p).exponential_(1)).argmax(-1)
+    def calls(n: int) -> int:
+        return 20 if n < 256 else 4
 
-        greedy.append(
-            (
-                microseconds(lambda: sampling.sample(logits, zero, **keys), 4),  # noqa: B023
-                microseconds(lambda: logits.argmax(-1), 4),  # noqa: B023
-                floor,
+    print(f"sampler, us for rows {' | '.join(map(str, SAMPLER_ROWS))}")
+    print("floor (bytes)", [f"{n * VOCAB_SIZE * 2 / BYTES_PER_US:.1f}" for n in SAMPLER_ROWS])
+    for kind in LIMITS:
+        times = []
+        for n in SAMPLER_ROWS:
+            inputs = sampler_inputs(n, kind)
+            times.append(microseconds(lambda: sampling.sample(*inputs), calls(n)))  # noqa: B023
+        print(f"{kind:22s}", [f"{t:.1f}" for t in times], flush=True)
+    for kind in ("greedy", "temperature", "top_k 20, top_p 0.95"):
+        alone, exchanged, chosen = [], [], []
+        for n in SAMPLER_ROWS:
+            logits, columns, slots, positions = sampler_inputs(n, kind)
+            shard = logits[:, : VOCAB_SIZE // 2]
+            inputs = shard, columns, slots, positions
+            alone.append(microseconds(lambda: sampling.packed_argmax(*inputs), calls(n)))  # noqa: B023
+            packed, lists = candidates.shard_candidates(*inputs, start=0)
+            both = torch.stack((lists, lists))
+            exchanged.append(
+                microseconds(lambda: candidates.shard_candidates(*inputs, start=0), calls(n))  # noqa: B023
             )
-        )
-        sampled = microseconds(lambda: sampling.sample(logits, warm, **keys), 4)  # noqa: B023
-        gumbel.append((sampled, microseconds(torch_sampler, 4), floor))
-        if n > 256:
-            continue
-        limits = {
-            "off": (0, 1.0, 0.0),
-            "k50": (50, 1.0, 0.0),
-            "p.95": (0, 0.95, 0.0),
-            "k50 p.95": (50, 0.95, 0.0),
-            "m.05": (0, 1.0, 0.05),
-        }
-        for name, (top_k, top_p, min_p) in limits.items():
-            k = torch.full((n,), top_k, device="cuda", dtype=torch.int32)
-            p, m = torch.full((n,), top_p, device="cuda"), torch.full((n,), min_p, device="cuda")
-            here = microseconds(lambda: sampling.likely_threshold(logits, warm, k, p, m), 4)  # noqa: B023
-            limited.append((n, name, here))
-        sort = microseconds(lambda: sampling.keep_likely(logits.float() / warm[:, None], k, p, m), 2)  # noqa: B023
-        limited.append((n, "by sort", sort))
-        threshold = torch.zeros(n, device="cuda")
-        masked = microseconds(lambda: sampling.sample(logits, warm, **keys, threshold=threshold), 4)  # noqa: B023
-        limited.append((n, "sample with threshold", masked))
-    row("sample, all greedy", greedy)
-    row("sample, temperature 0.6", gumbel)
-    for n in sorted({n for n, _, _ in limited}):
-        print(f"likely_threshold, {n} rows: " + ", ".join(f"{name} {t:.1f}" for m, name, t in limited if m == n))
+            chosen.append(
+                microseconds(lambda: candidates.choose_candidates(packed, both, columns, slots, positions))  # noqa: B023
+            )
+        for name, cells in (("packed_argmax", alone), ("shard_candidates", exchanged), ("choose_candidates", chosen)):
+            print(f"one of two ranks, {kind}: {name:18s}", [f"{t:.1f}" for t in cells], flush=True)
 
 
 def bench_prepare_inputs() -> None:
@@ -206,12 +218,18 @@ def bench_prepare_inputs() -> None:
     row("prepare_inputs", times)
 
 
-def tune() -> None:
+def tune(only: list[str]) -> None:
     """Other launch parameters, for rows 1 / 16 / 32 / 64 / 256 / 1024."""
+    if not only or "layers" in only:
+        tune_layers()
+    if not only or "sampler" in only:
+        tune_sampler()
+
+
+def tune_layers() -> None:
     from nvcli.kernels.triton import activation as activation_kernels
     from nvcli.kernels.triton import norm as norm_kernels
     from nvcli.kernels.triton import rotary as rotary_kernels
-    from nvcli.kernels.triton import sampling as sampling_kernels
 
     def bf16(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -256,22 +274,35 @@ def tune() -> None:
                     )
                 )
             print(f"tune rope heads={heads} per program={per_program}", [f"{t:.2f}" for t in cells])
-    for quads in (256, 512, 1024):
-        sampling_kernels._QUADS = quads
-        cells = []
-        for n in (1, 16, 32, 64, 256, 1024):
-            logits, keys = sampler_inputs(n, 3.0)
-            warm = torch.full((n,), 0.6, device="cuda")
-            cells.append(microseconds(lambda: sampling.sample(logits, warm, **keys), 4))  # noqa: B023
-        print(f"tune sampler quads={quads}", [f"{t:.2f}" for t in cells])
+
+
+def tune_sampler() -> None:
+    from nvcli.kernels.triton import sampling as sampling_kernels
+
+    defaults = sampling_kernels._QUADS, sampling_kernels._MAX_REGISTERS, sampling_kernels._ROW_WARPS
+    for quads, registers, row_warps in ((512, 64, 16), (512, 80, 16), (512, 64, 8), (256, 64, 16), (1024, 64, 16)):
+        sampling_kernels._QUADS, sampling_kernels._MAX_REGISTERS = quads, registers
+        sampling_kernels._ROW_WARPS = row_warps
+        for kind in ("greedy", "temperature", "top_k 20, top_p 0.95"):
+            cells = []
+            for n in SAMPLER_ROWS:
+                inputs = sampler_inputs(n, kind)
+                cells.append(microseconds(lambda: sampling.sample(*inputs), 4))  # noqa: B023
+            name = f"tune sampler quads={quads} registers={registers} row warps={row_warps} {kind}"
+            print(name, [f"{t:.2f}" for t in cells], flush=True)
+    sampling_kernels._QUADS, sampling_kernels._MAX_REGISTERS, sampling_kernels._ROW_WARPS = defaults
 
 
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(), torch.__version__)
     print(f"us: kernel, torch, floor for rows {' | '.join(map(str, ROWS))}")
-    for model in MODELS:
-        bench_layers(model)
-    bench_sampler()
-    bench_prepare_inputs()
+    only = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    if not only or "layers" in only:
+        for model in MODELS:
+            bench_layers(model)
+    if not only or "sampler" in only:
+        bench_sampler()
+    if not only or "prepare_inputs" in only:
+        bench_prepare_inputs()
     if "--tune" in sys.argv:
-        tune()
+        tune(only)

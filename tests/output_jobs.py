@@ -13,7 +13,7 @@ from nvcli.config import Order
 from nvcli.errors import RowError
 from nvcli.jobs.compression import Unpacker, compression_of
 from nvcli.jobs.job import Choice, JobResult, Place, RowForm, Usage, failed
-from nvcli.jobs.output.job_output import JobOutput, open_output
+from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
@@ -31,7 +31,7 @@ def result_of(index: int, *, failing: Iterable[int] = (), form: RowForm = RowFor
 
 
 def open_job(path: Path, job: Manifest = JOB, **options: Any) -> JobOutput:
-    return open_output(str(path), job, **options)
+    return open_output(str(path), job, OutputOptions(**options))
 
 
 def write(

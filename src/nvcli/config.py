@@ -113,8 +113,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """KV cache of each rank, in bytes or as a size such as `2GiB`; null: what a GPU has left, part of a CPU's RAM."""
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 64
     """Tokens in one block of the KV cache."""
-    kv_cache_dtype: Literal["auto"] = "auto"
-    """auto: the model's dtype."""
     attention_backend: AttentionName | AttentionBackends = "auto"
     """One for all work, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
     enable_prefix_caching: bool = True
@@ -155,9 +153,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
     replica: int = 0
-    """Which data-parallel copy this is."""
+    """The number of this replica."""
     gpus: tuple[int, ...] = ()
-    """Those of all copies, copy by copy, by the numbers that a process sees; empty: the first ones."""
+    """The GPUs of all replicas, replica after replica, by the numbers that a process sees; empty: the first ones."""
     load_format: Literal["checkpoint", "random"] = "checkpoint"
     """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
     record_steps: bool = False
@@ -181,15 +179,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_ranks - self.tensor_parallel_size
 
     def stage_of(self, rank: int) -> int:
-        """From 0."""
+        """Return the stage of a rank, from 0."""
         return rank // self.tensor_parallel_size
 
     def rank_name(self, rank: int) -> str:
-        """For messages: `rank 2`, with several stages `rank 2 of stage 1`."""
+        """Return a rank's name for messages: `rank 2`, or with several stages `rank 2 of stage 1`."""
         return f"rank {rank}" if self.pipeline_parallel_size == 1 else f"rank {rank} of stage {self.stage_of(rank)}"
 
     def gpu_index(self, rank: int) -> int:
-        """Of the GPUs that the process sees, the one that `rank` has."""
+        """Return the number of the GPU that a rank has, among those that the process sees."""
         number = self.replica * self.num_ranks + rank
         return self.gpus[number] if self.gpus else number
 

@@ -1,6 +1,6 @@
-"""What `nvidia-smi` tells of GPUs that torch does not: the driver, other programs' memory, MIG, the links between them.
+"""Asks `nvidia-smi` what torch does not tell: the driver, other programs' memory, MIG, the links between GPUs.
 
-Its output is parsed leniently: what is not there, or is there in another form, is left out.
+Its output is parsed leniently: values that are absent or have another form are left out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SmiGpu:
 
     index: int
     uuid: str
-    """Without the `GPU-` in front."""
+    """The uuid without the `GPU-` in front."""
     name: str
     driver: str
     total_bytes: int
-    """0: not told, as of a GPU that shares the machine's memory, or of one cut into slices."""
+    """The memory of the GPU; 0: not told, as for one that shares the machine's memory or is cut into slices."""
     used_bytes: int
     mig: bool
 
@@ -44,19 +44,19 @@ class SmiProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmiReport:
-    """Empty where there is no nvidia-smi."""
+    """The answer of nvidia-smi; empty where there is none."""
 
     gpus: Mapping[str, SmiGpu]
-    """By uuid."""
+    """The GPUs by uuid."""
     processes: tuple[SmiProcess, ...]
     links: Mapping[tuple[int, int], str]
-    """By pair of indices, smaller first: NV18, PIX, PHB, SYS, …"""
+    """The links (NV18, PIX, PHB, SYS, …) by pair of GPU indices, the smaller one first."""
     failure: str = ""
-    """Why nvidia-smi gave no answer, where it is installed."""
+    """The reason why an installed nvidia-smi gave no answer; empty where it did."""
 
 
 def ask_nvidia_smi() -> SmiReport:
-    """Takes a second or two where the driver has to wake the GPUs first."""
+    """Ask for everything. Takes a second or two where the driver has to wake the GPUs first."""
     report = ask_for_gpus()
     gpus = report.gpus
     if not gpus:
@@ -74,7 +74,7 @@ def ask_nvidia_smi() -> SmiReport:
 
 
 def ask_for_gpus() -> SmiReport:
-    """The GPUs alone: one call, about 0.1 s where the GPUs are awake."""
+    """Ask for the GPUs alone: one call, about 0.1 s where the GPUs are awake."""
     if shutil.which("nvidia-smi") is None:
         return SmiReport(gpus={}, processes=(), links={})
     try:
@@ -85,9 +85,9 @@ def ask_for_gpus() -> SmiReport:
 
 
 def visible_gpus(report: SmiReport, environ: Mapping[str, str]) -> list[SmiGpu] | str:
-    """The GPUs that a CUDA process sees, in the order of its numbers; or why that cannot be told.
+    """Return the GPUs that a CUDA process sees, in the order of its numbers; or why that cannot be told.
 
-    As CUDA reads CUDA_VISIBLE_DEVICES: indices or beginnings of uuids, up to the first that is wrong.
+    CUDA_VISIBLE_DEVICES is read as CUDA reads it: indices or beginnings of uuids, up to the first that is wrong.
     """
     in_order = sorted(report.gpus.values(), key=lambda gpu: gpu.index)
     if not in_order:
@@ -135,7 +135,7 @@ def _run(*arguments: str) -> str:
 
 
 def parse_gpus(text: str) -> dict[str, SmiGpu]:
-    """Of `--query-gpu` in CSV. Memory that is not told counts 0."""
+    """Parse the CSV of `--query-gpu`. Memory that is not told counts 0."""
     gpus = {}
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -154,12 +154,12 @@ def parse_gpus(text: str) -> dict[str, SmiGpu]:
 
 
 def _mib(text: str) -> int:
-    """In bytes; 0 for what is no number: [N/A], [Insufficient Permissions], [Unknown Error]."""
+    """Return mebibytes as bytes; 0 for a text that is no number, such as [N/A] or [Unknown Error]."""
     return int(text) << 20 if text.isdecimal() else 0
 
 
 def parse_processes(text: str) -> tuple[SmiProcess, ...]:
-    """Of `--query-compute-apps` in CSV. Memory that is not told counts 0."""
+    """Parse the CSV of `--query-compute-apps`. Memory that is not told counts 0."""
     processes = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -177,7 +177,7 @@ def parse_processes(text: str) -> tuple[SmiProcess, ...]:
 
 
 def parse_links(text: str) -> dict[tuple[int, int], str]:
-    """Of `topo -m`: a table with a row and a column for each GPU, and others for network cards."""
+    """Parse `topo -m`: a table with a row and a column for each GPU, and others for network cards."""
     rows = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
     header = next((row for row in rows if row and row[0] == "GPU0"), [])
     columns = [int(name[3:]) for name in header if re.fullmatch(r"GPU\d+", name)]

@@ -1,8 +1,8 @@
 """Standard streams that fail as a command's should.
 
-Messages that nobody can read any more are no reason to stop computing: a terminal that has gone, a reader of `2>&1 |`
-that has left and a full disk make writing to standard error fail. What is printed to standard output was asked for. And
-a caller may have closed any of the three.
+Writing to standard error fails where a terminal has gone, a reader of `2>&1 |` has left or a disk is full. Messages
+that nobody can read are no reason to stop computing, so these failures are ignored. Output to standard output was asked
+for, so its failures count. A caller may have closed any of the three streams.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from nvcli.errors import OutputError
 
 
 def secure_standard_streams() -> None:
-    """Open those that are closed, so that no file of ours gets their numbers; reading standard input fails then too.
+    """Open the standard streams that are closed, so that no file of ours gets their numbers.
 
-    Standard error never fails, standard output with an OutputError, or BrokenPipeError where its reader has left; what
-    its encoding does not hold becomes a question mark. `sys.__stdout__` stays None where it was closed.
+    Reading a standard input that was closed fails all the same. From now on standard error never fails; standard output
+    fails with an OutputError, or with BrokenPipeError where its reader has left. Characters that its encoding does not
+    hold become question marks. `sys.__stdout__` stays None where it was closed.
     """
     for number in range(3):
         try:
@@ -32,7 +33,7 @@ def secure_standard_streams() -> None:
 
 
 def _text(raw: io.FileIO, *, like: TextIO | None, errors: str) -> TextIO:
-    """`like`: what Python had made of it; None: it was closed."""
+    """Wrap a raw stream. `like` is the stream that Python had made of it; None: it was closed."""
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding="utf-8" if like is None else like.encoding,
@@ -42,7 +43,7 @@ def _text(raw: io.FileIO, *, like: TextIO | None, errors: str) -> TextIO:
 
 
 class _StandardOutput(io.FileIO):
-    """Fails once: what is still in a buffer then need not be said again when the process ends."""
+    """Standard output that fails once. The process's end flushes the buffer again, which need not fail again."""
 
     _has_failed = False
 
@@ -59,7 +60,7 @@ class _StandardOutput(io.FileIO):
 
 
 class _StandardError(io.FileIO):
-    """Takes what cannot be written as written."""
+    """Standard error that drops what cannot be written."""
 
     def write(self, data: Any) -> int:
         try:

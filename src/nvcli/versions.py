@@ -1,4 +1,4 @@
-"""Which versions are installed, read from their files: importing torch takes seconds, and `--version` has none."""
+"""Installed versions, read from files: importing torch takes seconds, which `--version` must not take."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TorchBuild:
 
     version: str
     cuda: str | None
-    """CUDA version that it was built for; None: built without CUDA."""
+    """The CUDA version that torch was built for; None: it was built without CUDA."""
 
 
 def torch_build() -> TorchBuild | None:
-    """None where torch is not installed, or does not say what it is (an unusual build)."""
+    """Return the installed torch; None where there is none, or an unusual build that does not say what it is."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -35,7 +35,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def package_version(distribution: str) -> str | None:
-    """Of an installed distribution; None where it is not installed."""
+    """Return the version of a distribution; None where it is not installed."""
     from importlib import metadata
 
     try:
@@ -45,14 +45,14 @@ def package_version(distribution: str) -> str | None:
 
 
 def describe_torch(build: TorchBuild | None) -> str:
-    """Such as `2.11.0+cu130 (CUDA 13.0)`."""
+    """Return the version of torch as text, such as `2.11.0+cu130 (CUDA 13.0)`."""
     if build is None:
         return "unknown" if find_spec("torch") else "not installed"
     return f"{build.version} ({f'CUDA {build.cuda}' if build.cuda else 'without CUDA'})"
 
 
 def describe_versions() -> str:
-    """What `nvcli --version` prints."""
+    """Return the text that `nvcli --version` prints."""
     return (
         f"nvcli {__version__}\n"
         f"Python {platform.python_version()}\n"

@@ -30,10 +30,25 @@ def test_without_options_it_is_the_published_workload() -> None:
 
 def test_each_option_reaches_the_workload() -> None:
     options = BenchOptions(
-        num_requests=3, input_len="4:5", output_len="6", shared_prefix=7, temperature=0.0, seed=8, repeat=2
+        num_requests=3,
+        input_len="4:5",
+        output_len="6",
+        shared_prefix=7,
+        temperature=0.5,
+        top_k=20,
+        top_p=0.95,
+        seed=8,
+        repeat=2,
     )
     assert make_workload(options) == Workload(
-        num_requests=3, input_len=(4, 5), output_len=(6, 6), shared_prefix=7, temperature=0.0, seed=8
+        num_requests=3,
+        input_len=(4, 5),
+        output_len=(6, 6),
+        shared_prefix=7,
+        temperature=0.5,
+        top_k=20,
+        top_p=0.95,
+        seed=8,
     )
     options = BenchOptions(input="a.jsonl", num_requests=3, output_len="6", seed=8)
     assert make_workload(options) == FileWorkload(input="a.jsonl", num_rows=3, output_len=(6, 6), seed=8)
@@ -45,6 +60,8 @@ def test_each_option_reaches_the_workload() -> None:
         ("--input-len", {"input_len": "5"}),
         ("--shared-prefix", {"shared_prefix": 0}),
         ("--temperature", {"temperature": 0.0}),
+        ("--top-k", {"top_k": 0}),
+        ("--top-p", {"top_p": 1.0}),
         ("--shape", {"shape": "qwen3-0.6b"}),
     ],
 )

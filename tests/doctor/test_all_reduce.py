@@ -9,12 +9,12 @@ from nvcli.doctor.findings import Finding, Level
 
 
 def check(
-    device: str, target: str, *, timeout: float = 60.0, num_copies: int = 1, gpus: tuple[int, ...] = ()
+    device: str, target: str, *, timeout: float = 60.0, num_replicas: int = 1, gpus: tuple[int, ...] = ()
 ) -> list[Finding]:
     return check_all_reduce(
         device,  # type: ignore[arg-type]
         size=2,
-        num_copies=num_copies,
+        num_replicas=num_replicas,
         timeout=timeout,
         gpus=gpus,
         target=f"fake_probes:{target}",
@@ -22,12 +22,12 @@ def check(
 
 
 def test_one_rank_needs_none() -> None:
-    (finding,) = check_all_reduce("cpu", size=1, num_copies=1, timeout=1.0)
+    (finding,) = check_all_reduce("cpu", size=1, num_replicas=1, timeout=1.0)
     assert finding.level == Level.NOTE
 
 
 def test_gloo_adds_up() -> None:
-    (finding,) = check_all_reduce("cpu", size=2, num_copies=1, timeout=120.0)
+    (finding,) = check_all_reduce("cpu", size=2, num_replicas=1, timeout=120.0)
     assert finding.level == Level.OK, finding
     assert "gloo over 2 ranks: sums are right" in finding.found
 
@@ -51,12 +51,12 @@ def test_a_dead_rank_is_named_with_its_error() -> None:
 
 
 def test_every_copy_is_tried() -> None:
-    assert [finding.name for finding in check("cpu", "sum_wrongly", num_copies=2)] == ["all-reduce 0", "all-reduce 1"]
+    assert [finding.name for finding in check("cpu", "sum_wrongly", num_replicas=2)] == ["all-reduce 0", "all-reduce 1"]
 
 
 @pytest.mark.parametrize(("gpus", "first"), [((), [0, 2]), ((1, 3, 4, 6), [1, 4])])
 def test_the_gpus_of_the_run_are_tried(gpus: tuple[int, ...], first: list[int]) -> None:
-    found = [finding.found for finding in check("cuda", "tell_the_gpu", num_copies=2, gpus=gpus)]
+    found = [finding.found for finding in check("cuda", "tell_the_gpu", num_replicas=2, gpus=gpus)]
     assert found == [f"NCCL over 2 ranks: GPU {gpu}" for gpu in first]
 
 

@@ -38,7 +38,7 @@ def test_gpus(model: ModelConfig, size_gib: int, tp: int, held_gib: int, level: 
     """Qwen3-8B has 15.26 GiB of weights in bfloat16."""
     gpus = [gpu(n, total_bytes=size_gib * GIB, free_bytes=(size_gib - held_gib) * GIB) for n in range(2)]
     config = engine_config(model, "cuda", tensor_parallel_size=tp)
-    finding = check_fit(config, model, num_copies=1, gpus=gpus, ram=0)
+    finding = check_fit(config, model, num_replicas=1, gpus=gpus, ram=0)
     assert (finding.level, told in finding.found) == (level, True), finding
     if level != Level.OK:
         assert f"--tp {2 * tp}" in finding.advice, "the next size that 32 heads and 8 KV heads can be cut into"
@@ -48,13 +48,13 @@ def test_stages_share_the_weights(model: ModelConfig) -> None:
     """Of two, the last has the LM head beside its 18 layers, as large as the first one's embedding."""
     gpus = [gpu(n, total_bytes=24 * GIB, free_bytes=24 * GIB) for n in range(2)]
     config = engine_config(model, "cuda", pipeline_parallel_size=2)
-    finding = check_fit(config, model, num_copies=1, gpus=gpus, ram=0)
+    finding = check_fit(config, model, num_replicas=1, gpus=gpus, ram=0)
     assert finding.level == Level.OK
     assert "7.6 GiB of weights (bfloat16) on each GPU; leaves about 14.0 GiB" in finding.found
 
 
 def test_ram(model: ModelConfig) -> None:
     config = engine_config(model, "cpu")
-    two_copies = 2 * 4 * 8_190_735_360  # float32
-    assert check_fit(config, model, num_copies=2, gpus=[], ram=two_copies + 1).level == Level.OK
-    assert check_fit(config, model, num_copies=2, gpus=[], ram=two_copies).level == Level.PROBLEM
+    two_replicas = 2 * 4 * 8_190_735_360  # float32
+    assert check_fit(config, model, num_replicas=2, gpus=[], ram=two_replicas + 1).level == Level.OK
+    assert check_fit(config, model, num_replicas=2, gpus=[], ram=two_replicas).level == Level.PROBLEM

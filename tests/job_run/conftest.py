@@ -1,4 +1,4 @@
-"""The model of the pipeline's tests, made once."""
+"""The model of these tests, made once."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kernel_device import DTYPES, TOLERANCE
-from nvcli.kernels import activation, norm, rotary, sampling
+from nvcli.kernels import activation, candidates, norm, rotary, sampling
 from nvcli.kernels.philox import token_uniforms
+from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +23,8 @@ LIMITS = [
     (20, 0.8, 0.01),
     (1000, 0.95, 0.0),
     (1, 1.0, 0.0),
+    (20, 0.95, 0.0),
+    (MAX_CANDIDATES, 0.9, 0.0),
 ]
 
 
@@ -32,35 +35,59 @@ def deterministic_inputs() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def parameters(num_rows: int) -> dict[str, torch.Tensor]:
-    """Of the slot table: one row in four greedy, limits of all kinds in turn."""
+def parameters(num_rows: int) -> tuple[SamplingColumns, torch.Tensor, torch.Tensor]:
+    """Columns, slots and positions: one row in four greedy, limits of all kinds in turn, a slot for each row."""
     limits = [LIMITS[i % len(LIMITS)] for i in range(num_rows)]
-    return {
-        "temperature": torch.tensor([0.0, 0.6, 1.0, 1.7], device="cuda").repeat(-(-num_rows // 4))[:num_rows],
-        "seeds": torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), device="cuda"),
-        "positions": torch.randint(0, 40_000, (num_rows,), device="cuda", dtype=torch.int32),
-        "rows": torch.randint(0, 1 << 32, (num_rows,), device="cuda"),
-        "samples": torch.randint(0, 8, (num_rows,), device="cuda"),
-        "top_k": torch.tensor([k for k, _, _ in limits], device="cuda", dtype=torch.int32),
-        "top_p": torch.tensor([p for _, p, _ in limits], device="cuda"),
-        "min_p": torch.tensor([m for _, _, m in limits], device="cuda"),
-    }
-
-
-def limit(logits: torch.Tensor, table: dict[str, torch.Tensor]) -> torch.Tensor:
-    return sampling.likely_threshold(logits, table["temperature"], table["top_k"], table["top_p"], table["min_p"])
-
-
-def draw(logits: torch.Tensor, table: dict[str, torch.Tensor], threshold: torch.Tensor | None = None) -> torch.Tensor:
-    return sampling.sample(
-        logits,
-        table["temperature"],
-        table["seeds"],
-        table["positions"],
-        table["rows"],
-        table["samples"],
-        threshold=threshold,
+    columns = SamplingColumns(
+        temperature=torch.tensor([0.0, 0.6, 1.0, 1.7], device="cuda").repeat(-(-num_rows // 4))[:num_rows],
+        top_k=torch.tensor([k for k, _, _ in limits], device="cuda", dtype=torch.int32),
+        top_p=torch.tensor([p for _, p, _ in limits], device="cuda"),
+        min_p=torch.tensor([m for _, _, m in limits], device="cuda"),
+        seed=torch.randint(-(1 << 63), (1 << 63) - 1, (num_rows,), device="cuda"),
+        row=torch.randint(0, 1 << 32, (num_rows,), device="cuda"),
+        sample=torch.randint(0, 8, (num_rows,), device="cuda"),
     )
+    positions = torch.randint(0, 40_000, (num_rows,), device="cuda", dtype=torch.int32)
+    return columns, torch.arange(num_rows, device="cuda"), positions
+
+
+def random_logits(num_rows: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """[num_rows, VOCAB_SIZE], a part of a padded matrix."""
+    return torch.randn(num_rows, VOCAB_SIZE + 64, device="cuda").mul_(scale).to(dtype)[:, :VOCAB_SIZE]
+
+
+def is_limited(columns: SamplingColumns) -> torch.Tensor:
+    return (columns.temperature > 0) & ((columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0))
+
+
+def kept_tokens(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    """[N, V] bool by the plain definition, for rows that are not greedy; a few rows at a time fit the memory."""
+    parts = []
+    for rows in torch.arange(len(logits), device="cuda").split(64):
+        at = columns.at(rows)
+        scaled = logits[rows].float() / at.temperature[:, None]
+        parts.append(sampling.keep_likely(scaled, at.top_k, at.top_p, at.min_p) > -torch.inf)
+    return torch.cat(parts)
+
+
+def assert_best_of_kept(
+    ids: torch.Tensor, kept: torch.Tensor, logits: torch.Tensor, columns: SamplingColumns, positions: torch.Tensor
+) -> None:
+    """Each row's token has the best score, in float64, of those that are kept, but for a few nearly equal scores."""
+    num_different = 0
+    for rows in torch.arange(len(logits), device="cuda").split(64):
+        at = columns.at(rows)
+        noise = token_uniforms(at.seed, positions[rows].long(), at.row, at.sample, VOCAB_SIZE)
+        noise = noise.double().log_().neg_().log_().neg_()
+        scores = logits[rows].double()
+        random = scores / at.temperature[:, None].double() + noise
+        scores = torch.where(at.temperature[:, None] > 0, random.masked_fill(~kept[rows], -torch.inf), scores)
+        best = scores.max(dim=-1).values
+        chosen = scores.gather(1, ids[rows, None].long())[:, 0]
+        assert (best - chosen).max() < 2e-5
+        # Equal logits are common in half types: the first of them is to be taken.
+        num_different += int((ids[rows] != (scores == best[:, None]).int().argmax(dim=-1)).sum())
+    assert num_different <= 2
 
 
 def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -79,8 +106,8 @@ def test_uniforms_are_the_cpu_s() -> None:
     """The pure-torch generator on the GPU, which the tests below use, and the kernel's, against the CPU."""
     from nvcli.kernels.triton import philox
 
-    table = parameters(4)
-    counter = [table[name] for name in ("seeds", "positions", "rows", "samples")]
+    columns, _, positions = parameters(4)
+    counter = [columns.seed, positions, columns.row, columns.sample]
     expected = token_uniforms(*(x.cpu().long() for x in counter), VOCAB_SIZE)
     assert torch.equal(philox.token_uniforms(*counter, VOCAB_SIZE).cpu(), expected)
     assert torch.equal(token_uniforms(*(x.long() for x in counter), VOCAB_SIZE).cpu(), expected)
@@ -89,56 +116,59 @@ def test_uniforms_are_the_cpu_s() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.7, 4.0])  # as of random weights, and of a trained model
 def test_sampler(dtype: torch.dtype, scale: float) -> None:
-    """Each of 1024 rows gets the token of the best score in float64, but for a few scores that are nearly equal."""
-    num_rows = 1024
-    table = parameters(num_rows)
-    logits = torch.randn(num_rows, VOCAB_SIZE + 64, device="cuda").mul_(scale).to(dtype)[:, :VOCAB_SIZE]
-    ids = draw(logits, table).long()
-    num_different = 0
-    for start in range(0, num_rows, 128):
-        rows = slice(start, start + 128)
-        counter = (table[name][rows].long() for name in ("seeds", "positions", "rows", "samples"))
-        noise = token_uniforms(*counter, VOCAB_SIZE).double().log_().neg_().log_().neg_()
-        temperature = table["temperature"][rows, None]
-        scores = logits[rows].double()
-        scores = torch.where(temperature > 0, scores / temperature.double() + noise, scores)
-        best = scores.max(dim=-1)
-        chosen = scores.gather(1, ids[rows, None])[:, 0]
-        assert (best.values - chosen).max() < 2e-5
-        # Equal logits are common in half types: the first of them is to be taken.
-        first = (scores == best.values[:, None]).int().argmax(dim=-1)
-        num_different += int((ids[rows] != first).sum())
-    assert num_different <= 2
+    """1,024 rows without limits: each gets the token of the best score."""
+    columns, slots, positions = parameters(1024)
+    columns.top_k.zero_()
+    columns.top_p.fill_(1.0)
+    columns.min_p.zero_()
+    logits = random_logits(1024, dtype, scale)
+    ids = sampling.sample(logits, columns, slots, positions)
+    kept = torch.ones(1, 1, dtype=torch.bool, device="cuda").expand(1024, VOCAB_SIZE)
+    assert_best_of_kept(ids, kept, logits, columns, positions)
 
 
 def test_sampler_follows_softmax() -> None:
-    """200,000 draws: chi-square inside what chance allows."""
+    """200,000 draws: chi-square inside what chance allows; a top-k that leaves nothing out changes no token."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.5], device="cuda")
     n = 200_000
     zeros = torch.zeros(n, dtype=torch.int64, device="cuda")
-    temperature = torch.full((n,), 0.8, device="cuda")
-    ids = sampling.sample(logits.expand(n, -1), temperature, zeros, torch.arange(n, device="cuda"), zeros, zeros)
+    columns = SamplingColumns(
+        temperature=torch.full((1,), 0.8, device="cuda"),
+        top_k=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        top_p=torch.ones(1, device="cuda"),
+        min_p=torch.zeros(1, device="cuda"),
+        seed=zeros[:1],
+        row=zeros[:1],
+        sample=zeros[:1],
+    )
+    positions = torch.arange(n, device="cuda")
+    ids = sampling.sample(logits.expand(n, -1), columns, zeros, positions)
     expected = (logits / 0.8).softmax(-1) * n
     chi_square = ((torch.bincount(ids, minlength=7) - expected) ** 2 / expected).sum().item()
     assert chi_square < 22.5  # 6 degrees of freedom: one in a thousand
+    columns.top_k.fill_(7)
+    assert torch.equal(sampling.sample(logits.expand(n, -1), columns, zeros, positions), ids)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.7, 4.0])
 def test_thresholds(dtype: torch.dtype, scale: float) -> None:
-    num_rows = 512
-    table = parameters(num_rows)
-    logits = torch.randn(num_rows, VOCAB_SIZE, device="cuda").mul_(scale).to(dtype)
-    actual = limit(logits, table)
-    limited = (table["temperature"] > 0) & (torch.arange(num_rows, device="cuda") % len(LIMITS) > 0)
+    """Thresholds by the search over the row, and for a small top-k by the lists, against a sort."""
+    from nvcli.kernels.triton import top_k_top_p
+
+    columns, slots, positions = parameters(512)
+    logits = random_logits(512, dtype, scale)
+    actual = top_k_top_p.min_kept_logit(logits, columns, slots)
+    limited = is_limited(columns)
     assert torch.equal(actual > -torch.inf, limited)
     at = limited.nonzero()[:, 0]
-    scaled = logits[at].float() / table["temperature"][at, None]
-    expected = sampling.keep_likely(scaled, table["top_k"][at], table["top_p"][at], table["min_p"][at]) > -torch.inf
+    chosen = columns.at(at)
+    scaled = logits[at].float() / chosen.temperature[:, None]
+    expected = kept_tokens(logits[at], chosen)
     kept = scaled >= actual[at, None]
     for row in (kept != expected).any(dim=-1).nonzero()[:, 0].tolist():
         # Only top-p may differ, and only where the likelier tokens reach it up to rounding.
-        top_k, top_p = int(table["top_k"][at[row]]), table["top_p"][at[row]]
+        top_k, top_p = int(chosen.top_k[row]), chosen.top_p[row]
         assert top_p < 1
         values = scaled[row].double()
         if top_k:
@@ -146,24 +176,70 @@ def test_thresholds(dtype: torch.dtype, scale: float) -> None:
         probabilities = values.softmax(dim=-1)
         for token in (kept[row] != expected[row]).nonzero()[:, 0].tolist():
             assert abs(probabilities[values > values[token]].sum() - top_p) < 5e-6
-    ids = draw(logits, table, threshold=actual)[at].long()
-    assert kept.gather(1, ids[:, None]).all()
+    _, lists = candidates.shard_candidates(logits, columns, slots, positions, start=0)
+    small = columns.has_small_top_k.nonzero()[:, 0]
+    kth = lists[small, MAX_CANDIDATES - 1].view(torch.float32)
+    descending = logits[small].float().sort(dim=-1, descending=True).values
+    assert torch.equal(kth, descending.gather(1, columns.top_k[small, None].long() - 1)[:, 0])
+    assert torch.equal(lists[small, -1], (logits[small].float() == kth[:, None]).sum(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.7, 4.0])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_limited_rows(dtype: torch.dtype, scale: float, is_tied: bool) -> None:
+    """Rows of all kinds in one batch get the best token that their limits keep, whole and from two and four shards.
+
+    With `is_tied` thousands of tokens share the k-th largest logit of most rows.
+    """
+    num_rows = 576
+    columns, slots, positions = parameters(num_rows)
+    logits = random_logits(num_rows, dtype, scale)
+    if is_tied:
+        logits = logits.clamp(max=scale * 2)
+        logits[5:] = logits[5:].round()
+    ids = sampling.sample(logits, columns, slots, positions)
+    kept = kept_tokens(logits, columns)
+    # Where the mass of the likelier tokens equals top_p up to rounding, a token may be in or out.
+    limited = is_limited(columns)
+    is_kept = kept.gather(1, ids[:, None].long())[:, 0] | ~limited
+    assert (~is_kept).sum() <= 2
+    sure = is_kept.nonzero()[:, 0]
+    assert_best_of_kept(ids[sure], kept[sure] | ~limited[sure, None], logits[sure], columns.at(sure), positions[sure])
+
+    small = (columns.has_small_top_k | ~limited).nonzero()[:, 0]
+    for num_ranks in (2, 4):
+        size = -(-VOCAB_SIZE // num_ranks)
+        found = [
+            candidates.shard_candidates(
+                logits[small, start : start + size],
+                columns.at(small),
+                slots[: len(small)],
+                positions[small],
+                start=start,
+            )
+            for start in range(0, VOCAB_SIZE, size)
+        ]
+        packed = torch.stack([packed for packed, _ in found]).max(dim=0).values
+        lists = torch.stack([lists for _, lists in found])
+        chosen = candidates.choose_candidates(packed, lists, columns.at(small), slots[: len(small)], positions[small])
+        assert (chosen != ids[small]).sum() <= 2
 
 
 def test_sampling_in_a_graph_follows_its_inputs() -> None:
     """Captured once, replayed with other logits, temperatures, limits and positions: what an eager call gives."""
-    table = parameters(64)
+    columns, slots, positions = parameters(64)
     logits = torch.randn(64, VOCAB_SIZE, device="cuda").to(torch.bfloat16)
     out = torch.zeros(64, dtype=torch.int32, device="cuda")
-    graph = captured(lambda: out.copy_(draw(logits, table, threshold=limit(logits, table))))
+    graph = captured(lambda: out.copy_(sampling.sample(logits, columns, slots, positions)))
     seen = []
     for _ in range(3):
         graph.replay()
-        assert torch.equal(out, draw(logits, table, threshold=limit(logits, table)))
+        assert torch.equal(out, sampling.sample(logits, columns, slots, positions))
         seen.append(out.tolist())
-        table["positions"].add_(1)
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            table[name].copy_(table[name].roll(1))
+        positions.add_(1)
+        for column in (columns.temperature, columns.top_k, columns.top_p, columns.min_p):
+            column.copy_(column.roll(1))
         logits.copy_(torch.randn_like(logits))
     assert seen[0] != seen[1] != seen[2]
 
@@ -171,19 +247,18 @@ def test_sampling_in_a_graph_follows_its_inputs() -> None:
 def test_no_batch_size_compiles_anew() -> None:
     from nvcli.kernels.triton import norm as norm_kernels
     from nvcli.kernels.triton import sampling as sampling_kernels
-    from nvcli.kernels.triton import threshold as threshold_kernels
+    from nvcli.kernels.triton import top_k_top_p as threshold_kernels
 
     kernels = [
         norm_kernels._rms_norm_kernel,
-        sampling_kernels._best_of_chunk_kernel,
-        sampling_kernels._best_of_row_kernel,
-        threshold_kernels._likely_threshold_kernel,
+        sampling_kernels._chunk_kernel,
+        sampling_kernels._row_kernel,
+        threshold_kernels._min_kept_logit_kernel,
     ]
 
     def step(num_rows: int) -> None:
         logits = torch.randn(num_rows, VOCAB_SIZE, device="cuda", dtype=torch.bfloat16)
-        table = parameters(num_rows)
-        draw(logits, table, threshold=limit(logits, table))
+        sampling.sample(logits, *parameters(num_rows))
         hidden = torch.randn(num_rows, 1024, device="cuda", dtype=torch.bfloat16)
         norm.add_rms_norm(hidden, hidden.clone(), hidden[0].clone(), 1e-6)
 

@@ -14,6 +14,7 @@ from nvcli.attention.selection import select_backend
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
+from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
 
@@ -40,7 +41,7 @@ class ModelDriver:
         self.num_bytes = load_weights(self.model, path, device)
         layers = self.model.attention_layers
         cache_spec = KVCacheSpec(
-            group_layers=tuple(group.layers for group in self.model.kv_groups),
+            group_layers=tuple(group.layers for group in kv_groups(config, stage)),
             num_kv_heads=layers[0].num_kv_heads,
             head_dim=layers[0].head_dim,
             block_size=block_size,

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -98,10 +100,48 @@ def test_an_engine_says_what_it_cannot_do() -> None:
     assert outcome == Outcome(left_out="transformers is compared on one device; leave --tp out")
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_every_engine_has_its_module(name: str) -> None:
-    module = COMPARE.parent.joinpath(*ENGINES[name].module.split(".")).with_suffix(".py")
-    assert "def opened(job: Job)" in module.read_text()
+class FakeSamplingParams:
+    """The sampling parameters of vLLM and nano-vllm, as far as the comparison sets them."""
+
+    def __init__(self, *, max_tokens: int, ignore_eos: bool, temperature: float, detokenize: bool = True) -> None:
+        assert ignore_eos
+        self.max_tokens = max_tokens
+
+
+@pytest.mark.parametrize(("name", "missing"), [("vllm", 0), ("nano-vllm", 0), ("vllm", 1), ("nano-vllm", 1)])
+def test_engines_that_are_not_installed_here_are_asked_in_their_own_words(
+    name: str, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the package answers with `missing` tokens too few: a short answer must not count as one."""
+    asked: list[tuple[list[int], int]] = []
+
+    class FakeLLM:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            assert options["max_model_len"] == job.max_model_len
+
+        def generate(self, prompts: list[Any], sampling: list[FakeSamplingParams], *, use_tqdm: bool) -> list[Any]:
+            ids = [prompt["prompt_token_ids"] if name == "vllm" else prompt for prompt in prompts]
+            asked.extend(zip(ids, (one.max_tokens for one in sampling), strict=True))
+            answers = [[7] * (one.max_tokens - missing) for one in sampling]
+            if name == "nano-vllm":
+                return [{"token_ids": answer, "text": ""} for answer in answers]
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer)]) for answer in answers]
+
+    engine = ENGINES[name]
+    job = Job(**{**vars(job_for("--temperature", "0.6")), "engine": name, "device": "cuda"})
+    package = ModuleType(engine.package)
+    vars(package).update(LLM=FakeLLM, SamplingParams=FakeSamplingParams)
+    monkeypatch.setitem(sys.modules, engine.package, package)
+    try:
+        if missing:
+            with pytest.raises(AssertionError):
+                run(job)
+            assert asked == job.warm_up
+        else:
+            assert run(job).seconds is not None
+            assert asked == [*job.warm_up, *job.rows]
+    finally:
+        sys.modules.pop(engine.module, None)
 
 
 def test_ratios_are_of_the_same_round() -> None:

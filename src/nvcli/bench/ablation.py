@@ -1,4 +1,4 @@
-"""`--ablate`: parts of the engine that are switched off one at a time, to show what each is worth."""
+"""`--ablate` switches parts of the engine off, one at a time, to show what each is worth."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Ablation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblationResult:
-    """What became of it."""
+    """The outcome of one ablation."""
 
     name: str
     output_rates: list[float]
-    """Tokens per second, of each pass; empty where it could not run."""
+    """Output tokens per second of each pass; empty where the ablation could not run."""
     output_rate: float | None
-    """Of the pass of median speed (the slower of two)."""
+    """Output tokens per second of the pass of median speed (the slower of two)."""
     difference: float | None
-    """To the benchmark's own; -0.1: a tenth slower."""
+    """The relative difference to the benchmark's own rate; -0.1: a tenth slower."""
     left_out: str | None = None
-    """Why it could not run."""
+    """The reason why the ablation could not run."""
 
 
 def parse_ablations(text: str, config: EngineConfig) -> list[Ablation]:
-    """`overlap,graphs,prefix-cache,backend=torch`. Raises ConfigError, also for what would change nothing."""
+    """Parse a list such as `overlap,graphs,backend=torch`. Raises ConfigError, also for a part that changes nothing."""
     ablations: list[Ablation] = []
     for name in text.split(","):
         name = name.strip()

@@ -23,21 +23,21 @@ from nvcli.sizing.costs import model_costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """What `nvcli bench` reports."""
+    """The result that `nvcli bench` reports."""
 
     model: str
     workload: Workload | FileWorkload
     data_parallel_size: int
     ready_seconds: float
-    """From the command's call of the engines to the last one's report."""
+    """Seconds from the start of the replicas to the report of the last one."""
     ready: EngineReady
-    """The first replica's."""
+    """The first replica's report."""
     peak_bytes: list[list[int]]
     """The most memory that each rank held: [replica][rank]."""
     ceilings: Ceilings
     runs: list[Run]
     timelines: list[list[StepRecord]]
-    """Of each run, the first replica's steps."""
+    """The steps of the first replica in each run."""
     ablations: list[AblationResult]
 
     @property
@@ -51,7 +51,10 @@ class BenchResult:
 
     @property
     def ready_parts(self) -> dict[str, float]:
-        """Seconds; what the first replica's rank 0 does not account for is the engine process's own start."""
+        """Seconds by part of the start-up.
+
+        The time that rank 0 of the first replica does not account for is the engine process's own start.
+        """
         return {"engine process": max(0.0, self.ready_seconds - sum(self.ready.seconds.values())), **self.ready.seconds}
 
 
@@ -79,30 +82,15 @@ def bench(
         tensor_parallel_size=config.tensor_parallel_size,
         stage=Stage(config.pipeline_parallel_size - 1, config.pipeline_parallel_size),
     )
-    baseline = _median_rate(measured.passes)
     results = []
     for ablation in ablations:
         say(f"ablation {ablation.name}")
         try:
-            passes = _measure(
-                ablation.config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say
-            ).passes
+            ablated = _measure(ablation.config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
         except (ConfigError, CapacityError) as error:  # it does not work here; the others may
-            results.append(
-                AblationResult(
-                    name=ablation.name, output_rates=[], output_rate=None, difference=None, left_out=str(error)
-                )
-            )
-            continue
-        rate = _median_rate(passes)
-        results.append(
-            AblationResult(
-                name=ablation.name,
-                output_rates=[one.output_tokens / one.seconds for one in passes],
-                output_rate=rate,
-                difference=rate / baseline - 1,
-            )
-        )
+            results.append(_left_out(ablation, error))
+        else:
+            results.append(_compared(ablation, ablated.passes, baseline=_median_rate(measured.passes)))
     return BenchResult(
         model=model,
         workload=workload,
@@ -117,9 +105,24 @@ def bench(
     )
 
 
+def _left_out(ablation: Ablation, error: Exception) -> AblationResult:
+    return AblationResult(name=ablation.name, output_rates=[], output_rate=None, difference=None, left_out=str(error))
+
+
+def _compared(ablation: Ablation, passes: Sequence[Pass], *, baseline: float) -> AblationResult:
+    """Compare the passes of an ablation with the rate of the benchmark's own, `baseline`."""
+    rate = _median_rate(passes)
+    return AblationResult(
+        name=ablation.name,
+        output_rates=[one.output_tokens / one.seconds for one in passes],
+        output_rate=rate,
+        difference=rate / baseline - 1,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """The life of one set of engines."""
+    """The measurements of one set of replicas, from their start to their end."""
 
     ready_seconds: float
     ready: EngineReady
@@ -135,7 +138,7 @@ def _measure(
     repeat: int,
     say: Callable[[str], None],
 ) -> _Measured:
-    """Start engines, let them answer a few tokens, time the passes, end them."""
+    """Start the replicas, warm them up with a few tokens, time the passes, and end the replicas."""
     engines = Engines(config, data_parallel_size)
     try:
         ready = engines.wait_ready()
@@ -164,7 +167,7 @@ def _measure(
 
 
 def _median_of(rates: Sequence[float]) -> int:
-    """Number of the median, the slower of two."""
+    """Return the index of the median rate (the slower of two)."""
     return sorted(range(len(rates)), key=lambda number: rates[number])[(len(rates) - 1) // 2]
 
 

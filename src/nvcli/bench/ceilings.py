@@ -1,6 +1,6 @@
-"""What a device gives: memory bandwidth and matrix rate, measured.
+"""Measures what a device can do: its memory bandwidth and its rate of matrix products.
 
-Run as a module, in a process of its own, so that the command itself never touches the device:
+This runs as a module, in a process of its own, so that the command itself never touches the device:
 
     python -m nvcli.bench.ceilings DEVICE DTYPE   → {"bytes_per_second": …, "flops_per_second": …}
 """
@@ -22,7 +22,7 @@ _REPEATS = 10
 
 
 def measure_ceilings(config: EngineConfig) -> Ceilings:
-    """Of the device whose steps are timed. Takes some seconds, most of them imports. Raises WorkerError."""
+    """Measure the device whose steps are timed. Takes some seconds, most of them for imports. Raises WorkerError."""
     device = config.device if config.device == "cpu" else f"cuda:{config.gpu_index(config.output_rank)}"
     command = [sys.executable, "-P", "-m", "nvcli.bench.ceilings", device, config.dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -54,7 +54,7 @@ def _measure(device: str, dtype_name: str) -> Ceilings:
 
 
 def _gpu_seconds(run: Callable[[], object]) -> float:
-    """Of the fastest of several runs, after a first one."""
+    """Return the time of the fastest of several runs, after a first one that does not count."""
     import torch
 
     run()

@@ -1,4 +1,4 @@
-"""`nvcli bench`: from its options to engines and a workload."""
+"""`nvcli bench`: turns its options into a workload and the replicas that answer it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _USUAL_MODEL_LEN = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """The command line's own options, as they were given; None: not given."""
+    """The options of the command line as they were given; None: not given."""
 
     shape: str | None = None
     input: str | None = None
@@ -35,6 +35,8 @@ class BenchOptions:
     output_len: str | None = None
     shared_prefix: int | None = None
     temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
     seed: int = 0
     repeat: int = 1
     ablate: str | None = None
@@ -42,7 +44,7 @@ class BenchOptions:
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
-    """`100:1024`, or one number for both ends. Raises ConfigError."""
+    """Parse a range such as `100:1024`, or one number for both ends. Raises ConfigError."""
     low, _, high = text.partition(":")
     try:
         ends = int(low), int(high or low)
@@ -54,7 +56,7 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
 
 
 def make_workload(options: BenchOptions) -> Workload | FileWorkload:
-    """Raises ConfigError for options that are wrong or do not go together."""
+    """Make the workload. Raises ConfigError for options that are wrong or do not go together."""
     lengths = {
         name: parse_range(option, text)
         for name, option, text in (
@@ -68,6 +70,8 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
             "num_requests": options.num_requests,
             "shared_prefix": options.shared_prefix,
             "temperature": options.temperature,
+            "top_k": options.top_k,
+            "top_p": options.top_p,
         }
         given = {name: value for name, value in numbers.items() if value is not None}
         return Workload(**given, **lengths, seed=options.seed)  # type: ignore[arg-type]
@@ -75,6 +79,8 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
         "--input-len": options.input_len,
         "--shared-prefix": options.shared_prefix,
         "--temperature": options.temperature,
+        "--top-k": options.top_k,
+        "--top-p": options.top_p,
     }
     for option, value in made_up.items():
         if value is not None:

@@ -1,4 +1,4 @@
-"""Engines: the replicas of a benchmark as one. Requests are dealt out to them; what they did is kept, pass by pass."""
+"""The replicas of a benchmark. Requests are dealt out to them, and what they did is recorded pass by pass."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WAIT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One pass over a workload, as it was recorded."""
+    """The record of one pass over a workload."""
 
     seconds: float
-    """From the first request's sending to the last answer's arrival."""
+    """Seconds from the sending of the first request to the arrival of the last answer."""
     num_requests: int
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     output_tokens: int
     num_preemptions: int
     num_blocks: int
@@ -40,13 +40,13 @@ class Engines:
     """Starts all replicas at once; `close` ends them."""
 
     def __init__(self, config: EngineConfig, num_replicas: int) -> None:
-        """`config` with `record_steps`. Returns at once."""
+        """Start the replicas and return at once. `config` has `record_steps` set."""
         self._started_at = time.perf_counter()
         self._clients: list[EngineClient] = []
         self._ready: list[EngineReady] = []
         self._next_id = 0
         self.ready_seconds = 0.0
-        """From here to the last replica's report."""
+        """Seconds from the start to the last replica's report."""
         try:
             for replica in range(num_replicas):
                 replica_config = msgspec.structs.replace(config, replica=replica)
@@ -57,7 +57,7 @@ class Engines:
             raise
 
     def wait_ready(self) -> EngineReady:
-        """The first replica's report, once all have reported. Raises what an engine failed with."""
+        """Wait for all replicas, and return the first one's report. Raises what an engine failed with."""
         for client in self._clients:
             ready = None
             while ready is None:
@@ -67,7 +67,7 @@ class Engines:
         return self._ready[0]
 
     def run(self, requests: Sequence[Request]) -> Pass:
-        """Answer all of them, with an empty prefix cache at the beginning. Ids are given here.
+        """Answer all requests, with an empty prefix cache at the beginning. Their ids are given here.
 
         Raises WorkerError, or CapacityError for a request that the engine cannot answer or where it had to lower its
         limits.
@@ -77,25 +77,15 @@ class Engines:
         numbered = [
             msgspec.structs.replace(request, request_id=number) for number, request in zip(ids, requests, strict=True)
         ]
-        expected = {request.request_id: request.max_tokens for request in numbered}
         dealt = deal_out(numbered, len(self._clients))
         preemptions_before = sum(client.stats.num_preemptions for client in self._clients)
         for client in self._clients:
             client.forget_prefixes()
             client.take_steps()
-        cached_tokens = 0
         start = time.perf_counter()
         for client, share in zip(self._clients, dealt, strict=True):
             client.add(share)
-        while expected:
-            connection.wait([client.fileno() for client in self._clients], _WAIT_SECONDS)
-            for client in self._clients:
-                for output in client.poll(0):
-                    if output.finish_reason == "error":
-                        raise CapacityError(f"a request of the workload cannot be answered: {output.error}")
-                    num_tokens, wanted = len(unpack(output.token_ids)), expected.pop(output.request_id)
-                    assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were asked for"
-                    cached_tokens += output.num_cached_tokens
+        cached_tokens = self._wait_for_answers(numbered)
         seconds = time.perf_counter() - start
         if notes := [note for client in self._clients for note in client.take_notes()]:
             raise CapacityError(f"the pass was not what was asked for: {notes[0]}")
@@ -114,8 +104,23 @@ class Engines:
             records=records,
         )
 
+    def _wait_for_answers(self, requests: Sequence[Request]) -> int:
+        """Wait until all requests are answered in the length that was asked for. Return their cached tokens."""
+        expected = {request.request_id: request.max_tokens for request in requests}
+        cached_tokens = 0
+        while expected:
+            connection.wait([client.fileno() for client in self._clients], _WAIT_SECONDS)
+            for client in self._clients:
+                for output in client.poll(0):
+                    if output.finish_reason == "error":
+                        raise CapacityError(f"a request of the workload cannot be answered: {output.error}")
+                    num_tokens, wanted = len(unpack(output.token_ids)), expected.pop(output.request_id)
+                    assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were asked for"
+                    cached_tokens += output.num_cached_tokens
+        return cached_tokens
+
     def finish(self) -> list[list[int]]:
-        """End the replicas; the most memory that each of their ranks held, in bytes: [replica][rank]."""
+        """End the replicas, and return the most memory that each of their ranks held, in bytes: [replica][rank]."""
         return [client.finish() for client in self._clients]
 
     def close(self) -> None:
@@ -125,7 +130,7 @@ class Engines:
 
 
 def deal_out(requests: Sequence[Request], num_shares: int) -> list[list[Request]]:
-    """In order, each to the share that has the fewest tokens to generate so far."""
+    """Deal requests out in order, each to the share that has the fewest tokens to generate so far."""
     shares: list[list[Request]] = [[] for _ in range(num_shares)]
     num_tokens = [0] * num_shares
     for request in requests:

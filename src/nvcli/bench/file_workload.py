@@ -1,4 +1,4 @@
-"""A benchmark's requests from a real file: its rows as `generate` prepares them, with answers of fixed lengths."""
+"""The workload of a real file: its rows as `generate` prepares them, with answers of fixed lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nvcli.models.config import ModelConfig
 def prepared_rows(
     run: RunConfig, model_path: Path, model: ModelConfig, input_file: str, *, limit: int | None = None
 ) -> Iterator[PreparedRow | JobResult]:
-    """The rows of a file as `generate` prepares them; those that would be error rows as their results.
+    """Yield the rows of a file as `generate` prepares them, and the results of those that would be error rows.
 
     Imports the tokenizer, which takes seconds. Raises ConfigError and LoadError.
     """
@@ -46,19 +46,19 @@ def prepared_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWorkload:
-    """Rows of a file. Each answer has as many tokens as its row's `max_tokens` says; nothing ends it early."""
+    """The rows of a file. Each answer has as many tokens as its row's `max_tokens` says; nothing ends it early."""
 
     input: str
     num_rows: int | None = None
-    """The first so many; None: all."""
+    """Only the first so many rows; None: all."""
     output_len: tuple[int, int] = (100, 1024)
-    """For rows without `max_tokens`: uniform, ends included, and no more than `max_model_len` leaves."""
+    """The range of answer tokens for rows without `max_tokens`: uniform, ends included, and within `max_model_len`."""
     seed: int = 0
 
     def requests(
         self, run: RunConfig, model_path: Path, model: ModelConfig, *, say: Callable[[str], None]
     ) -> list[Request]:
-        """One for each sample of each row. Rows that would be error rows are left out, and said so.
+        """Return a request for each sample of each row. Rows that would be error rows are left out, and `say` tells.
 
         Imports the tokenizer, which takes seconds. Raises ConfigError where no row is left, and LoadError.
         """

@@ -1,4 +1,4 @@
-"""What a recorded pass comes to: rates, times by kind of step, both phases against the limit, use of the KV cache."""
+"""The measures of a recorded pass: rates, times by kind of step, phases against the limit, use of the KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvcli.sizing.costs import ModelCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Steps of one kind. Times in milliseconds."""
+    """The steps of one kind. Times are in milliseconds."""
 
     count: int
     total: float
@@ -46,51 +46,52 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One pass over the workload. Where there are several replicas, seconds of the device are a replica's, on average.
+    """The measures of one pass over the workload.
 
-    `seconds` is `phases["prefill"].seconds`, `phases["decode"].seconds` and `idle_seconds` together.
+    Where there are several replicas, seconds of the device are those of a replica on average. `seconds` is the sum of
+    `phases["prefill"].seconds`, `phases["decode"].seconds` and `idle_seconds`.
     """
 
     seconds: float
     num_requests: int
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     output_tokens: int
     steps: dict[str, StepTimes]
-    """By forward mode, of all replicas."""
+    """The steps of all replicas, by forward mode."""
     limits: dict[str, Roofline]
-    """Likewise: against what the device could do at most."""
+    """The steps of all replicas against the device's limit, by forward mode."""
     phases: dict[Phase, Roofline]
-    """Likewise, prompts and generation apart: a mixed step's time is shared out as its limit is."""
+    """Both phases against the limit. A mixed step's time is divided between them as its limit is."""
     idle_seconds: float
-    """Without a step on the device."""
+    """Seconds without a step on the device."""
     roofline_share: float
-    """The limit of all steps over `seconds`, the host's time and idle time included."""
+    """The limit of all steps divided by `seconds`, which include the host's time and idle time."""
     num_preemptions: int
     peak_kv_share: float
-    """Most KV blocks held at a time, of a replica's; 0 to 1."""
+    """The largest share of a replica's KV blocks that were held at a time, from 0 to 1."""
     mean_kv_share: float
-    """Likewise, on average over the steps' time."""
+    """The share of KV blocks that were held, on average over the steps' time."""
 
     @property
     def output_rate(self) -> float:
-        """Tokens per second."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds
 
     @property
     def total_rate(self) -> float:
-        """Tokens per second, prompts' included."""
+        """Prompt and output tokens per second."""
         return (self.prompt_tokens + self.output_tokens) / self.seconds
 
     @property
     def request_rate(self) -> float:
-        """Per second."""
+        """Requests per second."""
         return self.num_requests / self.seconds
 
 
 def run_of(recorded: Pass, costs: ModelCosts, ceilings: Ceilings) -> Run:
-    """`costs` and `ceilings` of one rank."""
+    """Work out the measures of a pass. `costs` and `ceilings` are those of one rank."""
     num_replicas = len(recorded.records)
     records = [record for steps in recorded.records for record in steps]
     by_mode = {mode.name: [r for r in records if r.mode == mode] for mode in ForwardMode}

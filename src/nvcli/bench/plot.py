@@ -1,4 +1,4 @@
-"""`--plot`: step times and KV use over a run, as a picture."""
+"""`--plot` draws step times and KV use over a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLORS = {ForwardMode.DECODE: "tab:blue", ForwardMode.EXTEND: "tab:red", Forwar
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured: that the picture can be made and written. Raises ConfigError."""
+    """Check, before anything is measured, that a picture can be made and written. Raises ConfigError."""
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(_FORMATS)}")
     if not os.path.isdir(path.parent):
@@ -29,7 +29,7 @@ def check_plot(path: Path) -> None:
 
 
 def start_times(steps: Sequence[StepRecord]) -> list[float]:
-    """When each step began, in seconds from the first one's begin."""
+    """Return when each step began, in seconds from the begin of the first one."""
     spans = [0.0]
     for step, following in pairwise(steps):
         spans.append(step.seconds + following.idle_seconds)
@@ -37,7 +37,7 @@ def start_times(steps: Sequence[StepRecord]) -> list[float]:
 
 
 def draw_run(path: Path, title: str, steps: Sequence[StepRecord], num_blocks: int) -> None:
-    """`steps` of one replica, which has `num_blocks` KV blocks. Raises ConfigError where the file cannot be written."""
+    """Draw the `steps` of a replica with `num_blocks` KV blocks. Raises ConfigError where `path` cannot be written."""
     from matplotlib.figure import Figure
 
     times = start_times(steps)

@@ -16,7 +16,7 @@ _GIB = 2**30
 
 
 def format_json(result: BenchResult) -> str:
-    """Everything that was measured but the single steps, on one line of ASCII."""
+    """Return all that was measured but the single steps, as JSON on one line of ASCII."""
     fields = msgspec.to_builtins(result)
     del fields["timelines"]
     # Their wire forms are lists.
@@ -30,7 +30,7 @@ def format_json(result: BenchResult) -> str:
 
 
 def format_result(result: BenchResult) -> str:
-    """The report, as plain text."""
+    """Return the report as plain text."""
     run, ready, ceilings = result.median, result.ready, result.ceilings
     rates = [r.output_rate for r in result.runs]
     spread = f" (of {len(rates)} runs: {min(rates):,.0f} to {max(rates):,.0f})" if len(rates) > 1 else ""
@@ -61,7 +61,7 @@ def format_result(result: BenchResult) -> str:
 
 
 def format_ablations(baseline: float, ablations: list[AblationResult]) -> list[str]:
-    """A table: tokens per second without each part, and the difference that makes."""
+    """Return a table of the tokens per second without each part, and the difference that makes."""
     width = max(len("as configured"), *(len(_label(ablation)) for ablation in ablations))
     lines = [
         f"{'ablation':<{width}}  {'output tokens/s':>15}  difference",
@@ -112,12 +112,12 @@ def _against_limit(limit: Roofline) -> str:
 
 
 def _parts(seconds_by_part: Mapping[str, float]) -> str:
-    """Those that show at two decimals."""
+    """Format the parts that show at two decimals."""
     return ", ".join(f"{part} {seconds:.2f}" for part, seconds in seconds_by_part.items() if seconds >= 0.005)
 
 
 def _peaks(peak_bytes: list[list[int]]) -> str:
-    """One entry for each rank of each replica."""
+    """Format the peak memory of each rank of each replica."""
     return ", ".join(
         f"{f'copy {replica} ' if len(peak_bytes) > 1 else ''}rank {rank} {num_bytes / _GIB:.2f} GiB"
         for replica, ranks in enumerate(peak_bytes)

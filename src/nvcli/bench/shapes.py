@@ -1,4 +1,4 @@
-"""Known model shapes, so that anyone can measure without a download: config.json only, the weights are made up."""
+"""Known model shapes, so that anyone can measure without a download. The weights are made up."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ SHAPES = {
     "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
 }
-"""As the models' published config.json files have them."""
+"""The shapes, as the models' published config.json files have them."""
 
 
 @contextlib.contextmanager
 def model_folder(name: str, shape: str | None) -> Iterator[Path]:
-    """The folder of the model `name`, or one that holds a known shape's config.json. Raises ConfigError, LoadError."""
+    """Give the folder of a model, or one with a known shape's config.json. Raises ConfigError and LoadError."""
     if shape is None:
         yield resolve_model(name)
         return
@@ -64,6 +64,6 @@ def model_folder(name: str, shape: str | None) -> Iterator[Path]:
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """A folder that holds the shape's config.json."""
+    """Write a shape's config.json into a folder, and return the folder."""
     (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""What a benchmark asks of the engine. The default is nano-vllm's workload, for which others' figures are known."""
+"""The made-up workload of a benchmark. The default is nano-vllm's, for which others' figures are known."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ class Workload:
     num_requests: int = 256
     input_len: tuple[int, int] = (100, 1024)
     output_len: tuple[int, int] = (100, 1024)
-    """Both uniform, ends included."""
+    """Lengths of prompts and of answers in tokens are uniform over these ranges, ends included."""
     shared_prefix: int = 0
-    """Tokens that all prompts begin with, before the `input_len` of their own."""
+    """Tokens that all prompts begin with; `input_len` tokens of their own follow."""
     temperature: float = 0.6
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
     seed: int = 0
 
     @property
     def max_model_len(self) -> int:
-        """Longest request that it can hold."""
+        """The length of the longest request that the workload may have."""
         return self.shared_prefix + self.input_len[1] + self.output_len[1]
 
     def rows(self, vocab_size: int) -> list[tuple[list[int], int]]:
-        """(prompt, tokens to generate) of each request: all prompts are drawn first, then all lengths, then the prefix.
+        """Return the prompt and the number of tokens to generate of each request.
 
-        Ids are 0 to 10,000 as in nano-vllm's; of a smaller vocabulary all but 0 and 1, which are often special.
+        All prompts are drawn first, then all lengths, then the prefix. Ids are 0 to 10,000 as in nano-vllm's workload;
+        in a smaller vocabulary all but 0 and 1, which are often special.
         """
         rng = random.Random(self.seed)
         ids = (0, _MAX_TOKEN_ID) if vocab_size > _MAX_TOKEN_ID else (_FIRST_PLAIN_ID, vocab_size - 1)
@@ -44,8 +48,8 @@ class Workload:
         return [(prefix + prompt, output_len) for prompt, output_len in zip(prompts, output_lens, strict=True)]
 
     def requests(self, vocab_size: int) -> list[Request]:
-        """`rows`, with ids from 0."""
-        sampling = SamplingParams(temperature=self.temperature, ignore_eos=True)
+        """Return `rows` as requests, with ids from 0."""
+        sampling = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, ignore_eos=True)
         return [
             Request(
                 request_id=i,

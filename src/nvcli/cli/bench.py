@@ -32,7 +32,12 @@ def bench(
     ] = None,
     num_requests: Annotated[
         int | None,
-        typer.Option("--num-requests", metavar="N", min=1, help="256; with --input the first N rows, else all."),
+        typer.Option(
+            "--num-requests",
+            metavar="N",
+            min=1,
+            help="Number of requests; 256. With --input: the first N rows, else all.",
+        ),
     ] = None,
     input_len: Annotated[
         str | None, typer.Option("--input-len", metavar="A:B", help="Prompt tokens, uniform; 100:1024.")
@@ -42,18 +47,29 @@ def bench(
         typer.Option(
             "--output-len",
             metavar="A:B",
-            help="Answer tokens, uniform; 100:1024. With --input: where rows say nothing.",
+            help="Answer tokens, uniform; 100:1024. With --input: for rows that say nothing.",
         ),
     ] = None,
     shared_prefix: Annotated[
         int | None,
         typer.Option(
-            "--shared-prefix", metavar="N", min=0, help="Tokens that all prompts begin with, beside their own."
+            "--shared-prefix", metavar="N", min=0, help="Tokens that all prompts begin with, before their own."
         ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0.6.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0.6.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="K", min=0, help="Sample among the K likeliest tokens; 0: off.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p", metavar="P", min=0.001, max=1.0, help="Sample among tokens of this probability; 1: off."
+        ),
+    ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="What lengths and tokens follow from.")
+        int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Seed of the made-up lengths and tokens.")
     ] = 0,
     repeat: Annotated[
         int,
@@ -109,6 +125,8 @@ def bench(
         output_len=output_len,
         shared_prefix=shared_prefix,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         seed=seed,
         repeat=repeat,
         ablate=ablate,

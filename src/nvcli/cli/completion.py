@@ -1,4 +1,4 @@
-"""Values that the shell completes for options without a fixed set of them. Imports come when one is asked for."""
+"""Values that the shell completes, for options without a fixed set. Imports come when a value is asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def models(incomplete: str) -> list[str]:
-    """`demo`, the models of the local Hugging Face cache, and folders."""
+    """Complete a model: `demo`, the models of the local Hugging Face cache, and folders."""
     cache = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
     cached = Path(os.path.expanduser(cache)).glob("models--*")
     names = ["demo", *sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in cached)]
@@ -15,14 +15,14 @@ def models(incomplete: str) -> list[str]:
 
 
 def shapes(incomplete: str) -> list[str]:
-    """Names that `nvcli bench --shape` knows."""
+    """Complete the name of a known shape."""
     from nvcli.bench.shapes import SHAPES
 
     return [name for name in SHAPES if name.startswith(incomplete)]
 
 
 def keys(incomplete: str) -> list[str]:
-    """Keys of the configuration, with the equals sign that `--set` wants behind them."""
+    """Complete a key of the configuration, with the equals sign that `--set` wants behind it."""
     from nvcli.config import JobConfig, RunConfig
     from nvcli.sampling_params import SamplingParams
 
@@ -33,7 +33,7 @@ def keys(incomplete: str) -> list[str]:
 
 
 def _folders(incomplete: str) -> list[str]:
-    """Folders that begin so; the shell completes file names by itself only where nothing else fits."""
+    """Complete a folder; the shell completes file names by itself only where nothing else fits."""
     head, slash, tail = incomplete.rpartition("/")
     parent = Path(os.path.expanduser(f"{head}{slash}" or "."))  # Path's own raises for a user who is not there
     try:

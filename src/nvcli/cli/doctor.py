@@ -29,7 +29,7 @@ def doctor(
     pp: PpOption = None,
     dp: DpOption = None,
     device: Annotated[
-        DeviceChoice | None, typer.Option("--device", help="What the run would be on. Without it: what is there.")
+        DeviceChoice | None, typer.Option("--device", help="Device of the run. Without it: the one that is found.")
     ] = None,
     output: Annotated[
         Path,

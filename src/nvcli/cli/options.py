@@ -47,9 +47,11 @@ TpOption = Annotated[
 ]
 PpOption = Annotated[
     int | None,
-    typer.Option("--pp", metavar="N", help="Stages of layers in each copy, each on its own --tp GPUs; 1."),
+    typer.Option("--pp", metavar="N", help="Stages of layers in each copy, each on --tp GPUs of its own; 1."),
 ]
-DpOption = Annotated[str | None, typer.Option("--dp", metavar="N|auto", help="Copies of the model; auto likewise.")]
+DpOption = Annotated[
+    str | None, typer.Option("--dp", metavar="N|auto", help="Copies of the model; auto: what is fastest here.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")]
 
 

@@ -30,7 +30,8 @@ def profile_memory(
         bool, typer.Option("--dry-run", help="Plan from the configuration alone: no GPU, nothing loaded.")
     ] = False,
     gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Of each GPU, for --dry-run; such as 80GiB.")
+        str | None,
+        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU for --dry-run, such as 80GiB."),
     ] = None,
     config: ConfigOption = None,
     tp: TpOption = None,

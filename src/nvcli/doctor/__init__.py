@@ -1,1 +1,1 @@
-"""`nvcli doctor`: whether this machine, and a model where one is named, are fit for a run, and what to do if not."""
+"""`nvcli doctor` finds out whether this machine and a model are fit for a run, and says what to do if not."""

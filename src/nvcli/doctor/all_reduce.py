@@ -1,4 +1,4 @@
-"""Whether ranks can add up over the group that a run would make: NCCL between GPUs, gloo between CPU processes."""
+"""Checks that ranks can add up over the group of a run: NCCL between GPUs, gloo between CPU processes."""
 
 from __future__ import annotations
 
@@ -32,27 +32,30 @@ def check_all_reduce(
     device: Literal["cpu", "cuda"],
     *,
     size: int,
-    num_copies: int,
+    num_replicas: int,
     timeout: float,
     gpus: Sequence[int] = (),
     target: str = _TARGET,
 ) -> list[Finding]:
-    """For each of `num_copies` groups of `size` ranks. `gpus`: as `Layout.gpus`. `target`: what a rank runs."""
+    """Check each of `num_replicas` groups of `size` ranks.
+
+    `gpus` is as `Layout.gpus`, `timeout` is in seconds, and `target` is the function that a rank runs.
+    """
     backend = "NCCL" if device == "cuda" else "gloo"
     if size == 1:
         return [note("all-reduce", "not checked: a model on one rank needs none; --tp N checks N of them")]
     findings = []
-    for copy in range(num_copies):
-        name = f"all-reduce {copy}" if num_copies > 1 else "all-reduce"
-        first = copy * size
-        of_copy = gpus[first : first + size] or range(first, first + size)
+    for replica in range(num_replicas):
+        name = f"all-reduce {replica}" if num_replicas > 1 else "all-reduce"
+        first = replica * size
+        replica_gpus = gpus[first : first + size] or range(first, first + size)
         try:
-            result = _all_reduce(device, gpus=of_copy, timeout=timeout, target=target)
+            result = _all_reduce(device, gpus=replica_gpus, timeout=timeout, target=target)
         except _Failed as failed:
             found = f"{backend} over {size} ranks: {failed}"
             advice = "run it again with NCCL_DEBUG=INFO" if device == "cuda" else "look at the limits above"
             if device == "cuda" and "NCCL_P2P_DISABLE" not in os.environ:
-                advice = _try_without_peers(of_copy, timeout, target)
+                advice = _try_without_peers(replica_gpus, timeout, target)
             findings.append(problem(name, found, advice))
             continue
         if result.wrong:
@@ -64,7 +67,7 @@ def check_all_reduce(
 
 
 def _describe(device: str, size: int, result: AllReduceResult) -> str:
-    """Bus bandwidth as nccl-tests define it: what each rank's link carries."""
+    """Describe the times. Bus bandwidth is as nccl-tests define it: the bytes that each rank's link carries."""
     large = LARGE_BYTES[device]
     bandwidth = large / result.large_seconds * 2 * (size - 1) / size
     return (
@@ -74,7 +77,7 @@ def _describe(device: str, size: int, result: AllReduceResult) -> str:
 
 
 def _try_without_peers(gpus: Sequence[int], timeout: float, target: str) -> str:
-    """What to do, after finding out whether peer access is to blame."""
+    """Find out whether peer access is to blame, and say what to do."""
     try:
         _all_reduce("cuda", gpus=gpus, timeout=timeout, target=target, env=_WITHOUT_PEERS)
     except _Failed:
@@ -93,7 +96,10 @@ def _all_reduce(
     target: str,
     env: Mapping[str, str] | None = None,
 ) -> AllReduceResult:
-    """The slowest rank's times, and the first wrong sum that any rank saw. `gpus`: each rank's. Raises _Failed."""
+    """Return the slowest rank's times, and the first wrong sum that any rank saw.
+
+    `gpus` has the GPU of each rank. Raises _Failed.
+    """
     with ExitStack() as stack:
         ranks = []
         for rank, gpu in enumerate(gpus):
@@ -109,7 +115,10 @@ def _all_reduce(
 
 
 def _collect(ranks: list[Probe], timeout: float) -> list[AllReduceResult]:
-    """Every rank's result. A rank that ends early, or none that answers for `timeout` seconds, is a failure."""
+    """Return every rank's result.
+
+    Raises _Failed where a rank ends early or not all have answered within `timeout` seconds.
+    """
     deadline = time.monotonic() + timeout
     phases = ["starting"] * len(ranks)
     results: dict[int, AllReduceResult] = {}

@@ -14,16 +14,16 @@ from multiprocessing.connection import Connection
 import msgspec
 
 SMALL_BYTES = 8 << 10
-"""Like a decode step of one row."""
+"""The bytes that a decode step of about one row sums up."""
 LARGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Like a step of a long prompt."""
+"""The bytes that a step of a long prompt sums up, by kind of device."""
 _PATTERN = 251
 _REPEATS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduceTask:
-    """A rank's argument."""
+    """The argument of a rank."""
 
     rank: int
     size: int
@@ -34,23 +34,23 @@ class AllReduceTask:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Rank 0 to the others, through the parent: where the rendezvous store listens."""
+    """The port of the rendezvous store, which rank 0 tells the others through the parent."""
 
     port: int
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What the rank is about to do."""
+    """The phase that the rank is about to enter."""
 
     name: str
 
 
 class AllReduceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's word on it."""
+    """The findings of one rank."""
 
     wrong: str
-    """How the sums differ from what they must be; empty where they do not."""
+    """How the sums differ from the right ones; empty where they do not."""
     small_seconds: float
     large_seconds: float
 
@@ -99,7 +99,7 @@ def main(task: AllReduceTask, control: Connection) -> None:
 
 
 def _time(run: Callable[[], object], device: object) -> float:
-    """Median of several runs, each waited for."""
+    """Return the median time of several runs, each waited for, in seconds."""
     import torch
 
     def wait() -> None:

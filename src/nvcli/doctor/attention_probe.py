@@ -1,6 +1,7 @@
-"""Probe: which attention backends serve a run, and why others do not. Run as `nvcli.doctor.attention_probe:main`.
+"""Probe: finds out which attention backends serve a run, and why others do not.
 
-In a process of its own: a package that was built for another torch may take it down.
+It runs as `nvcli.doctor.attention_probe:main` in a process of its own: a package that was built for another torch may
+take it down.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from nvcli.doctor.findings import Finding, note, ok, problem
 
 
 class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
-    """`attention.backend.AttentionCase` in plain values, and what the configuration chooses."""
+    """An `attention.backend.AttentionCase` in plain values, and the backend that the configuration chooses."""
 
     device: Literal["cpu", "cuda"]
     dtype: str
@@ -31,7 +32,7 @@ def main(task: AttentionTask, control: Connection) -> None:
 
 
 def probe(task: AttentionTask) -> list[Finding]:
-    """Imports torch, and the backends' packages."""
+    """Ask every backend. Imports torch and the backends' packages."""
     import torch
 
     from nvcli.attention.backend import AttentionCase, AttentionSpec

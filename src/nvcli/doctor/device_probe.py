@@ -1,4 +1,4 @@
-"""Probe: what torch and the driver make of the GPUs. Run as `nvcli.doctor.device_probe:main`."""
+"""Probe: reports the GPUs as torch and the driver see them. It runs as `nvcli.doctor.device_probe:main`."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     name: str
     uuid: str
-    """As nvidia-smi spells it, without `GPU-`; empty where torch does not say."""
+    """The uuid as nvidia-smi spells it, without `GPU-`; empty where torch does not say."""
     capability: tuple[int, int]
     total_bytes: int
     free_bytes: int
     failure: str = ""
-    """Why a first computation did not work."""
+    """The reason why a first computation did not work; empty where it did."""
 
 
 class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the probe found."""
+    """The findings of the probe."""
 
     driver_cuda: tuple[int, int] | None
-    """Newest CUDA version that the driver serves; None: no driver."""
+    """The newest CUDA version that the driver serves; None: no driver."""
     driver_failure: str
-    """Why the driver could not be started; empty where it was."""
+    """The reason why the driver could not be started; empty where it was."""
     torch_cuda: str | None
     is_available: bool
     nccl: str
     gpus: list[GpuReport]
     peers: list[tuple[int, int]]
-    """Ordered pairs of GPUs, the first of which can read the second's memory."""
+    """Ordered pairs of GPUs; the first of a pair can read the second's memory."""
     pinned_failure: str
-    """Why page-locked memory could not be had."""
+    """The reason why page-locked memory could not be had; empty where it could."""
 
 
 def main(_: None, control: Connection) -> None:
@@ -44,7 +44,7 @@ def main(_: None, control: Connection) -> None:
 
 
 def probe() -> DeviceReport:
-    """Imports torch."""
+    """Look at driver and GPUs. Imports torch."""
     driver_cuda, driver_failure = _ask_driver()
     import torch
 
@@ -65,7 +65,7 @@ def probe() -> DeviceReport:
 
 
 def _ask_driver() -> tuple[tuple[int, int] | None, str]:
-    """(CUDA version that the driver serves, why it does not start)"""
+    """Return the CUDA version that the driver serves, and why it does not start."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

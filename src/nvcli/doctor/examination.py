@@ -1,4 +1,4 @@
-"""The whole examination, section by section: what is cheap first, what takes seconds in probes beside it."""
+"""The whole examination, section by section: cheap checks first, while probes that take seconds run beside them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
 
 _EXAMPLE_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-"""What the attention backends are asked about where no model is given: Qwen3-8B's."""
+"""The heads that attention backends are asked about where no model is given: those of Qwen3-8B."""
 
 
 def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section]:
-    """`run.model` may be empty. `output`: the folder that answers would go to. `timeout`: of each probe, in seconds.
+    """Yield the findings, section by section.
 
-    Never raises for what is wrong with the machine or the model. No process outlives it.
+    `run.model` may be empty. `output` is the folder that answers would go to, and `timeout` is how long a probe may
+    take, in seconds. Never raises for what is wrong with the machine or the model. No process outlives it.
     """
     device = detect_device() if run.device == "auto" else run.device
     with ExitStack() as stack:
@@ -65,44 +66,23 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             model_probe = start("model_probe", _model_task(files.path, files), "model probe")
 
         report = _result(device_probe)
-        yield Section(
-            title="GPUs",
-            findings=check_gpus(
-                report,
-                smi,
-                device=device,
-                num_gpus=num_ranks,
-                is_explicit=run.device != "auto",
-                chosen=layout.gpus,
-            ),
+        is_explicit = run.device != "auto"
+        findings = check_gpus(
+            report, smi, device=device, num_gpus=num_ranks, is_explicit=is_explicit, chosen=layout.gpus
         )
+        yield Section(title="GPUs", findings=findings)
         has_gpus = isinstance(report, DeviceReport) and len(report.gpus) >= num_ranks
         can_run = device == "cpu" or has_gpus
-        yield Section(
-            title="Attention backends",
-            findings=_findings(attention_probe, "attention") if can_run else [_not_checked("attention")],
-        )
-        yield Section(
-            title="Collectives",
-            findings=check_all_reduce(
-                device,
-                size=layout.pipeline_parallel_size * layout.tensor_parallel_size,
-                num_copies=layout.data_parallel_size,
-                timeout=timeout,
-                gpus=layout.gpus,
-            )
-            if can_run
-            else [_not_checked("all-reduce")],
-        )
+        findings = _findings(attention_probe, "attention") if can_run else [_not_checked("attention")]
+        yield Section(title="Attention backends", findings=findings)
+        findings = _collectives(device, layout, timeout) if can_run else [_not_checked("all-reduce")]
+        yield Section(title="Collectives", findings=findings)
         if files is not None:
             findings = [*files.findings, *config_findings]
             if model_probe is not None:
                 findings += _findings(model_probe, "tokenizer")
             if config is not None and files.config is not None and files.tensors is not None:
-                gpus = [] if isinstance(report, str) else report.gpus
-                gpus = [msgspec.structs.replace(gpu, free_bytes=free_bytes(gpu, smi)) for gpu in gpus]
-                if layout.gpus:
-                    gpus = [gpu for gpu in gpus if gpu.index in layout.gpus]
+                gpus = [] if isinstance(report, str) else _free_gpus(report, smi, layout)
                 findings.append(_fit(config, files.config, layout, gpus))
             yield Section(title=f"Model {run.model}", findings=findings)
 
@@ -111,15 +91,35 @@ def _not_checked(name: str) -> Finding:
     return note(name, "not checked: the GPUs that the run needs are not there")
 
 
+def _collectives(device: Literal["cpu", "cuda"], layout: Layout, timeout: float) -> list[Finding]:
+    """Check the group of ranks of each replica."""
+    return check_all_reduce(
+        device,
+        size=layout.pipeline_parallel_size * layout.tensor_parallel_size,
+        num_replicas=layout.data_parallel_size,
+        timeout=timeout,
+        gpus=layout.gpus,
+    )
+
+
+def _free_gpus(report: DeviceReport, smi: SmiReport, layout: Layout) -> list[GpuReport]:
+    """Return the GPUs that the run would use, with the memory that was free before our own probes took some."""
+    return [
+        msgspec.structs.replace(gpu, free_bytes=free_bytes(gpu, smi))
+        for gpu in report.gpus
+        if not layout.gpus or gpu.index in layout.gpus
+    ]
+
+
 def _fit(config: EngineConfig, model: ModelConfig, layout: Layout, gpus: list[GpuReport]) -> Finding:
     ram = read_meminfo()["MemAvailable"]
-    return check_fit(config, model, num_copies=layout.data_parallel_size, gpus=gpus, ram=ram)
+    return check_fit(config, model, num_replicas=layout.data_parallel_size, gpus=gpus, ram=ram)
 
 
 def _layout(
     run: RunConfig, files: ModelFiles | None, device: Literal["cpu", "cuda"], smi: SmiReport
 ) -> tuple[EngineConfig | None, Layout, list[Finding]]:
-    """What the run and the model come to together; no EngineConfig where that cannot be told."""
+    """Return what the run and the model come to together; no EngineConfig where that cannot be told."""
     given = layout_as_given(run)
     if files is None or files.path is None or files.config is None:
         return None, given, []
@@ -151,7 +151,7 @@ def _layout(
 def _attention_task(
     run: RunConfig, files: ModelFiles | None, config: EngineConfig | None, device: Literal["cpu", "cuda"]
 ) -> AttentionTask:
-    """As a rank of the run would ask."""
+    """Make the question that a rank of the run would ask."""
     model = files.config if files is not None else None
     heads = _EXAMPLE_HEADS
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
@@ -182,7 +182,7 @@ def _model_task(path: Path, files: ModelFiles) -> ModelTask:
 
 
 def _result(probe: Probe) -> DeviceReport | str:
-    """The report, or why there is none."""
+    """Return the probe's report, or why there is none."""
     try:
         report: DeviceReport = probe.result()
     except ProbeFailed as failed:
@@ -191,7 +191,7 @@ def _result(probe: Probe) -> DeviceReport | str:
 
 
 def _findings(probe: Probe, name: str) -> list[Finding]:
-    """A probe's findings; its failure is one."""
+    """Return a probe's findings; its failure is one of them."""
     try:
         findings: list[Finding] = probe.result()
     except ProbeFailed as failed:

@@ -1,4 +1,4 @@
-"""What the checks return. A check never raises for what it finds: that is its answer."""
+"""Findings, which the checks return. A check never raises for what it finds: that is its answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 
 class Level(StrEnum):
-    """How much a finding matters."""
+    """The weight of a finding."""
 
     OK = "ok"
     NOTE = "note"
-    """Neither good nor bad, or not checked."""
+    """The finding is neither good nor bad, or nothing was checked."""
     WARNING = "warning"
     """A run works, but slower, or with less, than it might."""
     PROBLEM = "problem"
@@ -33,7 +33,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """Findings about one thing."""
+    """The findings about one subject."""
 
     title: str
     findings: list[Finding]
@@ -56,10 +56,10 @@ def problem(name: str, found: str, advice: str) -> Finding:
 
 
 def count(sections: list[Section], level: Level) -> int:
-    """Findings of that level."""
+    """Count the findings of a level."""
     return sum(finding.level == level for section in sections for finding in section.findings)
 
 
 def format_gib(num_bytes: float) -> str:
-    """Such as `79.2 GiB`; in MiB below one."""
+    """Return a size such as `79.2 GiB`; below one GiB it is in MiB."""
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""Whether a model's weights fit, roughly; `nvcli profile-memory` knows it exactly."""
+"""Tells roughly whether a model's weights fit; `nvcli profile-memory` knows it exactly."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from nvcli.models.config import ModelConfig
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _LITTLE_BYTES = 2 << 30
-"""Activations and CUDA graphs of usual runs take this much; what is beyond holds KV cache."""
+"""Activations and CUDA graphs of usual runs take about this much; the rest holds KV cache."""
 
 
 def check_fit(
-    config: EngineConfig, model: ModelConfig, *, num_copies: int, gpus: Sequence[GpuReport], ram: int
+    config: EngineConfig, model: ModelConfig, *, num_replicas: int, gpus: Sequence[GpuReport], ram: int
 ) -> Finding:
-    """Hold one rank's weights against the memory that it has.
+    """Check the weights of one rank against the memory that it has.
 
-    `num_copies` is the data-parallel size, and `ram` the bytes that are free, which count on a CPU alone.
+    `num_replicas` is the data-parallel size, and `ram` the bytes that are free, which count on a CPU alone.
     """
     size = config.tensor_parallel_size
     if config.device == "cpu":
-        return _fit_ram(sum(weight_bytes(model, config.dtype).values()) * num_copies, ram, config)
+        return _fit_ram(sum(weight_bytes(model, config.dtype).values()) * num_replicas, ram, config)
     stage = largest_stage(model, config.pipeline_parallel_size)
     weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=stage).values())
-    needed = gpus[: config.num_ranks * num_copies]
+    needed = gpus[: config.num_ranks * num_replicas]
     if not needed:
         return warning("memory", f"{format_gib(weights)} of weights a GPU, and no GPU to hold them", "see above")
     rooms = [
@@ -51,5 +51,5 @@ def _fit_ram(weights: int, ram: int, config: EngineConfig) -> Finding:
 
 
 def _next_size(model: ModelConfig, size: int) -> int | None:
-    """The next larger tensor-parallel size that the model can be cut into."""
+    """Return the next larger tensor-parallel size that the model can be cut into; None where there is none."""
     return next((n for n in range(size + 1, 17) if model.divides_by(n)), None)

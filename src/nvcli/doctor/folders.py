@@ -1,4 +1,4 @@
-"""Folders that a run writes to: where answers go, where compiled kernels are kept, where temporary files lie."""
+"""Checks the folders that a run writes to: those of answers, compiled kernels and temporary files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LITTLE_BYTES = 1 << 30
 
 
 def check_folders(device: Literal["cpu", "cuda"], output: Path) -> list[Finding]:
-    """`output`: the folder of the file that answers would be written to."""
+    """Check all folders. `output` is the folder of the file that answers would be written to."""
     return [check_output(output), check_kernel_cache(kernel_cache_folder(), device), check_temporary()]
 
 
@@ -27,7 +27,7 @@ def check_output(folder: Path) -> Finding:
 
 
 def kernel_cache_folder() -> Path:
-    """Where Triton keeps compiled kernels, by its own rules."""
+    """Return the folder in which Triton keeps compiled kernels, by Triton's own rules."""
     named = os.environ.get("TRITON_CACHE_DIR")
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~/")
     return Path(named) if named else Path(home) / ".triton" / "cache"
@@ -53,7 +53,10 @@ def check_temporary() -> Finding:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """None where a file can be made there; tried, because permissions do not tell of read-only and full disks."""
+    """Say why no file can be made in a folder; None where one can.
+
+    It is tried, because permissions do not tell of read-only and full disks.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder):
             return None

@@ -1,4 +1,4 @@
-"""Findings about GPUs: driver, each GPU and who holds its memory, access from one to another."""
+"""Findings about GPUs: the driver, each GPU and who holds its memory, and access from one to another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nvcli.nvidia_smi import SmiGpu, SmiReport
 
 _MIN_CAPABILITY = (8, 0)
 _HELD_SHARE = 0.02
-"""Of a GPU's memory: less is the driver's own."""
+"""A smaller share of a GPU's memory than this is the driver's own."""
 
 _DRIVER_ADVICE = {
     "CUDA_ERROR_NO_DEVICE": "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; start a container with --gpus all",
@@ -30,10 +30,10 @@ def check_gpus(
     is_explicit: bool,
     chosen: Sequence[int] = (),
 ) -> list[Finding]:
-    """`report`: the probe's, or why there is none. `num_gpus`: what the run needs if `device` is cuda; `chosen`: which
-    of them, as `Layout.gpus`.
+    """Check driver and GPUs.
 
-    `is_explicit`: the device was named, and not found to be what there is.
+    `report` is the probe's, or says why there is none. `num_gpus` is the number that the run needs if `device` is cuda,
+    and `chosen` says which, as `Layout.gpus`. `is_explicit` says that the user named the device.
     """
     if isinstance(report, str):
         level = problem if device == "cuda" else warning
@@ -69,7 +69,10 @@ def check_gpus(
 
 
 def free_bytes(gpu: GpuReport, smi: SmiReport) -> int:
-    """nvidia-smi was asked before our own probes took memory; where it is not there, theirs counts as used."""
+    """Return the free bytes of a GPU.
+
+    nvidia-smi was asked before our own probes took memory; where it is not there, their memory counts as used.
+    """
     known = smi.gpus.get(gpu.uuid)
     if known is None or not known.total_bytes:
         return gpu.free_bytes
@@ -84,14 +87,14 @@ def _describe_torch(report: DeviceReport) -> str:
 
 
 def _driver(report: DeviceReport, smi: SmiReport) -> Finding:
-    """torch runs on a driver of its CUDA's major version or a later one."""
+    """Check that the driver serves torch's CUDA: it must have its major version or a later one."""
     driver = next((gpu.driver for gpu in smi.gpus.values()), "")
     serves = ".".join(map(str, report.driver_cuda)) if report.driver_cuda else "?"
     return ok("driver", f"{driver} (CUDA up to {serves})".lstrip())
 
 
 def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cuda"], is_explicit: bool) -> Finding:
-    """Why torch sees none, and whether that stops the run."""
+    """Say why torch sees no GPU, and whether that stops the run."""
     if report.driver_cuda is None and not smi.gpus:
         if device == "cuda" and not is_explicit:
             return problem(
@@ -122,7 +125,7 @@ def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cu
 
 
 def _mig(smi: SmiReport, *, is_needed: bool) -> list[Finding]:
-    """A GPU that is cut into slices: a process sees one slice, and NCCL joins none."""
+    """Check for GPUs that are cut into slices: a process sees one slice, and NCCL joins none."""
     cut = [str(gpu.index) for gpu in smi.gpus.values() if gpu.mig]
     if not cut:
         return []
@@ -133,7 +136,7 @@ def _mig(smi: SmiReport, *, is_needed: bool) -> list[Finding]:
 
 
 def _gpu(gpu: GpuReport, smi: SmiReport, *, is_needed: bool) -> Finding:
-    """One GPU; one that the run does not need gives no warning."""
+    """Check one GPU. A GPU that the run does not need gives no warning."""
     name = f"GPU {gpu.index}"
     capability = ".".join(map(str, gpu.capability))
     known = smi.gpus.get(gpu.uuid)
@@ -154,7 +157,7 @@ def _gpu(gpu: GpuReport, smi: SmiReport, *, is_needed: bool) -> Finding:
 
 
 def _held(gpu: GpuReport, known: SmiGpu | None, smi: SmiReport) -> str:
-    """Who holds memory of the GPU; empty where nobody does."""
+    """Say who holds memory of the GPU; empty where nobody does."""
     if known is None:
         return ""  # our own probes are in what torch tells
     programs = [p for p in smi.processes if p.gpu_uuid == gpu.uuid]
@@ -166,7 +169,7 @@ def _held(gpu: GpuReport, known: SmiGpu | None, smi: SmiReport) -> str:
 
 
 def _peers(report: DeviceReport, smi: SmiReport, *, is_needed: bool) -> Finding:
-    """Access of GPUs to each other's memory, and by which link."""
+    """Check the access of GPUs to each other's memory, and say by which link."""
     indices = [gpu.index for gpu in report.gpus]
     peers = set(report.peers)
     pairs = [(a, b) for a in indices for b in indices if a < b]
@@ -185,7 +188,7 @@ def _peers(report: DeviceReport, smi: SmiReport, *, is_needed: bool) -> Finding:
 
 
 def _links(report: DeviceReport, smi: SmiReport) -> str:
-    """Each kind of link once: `NVLink (NV18)`, `PCIe (PHB)`."""
+    """Return each kind of link once, such as `NVLink (NV18)` or `PCIe (PHB)`."""
     by_torch = [smi.gpus[gpu.uuid].index for gpu in report.gpus if gpu.uuid in smi.gpus]
     kinds = {smi.links.get((min(a, b), max(a, b)), "") for a in by_torch for b in by_torch if a != b} - {""}
     return ", ".join(f"{'NVLink' if kind.startswith('NV') else 'PCIe'} ({kind})" for kind in sorted(kinds))

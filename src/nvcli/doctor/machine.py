@@ -1,4 +1,4 @@
-"""The machine around the GPUs: processors, memory, and the limits that the system sets."""
+"""Checks the machine around the GPUs: processors, memory, and the limits that the system sets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MIN_OPEN_FILES = 256
 _GOOD_OPEN_FILES = 1024
 _GOOD_SHM_BYTES = 1 << 30
 _CACHE_SHARE = 0.25
-"""Of the free RAM: what a CPU run's KV cache takes by default (`runner.memory`)."""
+"""The share of the free RAM that a CPU run's KV cache takes by default (`runner.memory`)."""
 
 
 def check_machine(device: Literal["cpu", "cuda"], *, num_ranks: int) -> list[Finding]:
-    """For a run of `num_ranks` processes on `device`."""
+    """Check the machine for a run of `num_ranks` ranks on `device`."""
     return [
         check_processors(num_ranks),
         check_ram(device),
@@ -30,7 +30,7 @@ def check_machine(device: Literal["cpu", "cuda"], *, num_ranks: int) -> list[Fin
 
 
 def check_processors(num_ranks: int) -> Finding:
-    """The parent and the engine want a core each beside the ranks'."""
+    """Check the number of cores: the parent and the engine want one each beside the ranks."""
     cores = len(os.sched_getaffinity(0))
     found = f"{cores} usable"
     if cores < num_ranks:
@@ -41,7 +41,7 @@ def check_processors(num_ranks: int) -> Finding:
 
 
 def check_ram(device: Literal["cpu", "cuda"], meminfo: Path = Path("/proc/meminfo")) -> Finding:
-    """Free memory, and whether a container's limit is below it."""
+    """Check the free memory, and whether a container's limit is below it."""
     memory = read_meminfo(meminfo)
     total, available, limit = memory["MemTotal"], memory["MemAvailable"], container_limit()
     found = f"{format_gib(available)} of {format_gib(total)} free"
@@ -58,13 +58,13 @@ def check_ram(device: Literal["cpu", "cuda"], meminfo: Path = Path("/proc/meminf
 
 
 def read_meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Bytes by name."""
+    """Return the bytes of each entry of /proc/meminfo, by name."""
     fields = (line.split() for line in path.read_text().splitlines())
     return {name.rstrip(":"): int(rest[0]) * 1024 for name, *rest in fields if rest}
 
 
 def container_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes of RAM that the container may use, by either version of cgroups; None without a limit."""
+    """Return the bytes of RAM that the container may use, by either version of cgroups; None without a limit."""
     for file in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             text = (cgroup / file).read_text().strip()
@@ -76,7 +76,7 @@ def container_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def check_shm(folder: Path, *, uses_nccl: bool) -> Finding:
-    """nvcli's own messages need none of it, but NCCL's do."""
+    """Check /dev/shm. nvcli's own messages need none of it, but NCCL's do."""
     name = str(folder)
     try:
         stat = os.statvfs(folder)
@@ -98,7 +98,7 @@ def check_shm(folder: Path, *, uses_nccl: bool) -> Finding:
 
 
 def check_memfd() -> Finding:
-    """Whether processes can share anonymous memory: the channel between engine and ranks is made of it."""
+    """Check that processes can share anonymous memory: the channel between engine and ranks is made of it."""
     try:
         fd = os.memfd_create("nvcli-doctor")
         try:
@@ -128,7 +128,7 @@ def check_open_files() -> Finding:
 
 
 def check_locked_memory() -> Finding:
-    """CUDA's page-locked memory does not count against this limit; network cards' does."""
+    """Report the limit of locked memory. CUDA's page-locked memory does not count against it; network cards' does."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("locked memory", "unlimited")

@@ -1,6 +1,6 @@
-"""A model's folder: config, weights and tokenizer files. All that is wrong is told, not the first alone.
+"""Checks a model's folder: config, weights and tokenizer files. It tells all that is wrong, not the first thing alone.
 
-Torch-free, and reads no weights: what needs the tokenizer loaded or the model built is in `model_probe`.
+This is torch-free and reads no weights; checks that load the tokenizer or build the model are in `model_probe`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_FILES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """What could be read; None where it could not."""
+    """The files that could be read; None for each that could not."""
 
     path: Path | None
     config: ModelConfig | None
@@ -28,7 +28,7 @@ class ModelFiles:
 
 
 def check_model_files(name: str) -> ModelFiles:
-    """`name`: as in the configuration. Nothing is downloaded."""
+    """Check the model that the configuration names. Nothing is downloaded."""
     path, finding = _find(name)
     if path is None:
         return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
@@ -79,7 +79,7 @@ def _generation_config(path: Path, config: ModelConfig) -> Finding:
 
 
 def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Finding]]:
-    """Every file's header against its size, then all of them against the index."""
+    """Check every file's header against its size, then all of them against the index."""
     advice = f"copy what is named again from where it came from, such as: hf download OWNER/NAME --local-dir {path}"
     try:
         files = weight_files(path)

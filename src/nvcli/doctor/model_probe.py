@@ -1,5 +1,7 @@
-"""Probe: the tokenizer loaded and used, the weights against what config.json describes. Run as
-`nvcli.doctor.model_probe:main`; imports transformers."""
+"""Probe: loads and uses the tokenizer, and compares the weights with what config.json describes.
+
+It runs as `nvcli.doctor.model_probe:main` and imports transformers.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ _COPY_ADVICE = "copy the model's tokenizer files (tokenizer.json, tokenizer_conf
 
 
 class ModelTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Which checks make sense is known to the parent."""
+    """The argument of the probe; the parent knows which checks make sense."""
 
     path: str
     vocab_size: int | None
-    """None: config.json cannot be read."""
+    """The vocabulary of config.json; None: it cannot be read."""
     has_weights: bool
-    """config.json and the weights' headers can be read."""
+    """Whether config.json and the weights' headers can be read."""
 
 
 def main(task: ModelTask, control: Connection) -> None:
@@ -38,7 +40,7 @@ def main(task: ModelTask, control: Connection) -> None:
 
 
 def check_tokenizer(path: Path, vocab_size: int | None) -> list[Finding]:
-    """That it is there, loads, gives ids the model has, and renders conversations."""
+    """Check that the tokenizer is there, loads, gives ids that the model has, and renders conversations."""
     try:
         check_tokenizer_files(path)
         tokenizer = Tokenizer.load(path)

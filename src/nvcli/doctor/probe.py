@@ -16,7 +16,7 @@ from typing import IO, Any
 from nvcli.executor.process import ChildProcess
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
-"""The last line of a traceback."""
+"""The begin of a traceback's last line."""
 
 
 class ProbeFailed(Exception):
@@ -29,7 +29,7 @@ class Probe:
     def __init__(
         self, target: str, argument: Any, *, name: str, timeout: float, env: Mapping[str, str] | None = None
     ) -> None:
-        """`env`: defaults of variables that the user has not set."""
+        """Start the probe. `env` holds defaults for variables that the user has not set."""
         self.name = name
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
@@ -45,7 +45,7 @@ class Probe:
         self.close()
 
     def result(self) -> Any:
-        """The probe's message; waits for it. Raises ProbeFailed."""
+        """Wait for the probe's message and return it. Raises ProbeFailed."""
         if not self.child.control.poll(max(0.0, self._deadline - time.monotonic())):
             raise ProbeFailed(f"no answer within {self._timeout:g} s{self.last_words()}")
         try:
@@ -54,20 +54,20 @@ class Probe:
             raise ProbeFailed(f"the check {self.child.describe_exit()}{self.last_words()}") from None
 
     def last_words(self) -> str:
-        """What the process printed last, to be put behind a message: its error where there is one, else a line."""
+        """Return what the process printed last, to be put behind a message: its error, or else its last line."""
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         errors = [line for line in lines if _ERROR.match(line)]
         return f": {(errors or lines)[-1].strip()}" if lines else ""
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the process. Idempotent."""
         self.child.close()
         self._output.close()
 
 
 def _unnamed_file() -> IO[bytes]:
-    """In memory, or in a folder: which of the two a machine has is what other checks find out."""
+    """Open a file in memory, or else in a folder: other checks find out which of the two a machine has."""
     try:
         return open(os.memfd_create("nvcli-probe"), "w+b")
     except OSError:

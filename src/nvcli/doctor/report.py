@@ -1,4 +1,4 @@
-"""Findings as lines of text, coloured and wrapped on a terminal, plain in a pipe; and as JSON."""
+"""Shows findings as lines of text (coloured and wrapped on a terminal, plain in a pipe) and as JSON."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ _COLOURS = {Level.OK: "green", Level.NOTE: "dim", Level.WARNING: "yellow", Level
 
 
 def format_json(sections: Sequence[Section]) -> str:
-    """`{"fit": …, "findings": [{"section", "name", "level", "found", "advice"}]}` on one line of ASCII."""
+    """Return the findings as JSON on one line of ASCII.
+
+    The form is `{"fit": …, "findings": [{"section", "name", "level", "found", "advice"}]}`.
+    """
     findings = [{"section": s.title, **msgspec.to_builtins(f)} for s in sections for f in s.findings]
     fit = count(list(sections), Level.PROBLEM) == 0
     return json.dumps({"fit": fit, "findings": findings})
 
 
 def format_verdict(sections: Sequence[Section]) -> str:
-    """The report's last line."""
+    """Return the report's last line."""
     problems, warnings = (count(list(sections), level) for level in (Level.PROBLEM, Level.WARNING))
     counts = f"{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     return f"{counts}: {'a run would stop' if problems else 'nothing here would stop a run'}"
 
 
 def print_section(section: Section, stream: TextIO) -> None:
-    """One line for each finding, and one for what to do about it."""
+    """Print one line for each finding, and one for what to do about it."""
     if stream.isatty():
         _print_rich(section, stream)
     else:

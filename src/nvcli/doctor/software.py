@@ -1,4 +1,4 @@
-"""Python, nvcli, torch and the packages around them, by what is installed; nothing is imported."""
+"""Checks Python, nvcli, torch and the packages around them by what is installed; nothing is imported."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nvcli.doctor.findings import Finding, note, ok, problem, warning
 from nvcli.versions import describe_torch, package_version, torch_build
 
 _PYTHONS = ((3, 11), (3, 14))
-"""First version that nvcli runs on, and the first that it does not."""
+"""The first version that nvcli runs on, and the first later one that it does not run on."""
 
 _OPTIONAL = ("flash-attn", "flash-attn-3", "flashinfer-python", "pyarrow", "zstandard")
-"""By their names on PyPI."""
+"""Optional packages by their names on PyPI."""
 
 
 def check_software(device: Literal["cpu", "cuda"]) -> list[Finding]:
-    """For a run on `device`."""
+    """Check the software for a run on `device`."""
     return [
         check_python(),
         ok("nvcli", f"{__version__} in {Path(__file__).parents[1]}"),
@@ -66,7 +66,7 @@ def check_triton(device: Literal["cpu", "cuda"]) -> Finding:
 
 
 def check_requirements() -> Finding:
-    """Whether what is installed is what nvcli asks for."""
+    """Check that the packages that nvcli asks for are installed, in versions that fit."""
     from importlib import metadata
 
     from packaging.requirements import InvalidRequirement, Requirement
@@ -95,7 +95,7 @@ def check_requirements() -> Finding:
 
 
 def check_compiler() -> list[Finding]:
-    """Triton compiles a small C file for each kernel's launch."""
+    """Check the C compiler: Triton compiles a small C file for each kernel's launch."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     findings = []

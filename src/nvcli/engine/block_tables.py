@@ -82,7 +82,7 @@ class BlockTables:
             blocks += fresh[start : start + count]
             start += count
         state.num_computed = num_cached * block_size
-        self._set_hashed(state, num_cached)
+        state.set_hashed_blocks(num_cached, block_size)
         state.capacity = min(map(len, cached)) * block_size
         return True
 
@@ -91,22 +91,25 @@ class BlockTables:
 
         No block is taken where that is less than `least`, nor any of the last `reserve` free ones.
         """
+        if self._windowed:
+            self._free_behind_windows(state)
         block_size, manager = self.block_size, self.block_manager
-        self._free_behind_windows(state)
         num_columns = -(-(state.num_computed + num_tokens) // block_size)
-        num_free = max(0, manager.num_free - reserve)
-        while sum(max(0, num_columns - len(blocks)) for blocks in state.blocks) > num_free:
+        num_free = manager.num_free - reserve
+        while (num_missing := _num_missing(state, num_columns)) > max(0, num_free):
             num_columns -= 1
-        num_tokens = min(num_tokens, num_columns * block_size - state.num_computed)
+            num_tokens = num_columns * block_size - state.num_computed
         if num_tokens < least:
             return num_tokens
         assert state.slot is not None
+        fresh = manager.allocate(num_missing)
+        assert fresh is not None
         for group, blocks in enumerate(state.blocks):
-            if len(blocks) < num_columns:
-                fresh = manager.allocate(num_columns - len(blocks))
-                assert fresh is not None
-                draft.add_blocks(group, state.slot, len(blocks), fresh)
-                blocks += fresh
+            count = num_columns - len(blocks)
+            if count > 0:
+                draft.add_blocks(group, state.slot, len(blocks), fresh[:count])
+                blocks += fresh[:count]
+                del fresh[:count]
         state.capacity = min(map(len, state.blocks)) * block_size
         return num_tokens
 
@@ -119,7 +122,7 @@ class BlockTables:
             self.block_manager.release(blocks[num_columns:])
             del blocks[num_columns:]
         state.capacity = num_columns * self.block_size
-        self._set_hashed(state, min(state.num_hashed_blocks, num_columns))
+        state.set_hashed_blocks(min(state.num_hashed_blocks, num_columns), self.block_size)
 
     def register(self, state: RequestState) -> list[int]:
         """Register the blocks that are full of known tokens whose computation is submitted; those that were not yet."""
@@ -128,7 +131,7 @@ class BlockTables:
         first = state.num_hashed_blocks
         if num_full <= first:
             return []
-        self._set_hashed(state, num_full)
+        state.set_hashed_blocks(num_full, block_size)
         if not manager.enable_prefix_caching:
             return []
         hashes = state.hash_leading_blocks(num_full, block_size)
@@ -146,11 +149,7 @@ class BlockTables:
         state.blocks = []
         state.first_columns = []
         state.capacity = 0
-        self._set_hashed(state, 0)
-
-    def _set_hashed(self, state: RequestState, num_blocks: int) -> None:
-        state.num_hashed_blocks = num_blocks
-        state.next_hashed_len = (num_blocks + 1) * self.block_size
+        state.set_hashed_blocks(0, self.block_size)
 
     def _held(self, state: RequestState) -> Iterator[list[int]]:
         for blocks, first in zip(state.blocks, state.first_columns, strict=True):
@@ -207,6 +206,15 @@ class BlockTables:
                 assert not any(blocks[:first])
                 assert all(blocks[first:])
                 assert first <= group.first_column(state.least_computed, self.block_size), "freed inside the window"
+
+
+def _num_missing(state: RequestState, num_columns: int) -> int:
+    """Blocks that a request lacks of so many columns in each group."""
+    num_missing = 0
+    for blocks in state.blocks:
+        if len(blocks) < num_columns:
+            num_missing += num_columns - len(blocks)
+    return num_missing
 
 
 def _run_lengths(blocks: Sequence[int]) -> list[int]:

@@ -19,6 +19,7 @@ from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.core import EngineCore
+from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.protocol import (
     AbortRequests,
     AddRequests,
@@ -32,7 +33,7 @@ from nvcli.engine.protocol import (
     ReadyReport,
     ToEngine,
 )
-from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.engine.scheduler import Scheduler
 from nvcli.errors import NvcliError, WorkerError, first_line
 from nvcli.executor.executor import Executor
 

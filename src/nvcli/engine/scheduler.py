@@ -30,29 +30,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables, KVGroup
+from nvcli.engine.block_tables import BlockTables
+from nvcli.engine.decode_queue import DecodeQueue
+from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import StepDraft
-from nvcli.messages import StepInput, StepOutput, pack, unpack
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """The part of the configuration that the scheduler keeps to."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_micro_batches: int = 1
-    """Steps in flight that no decoding request may share."""
-    tokens_per_row: int = 1
-    """Tokens of a decode row: the last one, and those that were drafted to follow it."""
-    kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+from nvcli.messages import StepInput, StepOutput, unpack
 
 
 @dataclass(slots=True)
@@ -87,19 +74,14 @@ class Scheduler:
         self._tables = BlockTables(block_manager, limits.kv_groups, limits.block_size)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[RequestState, None] = {}
-        """Every request that holds a slot, in order of admission; each is in one of the next three."""
+        """Every request that holds a slot, in order of admission; each is in one of the next two."""
         self._prefilling: list[RequestState] = []
         """Requests of which known tokens are to be computed as prefill chunks."""
-        self._decoding: list[RequestState] = []
-        """Requests whose next row is a decode row, and may be scheduled now."""
-        self._parked: dict[RequestState, None] = {}
-        """Requests that wait for tokens to come back."""
+        self._decoding = DecodeQueue()
         self._by_id: dict[int, RequestState] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
         """Released since the last step; the ranks hear of it with the next."""
-        self._decode_slots: bytes | None = b""
-        """Packed slots of `_decoding`; None when its members changed."""
         self._registered: list[int] = []
         """Blocks, since the last step."""
         self._restarts = False
@@ -157,7 +139,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed now."""
         draft = StepDraft()
-        width = min(self.limits.tokens_per_row, self.limits.max_num_batched_tokens)
+        width = self.limits.decode_width
         num_preemptions = self._num_preemptions
         rows = self._plan_decode_rows(width, draft)
         budget = self.limits.max_num_batched_tokens - width * len(rows)
@@ -168,8 +150,10 @@ class Scheduler:
             chunks = [(state, length) for state, length in chunks if state.slot is not None]
             draft.keep_blocks_of({state.slot for state in self._running})
 
-        decode_slots = self._pack_decode_slots(rows)
-        decode_lens = self._advance(rows, width, draft)
+        decode_slots, decode_lens, parked = self._decoding.advance(rows, width)
+        for state in parked:
+            if state.needs_last_token:
+                draft.add_tokens(state, len(state.token_ids) - 1, 1)
         sampling = rows
         for state, length in chunks:
             self._extend(state, length, draft, sampling)
@@ -205,29 +189,31 @@ class Scheduler:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
                 if logprobs is not None and not state.finished:
                     state.logprobs.append(logprobs)
-        num_generated = 0
+        num_dropped = 0
         for state, token in zip(owners, unpack(output.token_ids), strict=True):
-            if state.finished:
-                continue
             # This loop runs for every token of the job, so it is flat.
-            num_generated += 1
-            state.num_pending -= 1
+            if state.slot is None:
+                if state.finished:
+                    num_dropped += 1
+                    continue
+                state.num_owed -= 1  # it was preempted
             token_ids = state.token_ids
             token_ids.append(token)
             if token in state.stop_ids:
                 self._finish(state, "stop", stopped_by_id=True)
-                continue
-            length = len(token_ids)
-            if length == state.max_len:
-                self._finish(state, "length")
-                continue
-            if length >= state.next_hashed_len:
-                self._register(state)
+            elif len(token_ids) >= state.checked_at:
+                self._check(state)
+        self._generated_tokens += len(owners) - num_dropped
+        self._decoding.unpark()
+
+    def _check(self, state: RequestState) -> None:
+        """A token has come back that is not a stop id."""
+        if len(state.token_ids) == state.max_len:
+            self._finish(state, "length")
+        else:
+            self._register(state)
             if state.stream:
                 self._unsent.append(state.report())
-        self._generated_tokens += num_generated
-        if self._parked:
-            self._unpark()
 
     def take_outputs(self) -> list[RequestOutput]:
         outputs, self._unsent = self._unsent, []
@@ -240,36 +226,26 @@ class Scheduler:
 
         Their tokens are the ones that were known: nothing is lost, and nothing that was never computed is reused.
         """
+        for state in reversed(list(self._running)):
+            self._send_to_wait(state)
         for step in steps:
             for state, num_logits in zip(step.sampling, step.num_logits, strict=True):
-                state.num_pending -= num_logits
+                state.num_owed -= num_logits
             self.block_manager.unregister(step.registered)
         self.block_manager.unregister(self._registered)
         self._registered = []
-        for state in reversed(list(self._running)):
-            self._send_to_wait(state)
         # The ranks have not heard of all that the dropped steps freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
         self._restarts = True
 
     def lower_limits(self) -> bool:
-        """Halve `max_num_batched_tokens`, and once it is no more than `max_num_seqs`, both.
-
-        False, and nothing changed, where a step has one request and one token. No request may be running.
-        """
+        """Go on with `SchedulerLimits.lowered`; False where there are none. No request may be running."""
         assert not self._running
-        num_tokens, num_seqs = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
-        if num_tokens > num_seqs:
-            num_tokens = max(num_tokens // 2, num_seqs)
-        elif num_seqs > 1:
-            num_seqs //= 2
-            num_tokens = min(num_tokens, num_seqs)
-        elif num_tokens > 1:
-            num_tokens //= 2
-        else:
+        limits = self.limits.lowered()
+        if limits is None:
             return False
-        self.limits = replace(self.limits, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
-        self._free_slots = list(range(num_seqs - 1, -1, -1))
+        self.limits = limits
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         return True
 
     def start_anew(self, num_blocks: int) -> None:
@@ -283,19 +259,19 @@ class Scheduler:
     # ------------------------------------------------------------------ decode rows
 
     def _plan_decode_rows(self, width: int, draft: StepDraft) -> list[RequestState]:
-        """The requests that decode in the next step, the leading ones of `_decoding`, with blocks for their tokens."""
+        """The requests that decode in the next step, the first that are ready to, with blocks for their tokens."""
         if width > 1:
-            for state in self._decoding.copy():
+            for state in self._decoding.leading(len(self._running)):
                 if state.num_computed + width > self.limits.max_model_len:
                     self._set_aside(state)
-        rows = self._decoding[: self._max_decode_rows(width)]
-        needy = [state for state in rows if state.num_computed + width > state.capacity]
-        for state in needy:
+        rows = self._decoding.leading(self._max_decode_rows(width))
+        num_running = len(self._running)
+        for state in [state for state in rows if state.num_computed + width > state.capacity]:
             room = self._make_room(state, width, draft, least=width)
             if 0 < room < width:  # alone, and with too few blocks
                 self._set_aside(state)
                 return []
-        return [state for state in rows if state.slot is not None] if needy else rows
+        return rows if len(self._running) == num_running else [state for state in rows if state.slot is not None]
 
     def _max_decode_rows(self, width: int) -> int:
         """Decode rows of a step: a micro-batch's share of the running requests, as far as the token budget goes."""
@@ -304,39 +280,11 @@ class Scheduler:
 
     def _set_aside(self, state: RequestState) -> None:
         """There is no room for a full row: the last token is computed like a prompt's, once it is known."""
-        self._decoding.remove(state)
-        self._decode_slots = None
         if state.num_pending:
-            self._parked[state] = None
+            self._decoding.park(state)
         else:
+            self._decoding.remove(state)
             self._prefilling.append(state)
-
-    def _pack_decode_slots(self, rows: Sequence[RequestState]) -> bytes:
-        if len(rows) < len(self._decoding):
-            return pack(state.slot for state in rows)  # type: ignore[misc]
-        if self._decode_slots is None:
-            self._decode_slots = pack(state.slot for state in rows)  # type: ignore[misc]
-        return self._decode_slots
-
-    def _advance(self, rows: list[RequestState], width: int, draft: StepDraft) -> bytes:
-        """Schedule `width` tokens for each row; the rows' lengths behind the step, packed."""
-        lens: list[int] = []
-        waiting: list[RequestState] = []
-        for state in rows:
-            num_computed = state.num_computed + width
-            state.num_computed = num_computed
-            state.num_pending += width
-            lens.append(num_computed)
-            if num_computed >= state.parks_at:
-                waiting.append(state)
-                if state.needs_last_token:
-                    draft.add_tokens(state, len(state.token_ids) - 1, 1)
-        if waiting or len(rows) < len(self._decoding):
-            staying = [state for state in rows if not state.must_wait]
-            self._decoding = self._decoding[len(rows) :] + staying
-            self._decode_slots = None
-            self._parked.update(dict.fromkeys(waiting))
-        return pack(lens)
 
     def _take_back_missing(self, step: ScheduledStep, output: StepOutput) -> list[RequestState]:
         """Lower the bounds of the requests for which the step gave fewer tokens than it computed logits for.
@@ -349,19 +297,13 @@ class Scheduler:
             assert 0 <= count <= num_logits
             owners += [state] * count
             num_missing = num_logits - count
-            if num_missing:
-                state.num_pending -= num_missing
-                if state.slot is not None:  # else it was preempted, and nothing of it is computed
-                    state.num_computed -= num_missing
-                    self._tables.trim(state)
+            if state.slot is None:
+                state.num_owed -= num_missing
+            elif num_missing:
+                state.num_computed -= num_missing
+                self._tables.trim(state)
+        self._decoding.bounds_changed()
         return owners
-
-    def _unpark(self) -> None:
-        """Requests whose tokens have come back go on."""
-        for state in [state for state in self._parked if not state.must_wait]:
-            del self._parked[state]
-            self._decoding.append(state)
-            self._decode_slots = None
 
     # ------------------------------------------------------------------ prefill chunks
 
@@ -430,13 +372,8 @@ class Scheduler:
         # Steps run in order and store before they attend, so these blocks can be shared from now on.
         self._register(state)
         if is_end:
-            state.num_pending += 1
             sampling.append(state)
-            if state.must_wait:
-                self._parked[state] = None
-            else:
-                self._decoding.append(state)
-                self._decode_slots = None
+            self._decoding.add(state)
 
     def _register(self, state: RequestState) -> None:
         self._registered += self._tables.register(state)
@@ -470,6 +407,7 @@ class Scheduler:
 
     def _send_to_wait(self, state: RequestState) -> None:
         """Take slot and blocks back; the request waits, first in line, to be recomputed."""
+        state.num_owed = state.num_pending
         self._release(state)
         state.num_computed = 0
         self._waiting.appendleft(state)
@@ -505,13 +443,10 @@ class Scheduler:
         self._free_slots.append(state.slot)
         state.slot = None
         del self._running[state]
-        if state in self._parked:
-            del self._parked[state]
-        elif state in self._prefilling:
+        if state in self._prefilling:
             self._prefilling.remove(state)
         else:
             self._decoding.remove(state)
-            self._decode_slots = None
 
     def check_integrity(self) -> None:
         """Assert that slots, lists, bounds and blocks agree."""
@@ -520,15 +455,10 @@ class Scheduler:
         assert len(slots) == len(self._running)
         assert sorted([*self._free_slots, *slots]) == list(range(self.limits.max_num_seqs))
         assert all(s.slot is None and not s.blocks and not s.num_computed for s in self._waiting if not s.finished)
-        parts = [*self._prefilling, *self._decoding, *self._parked]
-        assert len(parts) == len(self._running)
-        assert set(parts) == set(self._running)
+        self._decoding.check_integrity(self._prefilling, self._running)
         for state in self._prefilling:
             assert not state.num_pending
             assert state.num_computed < len(state.token_ids)
-        for state in [*self._decoding, *self._parked]:
-            assert state.num_computed == len(state.token_ids) + state.num_pending - 1
-            assert not state.must_wait if state in self._decoding else state.num_pending
         for state in self._running:
             assert not state.finished
             assert state.num_computed <= self.limits.max_model_len

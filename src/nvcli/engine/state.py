@@ -13,27 +13,26 @@ class RequestState:
     """Progress of one request. All counts are in tokens.
 
     Steps are in flight while the next one is scheduled, and a step may give fewer tokens than it computes logits for.
-    So the host knows three lengths of a request: the tokens that came back (`token_ids`), the most that steps in flight
-    may add (`num_pending`), and the most tokens whose keys and values are in the cache once the submitted steps have
-    run (`num_computed`). A decode row of k tokens adds k to the last two when it is scheduled; of these, what it did
-    not give is taken back when its count arrives. While a request decodes,
-    `num_computed == len(token_ids) + num_pending - 1`: the last token is computed by the next row.
+    So the host knows the tokens that came back (`token_ids`), and an upper bound of the tokens whose keys and values
+    are in the cache once the submitted steps have run (`num_computed`). A row of n tokens adds n to it when it is
+    scheduled; of these, as many as the row did not give are taken back when its count arrives. A decoding request's
+    next row computes its last token, which may be on its way: at most `num_computed + 1` tokens are known by then.
     """
 
     __slots__ = (
         "block_hashes",
         "blocks",
         "capacity",
+        "checked_at",
         "finished",
         "first_columns",
         "logprobs",
         "max_len",
-        "next_hashed_len",
         "num_cached_tokens",
         "num_computed",
         "num_counted",
         "num_hashed_blocks",
-        "num_pending",
+        "num_owed",
         "num_prompt",
         "num_reported",
         "parks_at",
@@ -54,8 +53,9 @@ class RequestState:
         self.parks_at = self.max_len - 1
         """Once so many tokens are computed, tokens must come back before the next decode row is scheduled."""
         self.needs_last_token = needs_last_token
-        self.num_pending = 0
         self.num_computed = 0
+        self.num_owed = 0
+        """The most tokens that steps in flight may still add to a request that was preempted."""
         self.num_counted = 0
         """Leading prompt tokens that the statistics have: those that are computed again count once."""
         self.num_reported = self.num_prompt
@@ -72,8 +72,9 @@ class RequestState:
         """Tokens that the blocks of every group have room for."""
         self.num_hashed_blocks = 0
         """Leading blocks that are registered for reuse."""
-        self.next_hashed_len = 0
-        """Known tokens with which there is another block to register."""
+        self.checked_at = 0
+        """With so many known tokens there is more to do than to take a token in: the answer is as long as it may be,
+        there is a block to register, or tokens to report."""
         self.block_hashes: list[BlockHash] = []
         """Chained hashes of leading full blocks of known tokens, as far as they were needed."""
         self.num_cached_tokens: int | None = None
@@ -87,6 +88,11 @@ class RequestState:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_pending(self) -> int:
+        """The most tokens that steps in flight may add."""
+        return self.num_owed if self.slot is None else max(0, self.num_computed + 1 - len(self.token_ids))
+
+    @property
     def needs_last_token(self) -> bool:
         """Whether its next row is scheduled only when its last token is known here, and brings it to the ranks."""
         return self.parks_at == 0
@@ -98,12 +104,17 @@ class RequestState:
     @property
     def must_wait(self) -> bool:
         """Whether a decoding request has asked for all that it may before tokens come back."""
-        return self.num_pending > 0 and self.num_computed >= self.parks_at
+        return self.num_computed >= max(self.parks_at, len(self.token_ids))
 
     @property
     def least_computed(self) -> int:
         """The fewest tokens whose keys and values are in the cache once the submitted steps have run."""
         return min(self.num_computed, len(self.token_ids) - 1)
+
+    def set_hashed_blocks(self, num_blocks: int, block_size: int) -> None:
+        """So many leading blocks are registered for reuse."""
+        self.num_hashed_blocks = num_blocks
+        self.checked_at = 0 if self.stream else min(self.max_len, (num_blocks + 1) * block_size)
 
     def hash_leading_blocks(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """Hashes of the first `num_blocks` blocks, which must be full of known tokens."""

@@ -102,7 +102,7 @@ def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | Non
         return "the rows answered so far were written; standard output cannot be continued"
     manifest = manifest_path(Path(name))
     is_old = "--overwrite" in argv and manifest.exists() and manifest.stat().st_mtime < started
-    if is_old:  # of the output that was to be overwritten, and still is
+    if is_old:  # the manifest is still that of the output that was to be overwritten
         return f"nothing was answered yet; start again with:\n  {_command(argv)}"
     if manifest.exists():
         return f"the rows answered so far are in {name}; continue with:\n  {resume_command(argv)}"

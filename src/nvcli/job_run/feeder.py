@@ -60,11 +60,9 @@ class Feeder:
     def start(self) -> None:
         self._thread.start()
 
-    def take(self, timeout: float) -> Batch | None:
-        """Return the next batch; None if none comes within `timeout` seconds, or ever (`ended`)."""
+    def take(self) -> Batch | None:
+        """Return the next batch, without waiting; None where none is there now, or none will come (`ended`)."""
         with self._changed:
-            if not self._batches and timeout > 0 and not self._ended:
-                self._changed.wait(timeout)
             if not self._batches:
                 return None
             batch, num_bytes = self._batches.popleft()

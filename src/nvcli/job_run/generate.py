@@ -27,7 +27,7 @@ from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.output.job_output import JobOutput, open_output
+from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.messages import EngineReady
@@ -64,9 +64,7 @@ def generate(
     if overwrite and retry_errors:
         raise ConfigError("--overwrite and --retry-errors exclude each other: start anew, or keep what is answered")
     job = resolve_job(run, inputs=inputs, output=output, limit=limit)
-    opened = open_output(  # before standard output is set aside: it may be /dev/stdout by name
-        job.output,
-        job.manifest,
+    options = OutputOptions(
         order=run.job.order,
         can_continue=job.can_continue,
         overwrite=overwrite,
@@ -74,6 +72,7 @@ def generate(
         limit=limit,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
     )
+    opened = open_output(job.output, job.manifest, options)  # before standard output is set aside: it may be that
     # However the run ends, another run may have the output only after all else is closed.
     with contextlib.closing(opened), _tracebacks_kept(job.output), Interrupts() as interrupts:
         for note in opened.notes:

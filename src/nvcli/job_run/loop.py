@@ -161,7 +161,7 @@ class JobLoop:
     def _take_rows(self) -> None:
         """Move rows from the feeder into the window of the plan, and results of rows that failed to the writer."""
         while not self._planner.is_full and not (self._duplicates is not None and self._duplicates.is_full):
-            batch = self._feeder.take(timeout=0)
+            batch = self._feeder.take()
             if batch is None:
                 return
             failed: list[tuple[PreparedRow | None, JobResult]] = []

@@ -146,7 +146,7 @@ def _logprobs_of(sample: Sample, tokenizer: Tokenizer) -> Logprobs:
     for token in sample.logprobs:
         alternatives: dict[str, float] = {}
         for token_id, logprob in zip(token.top_ids, token.top_logprobs, strict=True):
-            alternatives.setdefault(tokenizer.token_text(token_id), logprob)  # texts may coincide: the likeliest stays
+            alternatives.setdefault(tokenizer.token_text(token_id), logprob)  # of equal texts the likeliest stays
         top.append(alternatives)
     return Logprobs(
         tokens=[tokenizer.token_text(token_id) for token_id in sample.token_ids],

@@ -93,8 +93,8 @@ def make_planner(run: RunConfig, num_replicas: int) -> Planner:
         longest_first=run.job.plan,
         max_rows=rows,
         max_bytes=MAX_WINDOW_BYTES,
-        # Rows that are to be written in the order of the input wait for the one that is passed over, and a crash loses
-        # those that wait: no more than run at a time.
+        # With `order: input`, answered rows wait for the row that is passed over, and a crash loses those that wait. So
+        # no more rows may pass it than run at a time.
         max_passed_over=running if run.job.order == "input" else 4 * rows,
         num_replicas=num_replicas,
     )

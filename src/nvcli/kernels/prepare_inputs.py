@@ -50,7 +50,7 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Buffers that are filled: the fields of `ForwardBatch`, and what to sample. They may be larger than R + 1, T, N."""
+    """Buffers that are filled: the fields of `ForwardBatch`, and what to sample. They may be larger than needed."""
 
     input_ids: Tensor
     """[T] int32."""

@@ -10,7 +10,6 @@ from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.distributed.tensor_parallel import StageState
 from nvcli.models.config import ModelConfig
-from nvcli.models.kv_groups import KVGroup, kv_groups
 from nvcli.models.layers import Attention
 from nvcli.models.parallel import BuildContext
 from nvcli.models.weights import WeightModule
@@ -47,11 +46,6 @@ class CausalLM(nn.Module, ABC):
     def attention_layers(self) -> tuple[AttentionSpec, ...]:
         """The attention kind of each layer of this rank, in the order of the KV cache's layers."""
         return tuple(module.spec for module in self.modules() if isinstance(module, Attention))
-
-    @property
-    def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Which layers of this rank keep the same KV blocks, numbered as the KV cache's layers are."""
-        return kv_groups(self.config, self.stage)
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of this rank's parameters by what they belong to. One that is shared counts where it is first."""

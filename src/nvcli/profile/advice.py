@@ -1,4 +1,4 @@
-"""What to change: settings that would let more requests run, or make the model fit, each with what it would give."""
+"""Advice on memory: settings that would let more requests run or make the model fit, and what each would give."""
 
 from __future__ import annotations
 
@@ -25,23 +25,26 @@ _HIGH_UTILIZATION = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One change and its outcome."""
+    """One change of the settings, and its outcome."""
 
     change: str
-    """As it is typed."""
+    """The change as it is typed on the command line."""
     tokens: int
-    """KV cache with it."""
+    """Tokens that the KV cache would hold."""
     requests: float
-    """That could run at a time with it, as far as the KV cache goes."""
+    """Requests that could run at a time, as far as the KV cache goes."""
     why: str
 
 
-Planner = Callable[[EngineConfig], int]
-"""Bytes that a rank's KV cache could have under a configuration; negative: that much is missing."""
+CacheRoom = Callable[[EngineConfig], int]
+"""Returns the bytes that a rank's KV cache could have under a configuration; negative: so many are missing."""
 
 
-def planner(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Planner:
-    """Plans other configurations: as estimated, corrected by what `use` (for `config`) shows the estimate misses."""
+def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> CacheRoom:
+    """Return the function that tells how much room a configuration leaves for the KV cache.
+
+    The estimate is corrected by what the estimate for `config` misses of `use`, which was measured with `config`.
+    """
     error = use.beside_cache - estimate(config, model, use.total).beside_cache
 
     def room(candidate: EngineConfig) -> int:
@@ -59,34 +62,35 @@ def planner(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Planner
 def advise(
     config: EngineConfig, model: ModelConfig, use: MemoryUse, *, request_len: float, longest: int | None
 ) -> list[Advice]:
-    """The least costly first.
+    """Return advice, the least costly change first.
 
-    `request_len`: tokens of a usual request; `longest`: of the longest that will come, where that is known.
+    `request_len` is the length of a usual request in tokens; `longest` is that of the longest one that will come, where
+    it is known.
     """
-    plan = planner(config, model, use)
-    now = _requests(config, model, plan, request_len)
-    if now >= config.max_num_seqs and plan(config) > 0:
-        return _more_slots(config, model, plan, request_len)
+    room = cache_room(config, model, use)
+    now = _requests(config, model, room, request_len)
+    if now >= config.max_num_seqs and room(config) > 0:
+        return _more_requests(config, model, room, request_len)
     found = []
     for changes, why in _candidates(config, model, longest):
         changed = msgspec.structs.replace(config, **changes)
         size_of_request = min(request_len, changed.max_model_len)
-        requests = _requests(changed, model, plan, size_of_request)
+        requests = _requests(changed, model, room, size_of_request)
         if requests >= 1 and requests > _WORTH * now:
-            tokens = tokens_in(plan(changed), changed, model)
+            tokens = tokens_in(room(changed), changed, model)
             found.append(Advice(change=_typed(changes), tokens=tokens, requests=requests, why=why))
     return found[:_MOST_ADVICE]
 
 
-def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> list[Advice]:
-    """The KV cache has room for more requests than may run."""
+def _more_requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> list[Advice]:
+    """Advise on `max_num_seqs`, where the KV cache has room for more requests than may run."""
     more, changes = config, {}
     while 2 * more.max_num_seqs <= MAX_NUM_SEQS:
         next_changes = {"max_num_seqs": 2 * more.max_num_seqs}
         if next_changes["max_num_seqs"] > config.max_num_batched_tokens:
             next_changes["max_num_batched_tokens"] = next_changes["max_num_seqs"]
         next_config = msgspec.structs.replace(config, **next_changes)
-        if _requests(next_config, model, plan, request_len) < next_config.max_num_seqs:
+        if _requests(next_config, model, room, request_len) < next_config.max_num_seqs:
             break
         more, changes = next_config, next_changes
     if not changes:
@@ -94,8 +98,8 @@ def _more_slots(config: EngineConfig, model: ModelConfig, plan: Planner, request
     return [
         Advice(
             change=_typed(changes),
-            tokens=tokens_in(plan(more), more, model),
-            requests=_requests(more, model, plan, request_len),
+            tokens=tokens_in(room(more), more, model),
+            requests=_requests(more, model, room, request_len),
             why=f"the KV cache has room for more than the {config.max_num_seqs} requests that may run",
         )
     ]
@@ -124,14 +128,14 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
             yield {"tensor_parallel_size": size}, "weights and cache are spread over more GPUs"
 
 
-def _requests(config: EngineConfig, model: ModelConfig, plan: Planner, request_len: float) -> float:
-    """That fit the cache; not bounded by `max_num_seqs`, but by what the largest allowed cache holds."""
+def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:
+    """Return the requests that the KV cache would hold, `max_num_seqs` left aside."""
     blocks_each = blocks_held(config, model, request_len / config.block_size)
-    return max(0.0, (plan(config) // block_bytes(config, model) - 1) / blocks_each)
+    return max(0.0, (room(config) // block_bytes(config, model) - 1) / blocks_each)
 
 
 def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | None:
-    """How much is missing for the KV cache, if the plan does not fit."""
+    """Say how much memory is missing for the KV cache; None where the plan fits."""
     smallest = 2 * block_bytes(config, model)
     if config.kv_cache_memory is None:
         short = smallest - (use.budget - use.beside_cache)
@@ -143,7 +147,7 @@ def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | N
 
 
 def _typed(changes: Mapping[str, Any]) -> str:
-    """As the command line takes them."""
+    """Return the changes as the command line takes them."""
     return " ".join(
         f"--tp {value}" if key == "tensor_parallel_size" else f"--set {key}={json.dumps(value)}"
         for key, value in changes.items()

@@ -1,4 +1,4 @@
-"""`nvcli profile-memory`: from its options to a profile."""
+"""`nvcli profile-memory`: turns its options into a profile."""
 
 from __future__ import annotations
 

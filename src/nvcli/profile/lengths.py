@@ -1,4 +1,4 @@
-"""The lengths of a file's rows: what its requests would take of the KV cache."""
+"""The lengths of a file's requests, from which follows what they take of the KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUM_BUCKETS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Requests of `first` to `last` tokens."""
+    """The requests of `first` to `last` tokens."""
 
     first: int
     last: int
@@ -19,7 +19,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLengths:
-    """Of the requests that a file makes; prompt and answer together, in tokens."""
+    """The lengths of the requests that a file makes, in tokens. Totals are prompt and answer together."""
 
     requests: int
     failed_rows: int
@@ -29,12 +29,12 @@ class FileLengths:
     mean_total: float
     longest_total: int
     mean_blocks: float
-    """KV blocks of a request at its end."""
+    """The mean number of KV blocks that a request holds at its end."""
     histogram: list[Bucket]
 
 
 def lengths_of(requests: Iterable[tuple[int, int]], *, failed_rows: int, block_size: int) -> FileLengths:
-    """`requests`: prompt tokens and most answer tokens of each; at least one."""
+    """Sum up at least one request. `requests` are pairs of prompt tokens and most answer tokens."""
     pairs = list(requests)
     totals = [prompt + answer for prompt, answer in pairs]
     prompts = [prompt for prompt, _ in pairs]
@@ -51,7 +51,7 @@ def lengths_of(requests: Iterable[tuple[int, int]], *, failed_rows: int, block_s
 
 
 def _histogram(values: Sequence[int]) -> list[Bucket]:
-    """Equally wide buckets over the values' range; empty ones at the ends do not arise."""
+    """Count values in equally wide buckets over their range. The first and the last bucket are never empty."""
     low, high = min(values), max(values)
     width = max(1, -(-(high - low + 1) // _NUM_BUCKETS))
     counts = [0] * (-(-(high - low + 1) // width))

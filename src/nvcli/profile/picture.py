@@ -1,4 +1,4 @@
-"""A stacked bar for each rank: for the terminal, and as SVG or PNG."""
+"""Draws a stacked bar for each rank, on the terminal and as an SVG or PNG file."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ COLORS = {
     "KV cache": "#aa3377",
     "free": "#bbbbbb",
 }
-"""Paul Tol's bright scheme: told apart without seeing red and green."""
+"""Paul Tol's bright scheme, whose colours can be told apart without seeing red and green."""
 _WIDTH = 72
 
 
 def parts_of(use: MemoryUse) -> dict[str, int]:
-    """Measured where it was, else planned; `free` is the rest of the device."""
+    """Return the bytes of each item, measured where possible and planned else; `free` is the rest of the device."""
     parts = {item: max(0, size) for item, size in (use.measured or use.planned).items()}
     return {**parts, "free": max(0, use.total - sum(parts.values()))}
 
 
 def print_bars(profile: MemoryProfile) -> None:
-    """On standard output, by rich."""
+    """Print the bars on standard output."""
     from rich.columns import Columns
     from rich.console import Console
     from rich.padding import Padding
@@ -57,7 +57,7 @@ def print_bars(profile: MemoryProfile) -> None:
 
 
 def write_plot(profile: MemoryProfile, path: Path) -> None:
-    """Raises ConfigError where the file cannot be written."""
+    """Draw the bars into a file. Raises ConfigError where the file cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.6 + 0.6 * len(profile.ranks)), layout="constrained")

@@ -1,4 +1,4 @@
-"""MemoryProfile: what `nvcli profile-memory` found out, and how."""
+"""The memory profile of a model, estimated from the configuration or measured by loading the model."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from nvcli.sizing.memory import estimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """Bytes by rank and item, what the KV cache holds, and what would change it."""
+    """Bytes by rank and item, the tokens that the KV cache holds, and changes that would give it more."""
 
     model: str
     is_estimate: bool
-    """Nothing was loaded: of the items only weights and KV blocks are exact."""
+    """Whether nothing was loaded. Then only the weights and KV blocks among the items are exact."""
     problem: str | None
-    """Why it does not fit, if so."""
+    """The reason why the model does not fit; None: it fits."""
     tensor_parallel_size: int
     pipeline_parallel_size: int
     max_model_len: int
     max_num_seqs: int
     block_size: int
     block_bytes: int
-    """On a rank of the first stage, which has the most layers."""
+    """Bytes of a KV block on a rank of the first stage, which has the most layers."""
     ranks: list[MemoryUse]
     num_blocks: int
-    """For use: the null block is not counted. The fewest of all ranks."""
+    """KV blocks that requests can use (the null block is not counted), the fewest of all ranks."""
     full_length_requests: float
     """Requests of `max_model_len` that the KV cache holds."""
     lengths: FileLengths | None
     file_requests: float | None
-    """Requests of the file's mean length that it holds."""
+    """Requests of the file's mean length that the KV cache holds."""
     advice: list[Advice]
 
     @property
@@ -54,7 +54,7 @@ class MemoryProfile:
 def profile_from_config(
     config: EngineConfig, model: ModelConfig, name: str, *, total: int, lengths: FileLengths | None
 ) -> MemoryProfile:
-    """From the configuration alone, for GPUs of `total` bytes."""
+    """Estimate a profile from the configuration alone, for GPUs of `total` bytes."""
     problem = missing(config, model, estimate(config, model, total))
     ranks = _estimated_ranks(config, model, total)
     return _profile(config, model, name, ranks, lengths, is_estimate=True, problem=problem)
@@ -69,9 +69,10 @@ def profile_by_loading(
     gpu_memory: Callable[[], int | None],
     say: Callable[[str], None],
 ) -> MemoryProfile:
-    """Start an engine as a run would, with its largest batches measured. Raises what the engine raises.
+    """Measure a profile: start an engine as a run would, and run its largest batches.
 
-    A run that does not fit is answered with the plan from the configuration, where `gpu_memory` knows the GPU's size.
+    Raises what the engine raises. Where a run does not fit and `gpu_memory` knows the GPU's size, the profile is
+    estimated from the configuration.
     """
     client = EngineClient.start(msgspec.structs.replace(config, measure_memory=True))
     try:
@@ -139,6 +140,6 @@ def _profile(
 
 
 def gpu_memory_here() -> int | None:
-    """Bytes of this machine's first GPU, as the driver's tool says; None where it tells of none."""
+    """Return the memory of this machine's first GPU in bytes, as nvidia-smi says; None where it tells of none."""
     gpus = ask_for_gpus().gpus.values()
     return (min(gpus, key=lambda gpu: gpu.index).total_bytes or None) if gpus else None

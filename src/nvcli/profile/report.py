@@ -15,7 +15,7 @@ _BAR = 40
 
 
 def format_json(profile: MemoryProfile) -> str:
-    """Everything, on one line of ASCII."""
+    """Return the whole profile as JSON on one line of ASCII."""
     fields = msgspec.to_builtins(profile)
     fields["ranks"] = [msgspec.structs.asdict(use) for use in profile.ranks]  # their wire form is a list
     fields["num_tokens"] = profile.num_tokens
@@ -23,7 +23,7 @@ def format_json(profile: MemoryProfile) -> str:
 
 
 def format_profile(profile: MemoryProfile) -> str:
-    """The report, as plain text."""
+    """Return the report as plain text."""
     lines = []
     for number, use in enumerate(profile.ranks):
         # Estimated ranks of a stage are alike.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class GraphRunner(Generic[T]):
         self._run, self._prepare = run, prepare
         self._graphs: dict[BatchShape, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[BatchShape, T] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:

@@ -24,6 +24,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.errors import LimitsTooHigh
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
+from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import init_random_weights, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.device import import_kernels, open_device
@@ -47,7 +48,7 @@ from nvcli.runner.stage_link import StageLink
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
-from nvcli.sizing.graph_sizes import graph_sizes, launch_bound_tokens
+from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.memory import shared_sum_rows
 
 _CPU_WARM_UP_TOKENS = 16
@@ -89,7 +90,7 @@ class ModelRunner:
             kv_cache_bytes=self.kv_cache.num_bytes,
             weight_bytes=self._weight_bytes,
             attention_backend=self.backend.name,
-            group_windows=[group.window for group in self.model.kv_groups],
+            group_windows=[group.window for group in self._kv_groups],
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
@@ -150,13 +151,14 @@ class ModelRunner:
             dtype=self.dtype,
             specs=tuple(dict.fromkeys(layers)),
             block_size=config.block_size,
-            max_num_seqs=2 * config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens + config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs + config.max_num_decodes,
+            max_num_batched_tokens=config.max_num_batched_tokens + config.max_num_decodes,
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
+        self._kv_groups = kv_groups(self.model_config, self.stage)
         self._kv_spec = KVCacheSpec(
-            group_layers=tuple(group.layers for group in self.model.kv_groups),
+            group_layers=tuple(group.layers for group in self._kv_groups),
             num_kv_heads=layers[0].num_kv_heads,
             head_dim=layers[0].head_dim,
             block_size=config.block_size,
@@ -168,26 +170,20 @@ class ModelRunner:
         config = self.config
         self._graph_shapes: list[BatchShape] = []
         if self.device.type == "cuda" and not config.enforce_eager:
-            layer_elements = sum(p.numel() for name, p in self.model.named_parameters() if ".layers." in name)
-            sizes = graph_sizes(
-                max_num_seqs=config.max_num_seqs,
-                max_num_decodes=config.max_num_decodes,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                launch_bound_tokens=launch_bound_tokens(len(self.model.attention_layers), layer_elements),
-            )
+            sizes = step_graph_sizes(config, self.model_config)
             shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
 
     def _make_slots(self) -> None:
-        """Tables and buffers of the steps, empty."""
-        config, shapes = self.config, self._graph_shapes
-        max_tokens = max([config.max_num_batched_tokens, *(shape.num_tokens for shape in shapes)])
+        """Tables and buffers of the steps, empty. Padded to a graph, a step has up to `max_num_decodes` rows more."""
+        config = self.config
+        max_tokens = config.max_num_batched_tokens + config.max_num_decodes
         self.link = StageLink(self._groups, max_tokens, self.model_config.hidden_size, self.dtype)
-        self.slots = SlotTable(config, len(self._kv_spec.group_layers), self.device)
+        self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
         self.sampler = Sampler(self.slots.sampling, self.slots, self.group, self.model_config.vocab_size)
         self.buffers = InputBuffers(
             self.slots.state,
-            max_rows=max([config.max_num_seqs, *(shape.num_rows for shape in shapes)]),
+            max_rows=config.max_num_seqs + config.max_num_decodes,
             max_tokens=max_tokens,
             max_logits=config.max_num_seqs,
             steps_in_flight=config.max_steps_in_flight,

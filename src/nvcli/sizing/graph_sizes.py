@@ -1,8 +1,13 @@
-"""Which shapes of steps are captured as CUDA graphs. Torch-free: memory plans count them too."""
+"""Which shapes of steps are captured as CUDA graphs. Memory plans count them too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from nvcli.config import EngineConfig
+from nvcli.models.config import ModelConfig
+from nvcli.models.geometry import DTYPE_BYTES
+from nvcli.sizing.weights import weight_bytes
 
 _PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """Prompt tokens of captured steps for models of every size, each beside as many decode rows as there can be."""
@@ -36,6 +41,18 @@ def launch_bound_tokens(num_layers: int, layer_elements: int) -> int:
     `layer_elements`: weights of all layers on one rank.
     """
     return int(num_layers * _LAUNCH_SECONDS * _MATRIX_RATE / (2 * max(1, layer_elements)))
+
+
+def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize]:
+    """All sizes that the ranks of a run capture, as `graph_sizes` orders them."""
+    parts = weight_bytes(model, config.dtype, tensor_parallel_size=config.tensor_parallel_size)
+    layer_elements = (parts["attention"] + parts["MLP"]) // DTYPE_BYTES[config.dtype]
+    return graph_sizes(
+        max_num_seqs=config.max_num_seqs,
+        max_num_decodes=config.max_num_decodes,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        launch_bound_tokens=launch_bound_tokens(model.num_layers, layer_elements),
+    )
 
 
 def graph_sizes(

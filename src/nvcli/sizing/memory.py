@@ -12,8 +12,7 @@ from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.models.kv_groups import kv_groups
-from nvcli.sizing.costs import model_costs
-from nvcli.sizing.graph_sizes import graph_sizes, launch_bound_tokens
+from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
@@ -36,8 +35,12 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     The KV cache is negative where the rest does not fit. `stage` None stands for the most that a rank of any stage
     needs.
     """
-    largest = stage or largest_stage(model, config.pipeline_parallel_size)
-    weights = weight_bytes(model, config.dtype, tensor_parallel_size=config.tensor_parallel_size, stage=largest)
+    weights = weight_bytes(
+        model,
+        config.dtype,
+        tensor_parallel_size=config.tensor_parallel_size,
+        stage=stage or largest_stage(model, config.pipeline_parallel_size),
+    )
     samples = stage is None or stage.is_last
     budget = int(total * config.gpu_memory_utilization)
     fixed = {
@@ -46,7 +49,7 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
         "activations": max(
             _activations(config, model, config.max_num_batched_tokens), _sampling(config, model) if samples else 0
         ),
-        "CUDA graphs": 0 if config.enforce_eager else _graphs(config, model, largest, samples=samples),
+        "CUDA graphs": 0 if config.enforce_eager else _graphs(config, model, samples=samples),
         "other": _CONTEXT_BYTES + (_COLLECTIVES_BYTES if config.num_ranks > 1 else 0),
     }
     left = budget - sum(fixed.values()) if config.kv_cache_memory is None else config.kv_cache_memory
@@ -76,26 +79,19 @@ def _sampling(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_num_seqs * model.vocab_size * (DTYPE_BYTES[config.dtype] + 4)
 
 
-def _graphs(config: EngineConfig, model: ModelConfig, stage: Stage, *, samples: bool) -> int:
+def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     """All graphs share the memory of the largest, and each has some of its own."""
-    costs = model_costs(model, config.dtype, tensor_parallel_size=config.tensor_parallel_size, stage=stage)
-    sizes = graph_sizes(
-        max_num_seqs=config.max_num_seqs,
-        max_num_decodes=config.max_num_decodes,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        launch_bound_tokens=launch_bound_tokens(len(stage.layers(model.num_layers)), costs.layers.num_weights),
-    )
-    most_tokens = max(decode_rows + tokens for decode_rows, _, tokens in sizes)
-    most_rows = max(decode_rows + prefill_rows for decode_rows, prefill_rows, _ in sizes)
-    logits = most_rows * model.vocab_size * DTYPE_BYTES[config.dtype] if samples else 0
-    return _activations(config, model, most_tokens) + logits + len(sizes) * _BYTES_PER_GRAPH
+    sizes = step_graph_sizes(config, model)
+    decode_rows, _, prefill_tokens = sizes[0]
+    logits = config.max_num_seqs * model.vocab_size * DTYPE_BYTES[config.dtype] if samples else 0
+    return _activations(config, model, decode_rows + prefill_tokens) + logits + len(sizes) * _BYTES_PER_GRAPH
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
-    """The slot table, block tables (three copies), the rotary table and workspaces; with several ranks the buffers for
-    sums, and with stages one buffer for what arrives and one for what is sent."""
+    """The slot table with its block tables, the rotary table and workspaces; with several ranks the buffers for sums,
+    and with stages one buffer for what arrives and one for what is sent."""
     tokens = (config.max_num_seqs + 1) * config.max_model_len * 4
-    tables = 3 * len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
+    tables = len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
     sums = 0
     if config.tensor_parallel_size > 1:

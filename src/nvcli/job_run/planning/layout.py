@@ -185,7 +185,7 @@ def _candidate(
     stage = largest_stage(model, config.pipeline_parallel_size)
     weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=tp, stage=stage).values())
     rooms = [_room(gpu, model, config) for gpu in gpus]
-    # Those with most room; neighbours share a copy.
+    # The GPUs with most room are taken; neighbours share a replica.
     chosen = sorted(sorted(range(len(gpus)), key=lambda index: -rooms[index])[: each * dp])
     share = math.ceil(num_requests / dp)
     rate, least_tokens = 0.0, None

@@ -90,7 +90,7 @@ class Planner:
         while in_order[0].item is None:
             in_order.popleft()
         oldest = in_order[0]
-        # Of the rows that were taken, all that came before the oldest, and so many after it.
+        # All rows before the oldest one are taken; the others that are taken have passed it over.
         num_taken = self._num_added - self.num_rows
         if num_taken - oldest.rank[1] >= self._max_passed_over:
             return oldest

@@ -107,7 +107,7 @@ class BarProgress(Progress):
             self._bar = None
 
     def _start(self) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
-        from rich.console import Console  # takes a while to import: not for `--help`, nor before the engines start
+        from rich.console import Console  # late: the import takes a while, and `--help` and the engines' start go first
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn
         from rich.progress import Progress as Bar
 

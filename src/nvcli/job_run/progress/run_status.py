@@ -24,7 +24,7 @@ State = Literal["starting", "running", "done", "failed", "interrupted"]
 """starting: no row was given to a replica yet; done: every row has its line, which may be an error."""
 
 RATE_SECONDS = 60.0
-_SAMPLE_SECONDS = 1.0
+_SNAPSHOT_SECONDS = 1.0
 
 
 class RowFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ def bare_status(state: State, started: datetime.datetime, message: str | None = 
     )
 
 
-class _Sample(NamedTuple):
+class _Snapshot(NamedTuple):
     at: float
     work: float
     rows: int
@@ -126,13 +126,13 @@ class RunView:
         self._output = output
         self._clock = clock
         self._started = datetime.datetime.now(datetime.UTC)
-        self._samples: deque[_Sample] = deque()
+        self._snapshots: deque[_Snapshot] = deque()
 
     def status(self, state: State | None = None, message: str | None = None) -> RunStatus:
         """Return how the run stands. `state` says how it ended; None: it goes on."""
         counts = self._counts
         now = self._clock()
-        first, last = self._sample(now)
+        first, last = self._take_snapshot(now)
         seconds = max(1e-3, last.at - first.at)
         left = self._work_left()
         share_done = last.work / (last.work + left) if left is not None and last.work else None
@@ -174,25 +174,25 @@ class RunView:
             message=message,
         )
 
-    def _sample(self, now: float) -> tuple[_Sample, _Sample]:
+    def _take_snapshot(self, now: float) -> tuple[_Snapshot, _Snapshot]:
         """Return the oldest figures of the last minute, or those at the first request, and the present ones."""
         counts = self._counts
         finished = counts.finished
-        present = _Sample(
+        present = _Snapshot(
             at=now,
             work=work_done(finished.prompt_tokens, finished.generated_tokens + counts.running_tokens),
             rows=counts.rows_done,
             prompt_tokens=counts.engine_prompt_tokens,
             generated_tokens=counts.generated_tokens,
         )
-        samples = self._samples
-        if not samples and counts.started_at is not None:
-            samples.append(_Sample(counts.started_at, 0.0, 0, 0, 0))
-        if samples and now - samples[-1].at >= _SAMPLE_SECONDS:
-            samples.append(present)
-        while len(samples) > 1 and samples[1].at <= now - RATE_SECONDS:
-            samples.popleft()
-        return samples[0] if samples else present, present
+        snapshots = self._snapshots
+        if not snapshots and counts.started_at is not None:
+            snapshots.append(_Snapshot(counts.started_at, 0.0, 0, 0, 0))
+        if snapshots and now - snapshots[-1].at >= _SNAPSHOT_SECONDS:
+            snapshots.append(present)
+        while len(snapshots) > 1 and snapshots[1].at <= now - RATE_SECONDS:
+            snapshots.popleft()
+        return snapshots[0] if snapshots else present, present
 
     def _work_left(self) -> float | None:
         share_read = self._share_read()
@@ -211,7 +211,7 @@ class RunView:
         share = self._share_of_input()
         if not share:
             return None
-        # An earlier run answered the first rows rather than every tenth: what is left of the input holds few of them.
+        # An earlier run answers the first rows of an input, so few of the rows that are not read yet are answered.
         rows_read = reader.rows_read - reader.rows_passed_over
         rows_to_read = reader.rows_read / share - self._counts.rows_resumed
         return rows_read / max(rows_read, rows_to_read, 1)

@@ -61,7 +61,7 @@ class StopStringDetector:
         text = self._decode(self._ids[self._context :])
         is_incomplete = text.endswith(REPLACEMENT)
         is_pending = is_incomplete and len(self._ids) - self._read < MAX_PENDING_TOKENS
-        # Of bytes that stay broken the last may still begin a character.
+        # Bytes that stay broken are text, but the last of them may still begin a character.
         text = text.rstrip(REPLACEMENT) if is_pending else text.removesuffix(REPLACEMENT)
         if len(text) <= len(self._context_text):
             return ""
@@ -80,7 +80,7 @@ class StopStringDetector:
         starts = []
         if len(self._ids) >= self._min_tokens:
             for stop in self._stop_strings:
-                # What ends within the tail was there before this token.
+                # A match that ends within the tail was there before this token.
                 start = window.find(stop, max(0, len(self._tail) - len(stop) + 1))
                 if start >= 0:
                     starts.append(start)

@@ -33,6 +33,30 @@ class _Source(Protocol):
     def lines(self) -> Iterator[Row | None]: ...
 
 
+class _Batch:
+    """Rows that are given out together."""
+
+    def __init__(self) -> None:
+        self.rows: list[Job | JobResult] = []
+        self._num_bytes = 0
+        self._most_rows = FIRST_BATCH_ROWS
+
+    def add(self, row: Job | JobResult, num_bytes: int) -> None:
+        self.rows.append(row)
+        self._num_bytes += num_bytes
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.rows) >= self._most_rows or self._num_bytes >= MAX_BATCH_BYTES
+
+    def take(self) -> list[Job | JobResult]:
+        """Return the rows and begin a new batch. After a full batch the next one may be larger."""
+        if self.is_full:
+            self._most_rows = min(2 * self._most_rows, MAX_BATCH_ROWS)
+        rows, self.rows, self._num_bytes = self.rows, [], 0
+        return rows
+
+
 class RowReader:
     """Gives out the rows of all inputs that are not answered yet, once; counts what it has read."""
 
@@ -50,6 +74,10 @@ class RowReader:
         self._limit = limit
         self._answered = answered or AnsweredRows()
         self._source: _Source | None = None
+        self._line_number = 0
+        """The number of the line that was read last, in its input; blank lines count."""
+        self._lines_before = 0
+        """Lines in the inputs before that one."""
         self._bytes_before = 0
         self.rows_read = 0
         self.rows_passed_over = 0
@@ -67,60 +95,62 @@ class RowReader:
 
     def batches(self) -> Iterator[list[Job | JobResult]]:
         """Yield the rows in order. A batch comes when it is full, and before a read that may have to wait."""
-        batch: list[Job | JobResult] = []
-        batch_bytes = 0
-        target = FIRST_BATCH_ROWS
-        lines_before = 0  # in the inputs before this one
+        batch = _Batch()
         for name in self._inputs:
-            number = 0
-            source = self._source = _open_source(name)
             try:
-                for line in source.lines():
-                    if line is None:
-                        if batch:
-                            yield batch
-                            batch, batch_bytes = [], 0
-                        continue
-                    number += 1
-                    if isinstance(line, bytes) and (not line or line.isspace()):
-                        continue
-                    row = self._row(line, name, number, lines_before + number)
-                    self.rows_read += 1
+                for row, num_bytes in self._rows(name):
                     if row is not None:
-                        batch.append(row)
-                        batch_bytes += len(line) if isinstance(line, bytes) else 0
-                    if self._limit is not None and self.rows_read >= self._limit:
-                        if batch:
-                            yield batch
-                        return
-                    if len(batch) >= target or batch_bytes >= MAX_BATCH_BYTES:
-                        yield batch
-                        batch, batch_bytes = [], 0
-                        target = min(2 * target, MAX_BATCH_ROWS)
+                        batch.add(row, num_bytes)
+                    if batch.is_full or (row is None and batch.rows):
+                        yield batch.take()
             except (OSError, CompressionError) as error:
-                if batch:
-                    yield batch
+                if batch.rows:
+                    yield batch.take()
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise ConfigError(
-                    f"{_label(name)}: cannot be read past line {number}: {reason}. The rows up to there are answered; "
-                    "with a sound file in its place the job is another one: --overwrite the output, or name another "
-                    "with -o"
+                    f"{_label(name)}: cannot be read past line {self._line_number}: {reason}. The rows up to there are "
+                    "answered; with a sound file in its place the job is another one: --overwrite the output, or name "
+                    "another with -o"
                 ) from error
-            lines_before += number
-            self._bytes_before += source.bytes_read
-            self._source = None
-        self.all_read = True
-        if batch:
-            yield batch
+            if self._is_at_limit:
+                break
+        self.all_read = not self._is_at_limit
+        if batch.rows:
+            yield batch.take()
 
-    def _row(self, line: Row, name: str, number: int, line_id: int) -> Job | JobResult | None:
+    def _rows(self, name: str) -> Iterator[tuple[Job | JobResult | None, int]]:
+        """Yield the rows of one input with the bytes of their lines, and None before a read that may have to wait."""
+        source = self._source = _open_source(name)
+        self._line_number = 0
+        for line in source.lines():
+            if line is None:
+                yield None, 0
+                continue
+            self._line_number += 1
+            if isinstance(line, bytes) and (not line or line.isspace()):
+                continue
+            row = self._row(line, name)
+            self.rows_read += 1
+            if row is not None:
+                yield row, len(line) if isinstance(line, bytes) else 0
+            if self._is_at_limit:
+                return
+        self._lines_before += self._line_number
+        self._bytes_before += source.bytes_read
+        self._source = None
+
+    @property
+    def _is_at_limit(self) -> bool:
+        return self._limit is not None and self.rows_read >= self._limit
+
+    def _row(self, line: Row, name: str) -> Job | JobResult | None:
         """Parse one row; None for a row that is answered already."""
-        index = self.rows_read
+        index, line_id = self.rows_read, self._lines_before + self._line_number
         if index in self._answered.all:
             self._parser.skip(line, line_id=line_id, is_good=index not in self._answered.failed)
             self.rows_passed_over += 1
             return None
-        where = f"line {number}" if len(self._inputs) == 1 else f"line {number} of {_label(name)}"
+        where = f"line {self._line_number}" if len(self._inputs) == 1 else f"line {self._line_number} of {_label(name)}"
         return self._parser.parse(line, index=index, line_id=line_id, where=where)
 
 

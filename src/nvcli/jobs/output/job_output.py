@@ -14,6 +14,7 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,24 @@ from nvcli.jobs.rows.output_row import OutputForm
 
 _DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 """Files in these folders stand for something else, such as /dev/stdout for a file that the shell has opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What is asked of an output beside its name."""
+
+    order: Order = "completion"
+    """The order of its rows."""
+    can_continue: bool = True
+    """Whether the inputs can be read again, so that another run may continue the output."""
+    overwrite: bool = False
+    """An output that is there is started anew."""
+    retry_errors: bool = False
+    """Failed rows of an output that is there are dropped, to be answered again."""
+    limit: int | None = None
+    """Only so many rows of the inputs are wanted; None: all."""
+    reorder_bytes: int = 1 << 28
+    """What rows that wait for their turn may take in memory when the output is put in order."""
 
 
 class JobOutput:
@@ -78,39 +97,26 @@ class StreamOutput(JobOutput):
 class FileOutput(JobOutput):
     """An output that is a regular file and may be continued."""
 
-    def __init__(
-        self,
-        path: Path,
-        job: Manifest,
-        *,
-        order: Order = "completion",
-        can_continue: bool = True,
-        overwrite: bool = False,
-        retry_errors: bool = False,
-        limit: int | None = None,
-        reorder_bytes: int = 1 << 28,
-    ) -> None:
+    def __init__(self, path: Path, job: Manifest, options: OutputOptions) -> None:
         """Open the file and find out what it holds. Raises ConfigError where another job made it, and OutputError.
 
-        `job` says what the output is made from now; `can_continue` says whether its inputs can be read again.
+        `job` says what the output is made from now.
         """
         self._path = path
         self._job = job
-        self._order = order
-        self._can_continue = can_continue
-        self._reorder_bytes = reorder_bytes
+        self._options = options
         self._pack = make_packer(compression_of(path.name))
         self._needs_sorting = False
         self._is_closed = False
         self._file = LockedFile(rows_path(path))
         try:
             rewrite_path(self._file.path).unlink(missing_ok=True)
-            is_new = overwrite or not (self._file.size or (is_parquet(path) and path.exists()))
+            is_new = options.overwrite or not (self._file.size or (is_parquet(path) and path.exists()))
             if not is_new:
                 self._job = self._check_job()
             super().__init__(OutputForm(created=self._job.created, model=self._job.model))
             if not is_new:
-                self._continue(retry_errors=retry_errors, limit=limit)
+                self._continue()
         except BaseException as error:
             self._release(is_unused=True)
             if isinstance(error, OSError):
@@ -130,10 +136,10 @@ class FileOutput(JobOutput):
     def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
         try:
             if self._needs_sorting:
-                self._replace(_in_order(self._file.path, self._reorder_bytes))
+                self._replace(_in_order(self._file.path, self._options.reorder_bytes))
             if is_parquet(self._path):
                 self._write_parquet()
-            if self._can_continue:
+            if self._options.can_continue:
                 finished = Finished(
                     rows=rows,
                     errors=dict(errors),
@@ -142,7 +148,7 @@ class FileOutput(JobOutput):
                     output_bytes=self._path.stat().st_size,
                 )
                 save_manifest(self._path, msgspec.structs.replace(self._job, finished=finished))
-            if is_parquet(self._path) and not (self._can_continue and (errors or not all_read)):
+            if is_parquet(self._path) and not (self._options.can_continue and (errors or not all_read)):
                 self._file.path.unlink()  # nothing will be continued
         except OSError as error:
             raise OutputError(f"the output {self._path} cannot be finished: {error.strerror}") from None
@@ -170,7 +176,7 @@ class FileOutput(JobOutput):
         self._file.truncate(0)
         if is_parquet(self._path):
             self._path.unlink(missing_ok=True)
-        if self._can_continue:
+        if self._options.can_continue:
             save_manifest(self._path, self._job)
         else:
             manifest_path(self._path).unlink(missing_ok=True)
@@ -183,7 +189,7 @@ class FileOutput(JobOutput):
         if manifest is None:
             name = manifest_path(self._path).name
             raise ConfigError(f"the output {self._path} exists and cannot be continued: there is no {name}; {way_out}")
-        if not self._can_continue:
+        if not self._options.can_continue:
             raise ConfigError(
                 f"the output {self._path} exists, and rows from standard input or a pipe cannot be compared with it; "
                 f"{way_out}"
@@ -193,14 +199,12 @@ class FileOutput(JobOutput):
             raise ConfigError(f"the output {self._path} was made by another job:\n{lines}\n{way_out}")
         return manifest
 
-    def _continue(self, *, retry_errors: bool, limit: int | None) -> None:
+    def _continue(self) -> None:
         """Find out which rows the output holds, and drop lines that are damaged or to be tried again."""
         finished = self._job.finished
-        if finished is not None and self._is_untouched(finished):
-            is_enough = finished.all_read or (limit is not None and limit <= finished.rows_read)
-            if is_enough and not (retry_errors and finished.errors):
-                self.finished = finished
-                return
+        if finished is not None and self._is_enough(finished):
+            self.finished = finished
+            return
         if finished is not None:
             self._job = msgspec.structs.replace(self._job, finished=None)
             save_manifest(self._path, self._job)
@@ -210,23 +214,28 @@ class FileOutput(JobOutput):
             lost = self._file.size - scan.sound_bytes
             self.notes.append(f"{self._path}: {lost:,} bytes at its end are no whole rows and were cut off")
             self._file.truncate(scan.sound_bytes)
-        drop_failed = retry_errors and scan.answered.failed.count > 0
+        drop_failed = self._options.retry_errors and scan.answered.failed.count > 0
         if scan.num_damaged or drop_failed:
             if scan.num_damaged:
                 self.notes.append(f"{self._path}: {scan.num_damaged:,} damaged lines were dropped")
             rows = sound_lines(self._file.path)
             self._replace(line for row, line in rows if not (drop_failed and row.error_type is not None))
-        self._needs_sorting = self._order == "input" and not scan.is_in_order
+        self._needs_sorting = self._options.order == "input" and not scan.is_in_order
         retried = ""
         if drop_failed:
             retried = f", {scan.answered.failed.count:,} failed ones are tried again"
-            self._needs_sorting = self._order == "input"
+            self._needs_sorting = self._options.order == "input"
             self.answered = scan.answered.without_failed()
             self.errors = Counter()
         self.notes.append(f"continuing {self._path}: {self.answered.all.count:,} rows are answered already{retried}")
 
-    def _is_untouched(self, finished: Finished) -> bool:
-        return self._path.exists() and self._path.stat().st_size == finished.output_bytes
+    def _is_enough(self, finished: Finished) -> bool:
+        """Tell whether the output is as it was when the job was finished, and nothing more is asked for."""
+        if not self._path.exists() or self._path.stat().st_size != finished.output_bytes:
+            return False
+        limit = self._options.limit
+        has_all = finished.all_read or (limit is not None and limit <= finished.rows_read)
+        return has_all and not (self._options.retry_errors and finished.errors)
 
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Replace the rows of the output by these lines, which have no newline."""
@@ -246,17 +255,7 @@ class FileOutput(JobOutput):
         sync_folder(self._path.parent)
 
 
-def open_output(
-    name: str,
-    job: Manifest,
-    *,
-    order: Order = "completion",
-    can_continue: bool = True,
-    overwrite: bool = False,
-    retry_errors: bool = False,
-    limit: int | None = None,
-    reorder_bytes: int = 1 << 28,
-) -> JobOutput:
+def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
     """Open the output `name` (`-`: standard output) for a job. Raises ConfigError and OutputError."""
     form = OutputForm(created=job.created, model=job.model)
     if name == STREAM:
@@ -270,16 +269,7 @@ def open_output(
         except OSError as error:
             raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
         return StreamOutput(Sink(fd, name, pack=make_packer(compression_of(name))), form)
-    return FileOutput(
-        path,
-        job,
-        order=order,
-        can_continue=can_continue,
-        overwrite=overwrite,
-        retry_errors=retry_errors,
-        limit=limit,
-        reorder_bytes=reorder_bytes,
-    )
+    return FileOutput(path, job, options)
 
 
 def rows_path(output: Path) -> Path:

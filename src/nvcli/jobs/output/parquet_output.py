@@ -7,6 +7,7 @@ value or a text there. All that is nested or mixed, and OpenAI's `response`, bec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,39 +62,65 @@ _MAX_FLOAT_INT = 1 << 53
 def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
     """Write rows to a file. `lines` begins a pass over the rows and is called twice. Raises OSError."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
-    kinds: dict[str, set[type]] = {}
-    is_native = True
+    columns = _Columns()
     for line in lines():
-        row = decode(line)
-        is_native = is_native and "index" in row and "choices" in row
-        for key, value in row.items():
-            kinds.setdefault(key, set()).add(_kind(value))
-    names = list(kinds) or ["id", *_OWN_TYPES]
-    types = {
-        name: _OWN_TYPES[name] if is_native and name in _OWN_TYPES else _column_type(kinds.get(name, {str}))
-        for name in names
-    }
-    schema = pyarrow.schema(list(types.items()))
-    as_json = {
-        name for name in types if kinds.get(name, set()) - set(_SCALARS) - {type(None)} or _is_mixed(kinds, name)
-    }
-    as_json -= {name for name in _OWN_TYPES if is_native}
+        columns.look_at(decode(line))
+    schema = pyarrow.schema(columns.types)
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         batch: list[dict[str, Any]] = []
         for line in lines():
-            row = decode(line)
-            for name in as_json & row.keys():
-                row[name] = _as_text(row[name])
-            for choice in row["choices"] if is_native else ():
-                if choice.get("logprobs"):
-                    top = choice["logprobs"]["top_logprobs"]
-                    choice["logprobs"]["top_logprobs"] = [list(alternatives.items()) for alternatives in top]
-            batch.append(row)
+            batch.append(columns.fit(decode(line)))
             if len(batch) == _BATCH_ROWS:
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema))
                 batch = []
         if batch:
             writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+
+
+class _Columns:
+    """The columns of a file, which follow from all of its rows."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, set[type]] = {}
+        """The kinds of values under each key."""
+        self._is_native = True
+        """Whether all rows have nvcli's own form."""
+
+    def look_at(self, row: dict[str, Any]) -> None:
+        """Take note of a row. All rows are looked at before the first one is fitted."""
+        self._is_native = self._is_native and "index" in row and "choices" in row
+        for key, value in row.items():
+            self._kinds.setdefault(key, set()).add(_kind(value))
+
+    @property
+    def types(self) -> list[tuple[str, pyarrow.DataType]]:
+        """The name and the type of each column."""
+        return [
+            (name, _OWN_TYPES[name] if self._is_own(name) else _column_type(self._kinds.get(name, {str})))
+            for name in list(self._kinds) or ["id", *_OWN_TYPES]
+        ]
+
+    def fit(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Bring the values of a row into the types of its columns."""
+        for name in self._json_names & row.keys():
+            row[name] = _as_text(row[name])
+        for choice in row["choices"] if self._is_native else ():
+            if choice.get("logprobs"):
+                top = choice["logprobs"]["top_logprobs"]
+                choice["logprobs"]["top_logprobs"] = [list(alternatives.items()) for alternatives in top]
+        return row
+
+    @cached_property
+    def _json_names(self) -> set[str]:
+        """The columns that hold JSON text, because their values are nested or mixed."""
+        return {
+            name
+            for name, kinds in self._kinds.items()
+            if not self._is_own(name) and (kinds - set(_SCALARS) - {type(None)} or _is_mixed(kinds))
+        }
+
+    def _is_own(self, name: str) -> bool:
+        return self._is_native and name in _OWN_TYPES
 
 
 def _kind(value: Any) -> type:
@@ -103,8 +130,8 @@ def _kind(value: Any) -> type:
     return type(value)
 
 
-def _is_mixed(kinds: dict[str, set[type]], name: str) -> bool:
-    scalars = kinds.get(name, set()) - {type(None)}
+def _is_mixed(kinds: set[type]) -> bool:
+    scalars = kinds - {type(None)}
     return len(scalars) > 1 and scalars not in _NUMBERS
 
 

@@ -34,7 +34,8 @@ class SeenIds:
             return self._hashes.add(hash(row_id) & _MASK)
         if self._is_line(row_id):
             return False
-        # Not of the number: that is alike for -1 and -2, and for numbers 2⁶¹ - 1 apart. In a tuple, as strings are ids.
+        # The number's text is hashed: hashes of numbers are alike for -1 and -2, and for numbers 2⁶¹ - 1 apart. It is
+        # hashed in a tuple, because the text alone may be the id of another row.
         hashed = hash((str(row_id), "id")) & _MASK
         if given:
             self._has_integers = True

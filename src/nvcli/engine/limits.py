@@ -1,0 +1,44 @@
+"""SchedulerLimits: the part of the configuration that the scheduler keeps to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nvcli.engine.block_tables import KVGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Sizes are in tokens and requests, as in `EngineConfig`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_micro_batches: int = 1
+    """Steps in flight that no decoding request may share."""
+    tokens_per_row: int = 1
+    """Tokens of a decode row: the last one, and those that were drafted to follow it."""
+    kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+
+    @property
+    def decode_width(self) -> int:
+        """Tokens of a decode row, as far as a step may have so many."""
+        return min(self.tokens_per_row, self.max_num_batched_tokens)
+
+    def lowered(self) -> SchedulerLimits | None:
+        """Half the `max_num_batched_tokens`, and once it is no more than `max_num_seqs`, half of both.
+
+        None where a step has one request and one token.
+        """
+        num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if num_tokens > num_seqs:
+            num_tokens = max(num_tokens // 2, num_seqs)
+        elif num_seqs > 1:
+            num_seqs //= 2
+            num_tokens = min(num_tokens, num_seqs)
+        elif num_tokens > 1:
+            num_tokens //= 2
+        else:
+            return None
+        return replace(self, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
