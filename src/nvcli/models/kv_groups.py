@@ -8,6 +8,7 @@ vLLM's hybrid KV cache manager, vllm/v1/core/kv_cache_utils.py).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from nvcli.distributed.stage import WHOLE, Stage
@@ -28,6 +29,7 @@ class KVGroup(NamedTuple):
     """Their numbers in the stage, from 0, in ascending order. A stage may have none of a group."""
 
 
+@lru_cache(maxsize=64)  # plans ask for the same few stages many times
 def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     """The KV groups of a stage. Every stage has the same groups in the same order, each with the layers it holds."""
     held = stage.layers(config.num_layers)
