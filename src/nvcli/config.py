@@ -29,9 +29,6 @@ Order = Literal["completion", "input"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""The bytes of one element of each dtype."""
-
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
 
@@ -319,7 +316,6 @@ def format_bytes(num_bytes: float) -> str:
 
 __all__ = [
     "DEFAULT_CONFIG_FILE",
-    "DTYPE_BYTES",
     "FLAG_KEYS",
     "AttentionBackends",
     "AttentionName",

@@ -33,6 +33,10 @@ def test_on_a_cpu() -> None:
     assert (findings["torch"].level, findings["choice"].level) == (Level.OK, Level.OK)
 
 
+def test_the_model_s_windows_are_asked_for() -> None:
+    assert check("cpu", windows=(None, 64))["choice"].level == Level.OK
+
+
 def test_a_choice_that_cannot_serve() -> None:
     finding = check("cpu", choice="triton")["choice"]
     assert finding.level == Level.PROBLEM

@@ -14,6 +14,7 @@ from nvcli.attention.selection import select_backend
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
+from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
 
@@ -38,11 +39,11 @@ class ModelDriver:
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(config, self.group, dtype, stage=stage)
         self.num_bytes = load_weights(self.model, path, device)
-        spec = self.model.attention_layers[0]
+        layers = self.model.attention_layers
         cache_spec = KVCacheSpec(
-            num_layers=len(self.model.attention_layers),
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            group_layers=tuple(group.layers for group in kv_groups(config, stage)),
+            num_kv_heads=layers[0].num_kv_heads,
+            head_dim=layers[0].head_dim,
             block_size=block_size,
             dtype=dtype,
         )
@@ -51,9 +52,7 @@ class ModelDriver:
         case = AttentionCase(
             device=device,
             dtype=dtype,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            specs=tuple(dict.fromkeys(layers)),
             block_size=block_size,
         )
         self.backend, _ = select_backend("torch", case)

@@ -37,8 +37,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": None}),
     "llama, llama3 rope, tied": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama, biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "mistral, heads as wide as the hidden size says": ("Mistral", {"sliding_window": None, "head_dim": None}),
+    "mistral, no window": ("Mistral", {"sliding_window": None}),
+    "mistral, heads as wide as the hidden size says": ("Mistral", {"sliding_window": 24, "head_dim": None}),
+    "mistral, window shorter than a block": ("Mistral", {"sliding_window": 3}),
+    "qwen2, windows by layer type": (
+        "Qwen2",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3, windows in the later layers": (
+        "Qwen3",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 33, "max_window_layers": 2},
+    ),
 }
 
 
@@ -98,8 +112,9 @@ def test_shared_prefix(checkpoint: Path) -> None:
     driver = ModelDriver(checkpoint, block_size=4)
     prefix, tails = ids_of(32), [ids_of(11, seed=1), ids_of(19, seed=2)]
     first = RequestState()
-    driver.blocks.grow(first.tables[0], 32, 4)
-    second = RequestState(length=32, tables={0: list(first.tables[0])})
+    for group in range(driver.kv_cache.spec.num_groups):
+        driver.blocks.grow(first.tables[group], 32, 4)
+    second = RequestState(length=32, tables={group: list(table) for group, table in first.tables.items()})
     logits_first, logits_second = driver.step((first, prefix + tails[0]), (second, tails[1]))
     assert_close(logits_first, reference_logits(checkpoint, prefix + tails[0]))
     assert_close(logits_second, reference_logits(checkpoint, prefix + tails[1])[32:])

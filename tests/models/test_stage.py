@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,15 @@ def test_every_layer_is_in_one_stage(num_layers: int, count: int, sizes: list[in
     assert [layer for part in parts for layer in part] == list(range(num_layers))
 
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 3}
+"""Of five layers the last two have a window: with three stages the first has none of them, and the last no others."""
+
+
+@pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "windows"])
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
-def test_same_logits(count: int, is_tied: bool, tmp_path: Path) -> None:
-    path = write_tiny_qwen3(tmp_path / "model", num_hidden_layers=5, tie_word_embeddings=is_tied)
+def test_same_logits(count: int, is_tied: bool, windows: dict[str, Any], tmp_path: Path) -> None:
+    path = write_tiny_qwen3(tmp_path / "model", num_hidden_layers=5, tie_word_embeddings=is_tied, **windows)
     stages = [ModelDriver(path, stage=Stage(index, count)) for index in range(count)]
     whole = ModelDriver(path)
     assert all(stage.num_bytes < 0.75 * whole.num_bytes for stage in stages)

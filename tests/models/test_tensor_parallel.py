@@ -27,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "vocabulary smaller than the ranks need": {"vocab_size": 9, "tie_word_embeddings": True},  # tp 4 pads 9 to 12
     "biases cut by rows and added once": {"family": "Llama", "attention_bias": True, "mlp_bias": True},
     "biases of shared KV heads": {"family": "Qwen2"},
+    "a window": {"family": "Mistral", "sliding_window": 12},
 }
 PROMPT = [id % 9 for id in random.Random(3).choices(range(97), k=40)]
 

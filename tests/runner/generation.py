@@ -80,9 +80,9 @@ def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int,
 def greedy_answers(path: Path) -> list[list[int]]:
     """transformers' answers to `prompts()`."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     answers = []
     for prompt in prompts():
         ids = model.generate(

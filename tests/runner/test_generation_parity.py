@@ -1,4 +1,4 @@
-"""Whole engine, real processes, random Qwen3 checkpoints: the tokens are transformers' own, however they are computed.
+"""Whole engine, real processes, random checkpoints: the tokens are transformers' own, however they are computed.
 
 Each circumstance (chunked prefill, prefix hits, preemption, tensor parallelism) answers the same requests, and must
 give the same greedy continuations as transformers, and the same sampled ones as every other circumstance.
@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from generation import generate, greedy_answers, requests
 
-from checkpoints import write_tiny_qwen3
+from checkpoints import write_tiny_model
 from nvcli.messages import unpack
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa2": {"tie_word_embeddings": True},
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "untied-gqa4": {"num_key_value_heads": 1, "head_dim": 32, "seed": 3},
+    "mistral": {"family": "Mistral", "sliding_window": 24, "seed": 1},
+    "windows-in-one-layer": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "seed": 2},
 }
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "plain": {"max_num_batched_tokens": 4096, "max_num_seqs": 64, "enable_prefix_caching": False},
@@ -32,7 +34,7 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("models") / request.param, **CHECKPOINTS[request.param])
+    return write_tiny_model(tmp_path_factory.mktemp("models") / request.param, **CHECKPOINTS[request.param])
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     max_num_seqs: int
     choice: str
+    windows: tuple[int | None, ...] = (None,)
+    """The windows of the model's layers, each once; None: full attention."""
 
 
 def main(task: AttentionTask, control: Connection) -> None:
@@ -42,13 +44,15 @@ def probe(task: AttentionTask) -> list[Finding]:
     case = AttentionCase(
         device=torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu"),
         dtype=getattr(torch, task.dtype),
-        specs=(
+        specs=tuple(
             AttentionSpec(
                 num_heads=task.num_heads,
                 num_kv_heads=task.num_kv_heads,
                 head_dim=task.head_dim,
                 scale=task.head_dim**-0.5,
-            ),
+                window=window,
+            )
+            for window in task.windows
         ),
         block_size=task.block_size,
         max_num_seqs=task.max_num_seqs,

@@ -33,6 +33,7 @@ from nvcli.job_run.resolve import (
     sampling_defaults,
 )
 from nvcli.models.config import ModelConfig
+from nvcli.models.kv_groups import kv_heads_per_rank
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
 
 _EXAMPLE_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -159,7 +160,7 @@ def _attention_task(
         size = config.tensor_parallel_size
         heads = {
             "num_heads": model.num_heads // size,
-            "num_kv_heads": max(1, model.num_kv_heads // size),
+            "num_kv_heads": kv_heads_per_rank(model, size),
             "head_dim": model.head_dim,
         }
         dtype = config.dtype
@@ -169,6 +170,7 @@ def _attention_task(
         block_size=run.block_size,
         max_num_seqs=run.max_num_seqs,
         choice=attention_choice(run.attention_backend),
+        windows=(None,) if model is None else tuple(dict.fromkeys(model.layer_windows)),
         **heads,
     )
 

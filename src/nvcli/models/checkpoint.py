@@ -23,7 +23,7 @@ _HUB_FILES = {
     "ignore_patterns": ["*/*.safetensors", "consolidated*"],  # second copies of the weights, in other layouts
 }
 _HUB_TIMEOUT = 5.0
-"""Seconds to find out whether there is a network at all."""
+"""How many seconds the hub has to answer before it counts as out of reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,10 @@ def resolve_model(name: str) -> Path:
 
 
 def find_model(name: str) -> Path | None:
-    """Like `resolve_model` without the download: None where one would be tried. Raises ConfigError and LoadError."""
+    """Find the folder of the model `name` on this machine; None where `resolve_model` would try a download.
+
+    Raises ConfigError where the name is empty, and LoadError where it cannot be a model.
+    """
     if name == "demo":
         from nvcli.demo import demo_path
 
@@ -80,7 +83,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor name → file name of a folder's index; empty without one."""
+    """Read which file of a folder holds which tensor (tensor name → file name); empty where there is no index."""
     index = path / INDEX_FILE
     if not index.exists():
         return {}
@@ -185,7 +188,7 @@ def _download(name: str) -> Path:
 
 
 def check_download(name: str) -> None:
-    """Raises LoadError that says why the model `name` cannot be downloaded from the Hugging Face hub."""
+    """Raise LoadError where the model `name` cannot be downloaded from the Hugging Face hub; it says why."""
     from huggingface_hub import HfApi
 
     with _hub_errors(name):
@@ -194,7 +197,7 @@ def check_download(name: str) -> None:
 
 @contextlib.contextmanager
 def _hub_errors(name: str) -> Iterator[None]:
-    """What goes wrong with the hub within becomes a LoadError with a way out."""
+    """Turn what goes wrong with the hub in the body of the `with` into a LoadError that says a way out."""
     from huggingface_hub import errors as hub
 
     try:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Literal
 
 from nvcli.distributed.stage import WHOLE, Stage
@@ -54,26 +55,30 @@ class TensorSpec:
 
     def shard(self, rank: int, size: int) -> tuple[slice, ...]:
         """Which part rank `rank` of `size` has. It may be empty where a vocabulary is smaller than its padding."""
-        num_rows = self.shape[0]
         whole = tuple(slice(0, length) for length in self.shape)
-        if self.cut is Cut.VOCAB:
-            rows = -(-num_rows // size)
-            return slice(min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)), *whole[1:]
         if self.cut is Cut.REPLICATED:
             return whole
-        num_shards = self._num_shards(size)
-        shard = rank * num_shards // size
+        if self.cut is Cut.VOCAB:
+            num_rows = self.shape[0]
+            rows = -(-num_rows // size)
+            return slice(min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)), *whole[1:]
+        shard = rank * self._num_shards(size) // size
         if self.cut is Cut.ROWS:
-            rows = num_rows // num_shards
+            rows = self.kept_shape(size)[0]
             return slice(shard * rows, (shard + 1) * rows), *whole[1:]
-        columns = self.shape[1] // num_shards
+        columns = self.kept_shape(size)[1]
         return whole[0], slice(shard * columns, (shard + 1) * columns)
 
     def kept_shape(self, size: int) -> tuple[int, ...]:
         """The shape of what each of `size` ranks keeps, padding included."""
+        if self.cut is Cut.REPLICATED:
+            return self.shape
         if self.cut is Cut.VOCAB:
             return -(-self.shape[0] // size), *self.shape[1:]
-        return tuple(part.stop - part.start for part in self.shard(0, size))
+        num_shards = self._num_shards(size)
+        if self.cut is Cut.ROWS:
+            return self.shape[0] // num_shards, *self.shape[1:]
+        return self.shape[0], self.shape[1] // num_shards
 
     def kept_bytes(self, size: int) -> int:
         """The bytes of what each of `size` ranks keeps, padding included."""
@@ -86,6 +91,7 @@ class TensorSpec:
         return num_shards
 
 
+@lru_cache(maxsize=64)  # plans ask for the same few stages many times
 def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE) -> tuple[TensorSpec, ...]:
     """Every tensor that a stage of the model needs, in the order of the layers; each name once.
 

@@ -8,7 +8,8 @@ vLLM's hybrid KV cache manager, vllm/v1/core/kv_cache_utils.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
@@ -19,8 +20,7 @@ _FULL_PADDING_COST = 4
 a group with a window only of those that the window covers. The cost of the latter, and of one more group, is 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVGroup:
+class KVGroup(NamedTuple):
     """The layers of one stage that keep the same blocks."""
 
     window: int | None
@@ -29,6 +29,7 @@ class KVGroup:
     """Their numbers in the stage, from 0, in ascending order. A stage may have none of a group."""
 
 
+@lru_cache(maxsize=64)  # plans ask for the same few stages many times
 def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     """The KV groups of a stage. Every stage has the same groups in the same order, each with the layers it holds."""
     held = stage.layers(config.num_layers)

@@ -16,7 +16,7 @@ from nvcli.models.weights import DerivedModule
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """(inverse frequencies [D/2] float32 on the CPU, the factor on cosines and sines)."""
+    """Compute (inverse frequencies [D/2] float32 on the CPU, the factor on cosines and sines)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
@@ -67,7 +67,7 @@ def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
     def dimension_of(rotations: float) -> float:
-        """Dimension whose angle turns that often over the original length."""
+        """The dimension whose angle turns that often over the original length."""
         length = rope.original_max_position_embeddings
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 

@@ -16,7 +16,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, missing
 from nvcli.profile.lengths import FileLengths
-from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request
+from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, tokens_in_blocks
 from nvcli.sizing.memory import estimate
 
 
@@ -39,16 +39,14 @@ class MemoryProfile:
     ranks: list[MemoryUse]
     num_blocks: int
     """KV blocks that requests can use (the null block is not counted), the fewest of all ranks."""
+    num_tokens: int
+    """How many tokens the KV cache holds, of requests of full length."""
     full_length_requests: float
     """Requests of `max_model_len` that the KV cache holds."""
     lengths: FileLengths | None
     file_requests: float | None
     """Requests of the file's mean length that the KV cache holds."""
     advice: list[Advice]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
 
 
 def profile_from_config(
@@ -132,6 +130,7 @@ def _profile(
         block_bytes=block_bytes(config, model),
         ranks=list(ranks),
         num_blocks=num_blocks,
+        num_tokens=tokens_in_blocks(num_blocks, config, model),
         full_length_requests=num_blocks / blocks_of_request(config, model, config.max_model_len),
         lengths=lengths,
         file_requests=num_blocks / blocks_held(config, model, lengths.mean_blocks) if lengths is not None else None,

@@ -18,7 +18,6 @@ def format_json(profile: MemoryProfile) -> str:
     """Return the whole profile as JSON on one line of ASCII."""
     fields = msgspec.to_builtins(profile)
     fields["ranks"] = [msgspec.structs.asdict(use) for use in profile.ranks]  # their wire form is a list
-    fields["num_tokens"] = profile.num_tokens
     return json.dumps(fields)
 
 

@@ -67,7 +67,10 @@ def plan_memory(
     max_blocks: int,
     shared: int = 0,
 ) -> MemoryPlan:
-    """`max_blocks`: more than these, the null block included, no job could use. `shared`: bytes of `buffers` that torch's allocator does not know, being memory that other GPUs reach.
+    """Share a budget out over what a rank needs.
+
+    max_blocks: more than these, the null block included, no job could use. shared: bytes of `buffers` that torch's
+    allocator does not know, being memory that other GPUs reach.
 
     Ranks that follow others (`kv_blocks_before`) are not held to the budget, in which other programs count: a cache as
     large as before did fit, and what these have taken since is not free. Of what is free they leave the same share as

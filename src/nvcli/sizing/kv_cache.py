@@ -34,8 +34,13 @@ def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
 def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
     """How many tokens of full-length requests a KV cache of `room` bytes on each rank holds."""
     blocks = min(room // block_bytes(config, model), max_blocks(config, model)) - 1
+    return tokens_in_blocks(max(0, blocks), config, model)
+
+
+def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
+    """How many tokens of full-length requests fit `num_blocks` KV blocks, the null block not counted."""
     tokens_each = config.max_blocks_per_seq * config.block_size
-    return max(0, blocks) * tokens_each // blocks_of_request(config, model, config.max_model_len)
+    return num_blocks * tokens_each // blocks_of_request(config, model, config.max_model_len)
 
 
 def blocks_held(config: EngineConfig, model: ModelConfig, sequence_blocks: float) -> float:
