@@ -206,7 +206,7 @@ def top_k_candidates(
 
 
 @triton.jit
-def least_kept(values, kth, top, tie_count, temperature, top_p, min_p, dtype: tl.constexpr):
+def min_kept_of_candidates(values, kth, top, tie_count, temperature, top_p, min_p, dtype: tl.constexpr):
     """The smallest logit / temperature that is kept, from what `top_k_candidates` gives."""
     scale = _LOG2_E / temperature
     weights = tl.where(values >= kth, tl.exp2((values - top) * scale), 0.0)

@@ -25,8 +25,8 @@ from nvcli.kernels.triton.candidates import (
     best_listed,
     better,
     has_small_top_k,
-    least_kept,
     list_groups,
+    min_kept_of_candidates,
     store_list,
     top_k_candidates,
 )
@@ -101,9 +101,10 @@ def _sample_chunk_kernel(
             )
             noisy = score * (1.0 / temperature) + gumbel(uniforms, APPROXIMATE)
             if HAS_MIN_KEPT:
-                # The same division, rounded the same way, as that which made the threshold.
-                is_kept = tl.div_rn(score, temperature) >= tl.load(min_kept_ptr + index)
-                noisy = tl.where(is_kept, noisy, -float("inf"))
+                min_kept = tl.load(min_kept_ptr + index)
+                if min_kept > -float("inf"):  # most rows need no division
+                    # The same division, rounded the same way, as that which made the threshold.
+                    noisy = tl.where(tl.div_rn(score, temperature) >= min_kept, noisy, -float("inf"))
             score = noisy
         best = tl.max(score)
         is_best = score == best
@@ -185,7 +186,7 @@ def _sample_row_kernel(
             else:
                 top_p, min_p = tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
                 dtype: tl.constexpr = logits_ptr.dtype.element_ty
-                least = least_kept(values, kth, top, tie_count, temperature, top_p, min_p, dtype)
+                least = min_kept_of_candidates(values, kth, top, tie_count, temperature, top_p, min_p, dtype)
             score, token = best_listed(
                 logits_ptr,
                 groups_ptr,
