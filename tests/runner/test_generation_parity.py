@@ -20,7 +20,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa2": {"tie_word_embeddings": True},
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "untied-gqa4": {"num_key_value_heads": 1, "head_dim": 32, "seed": 3},
-    "mistral": {"family": "Mistral", "sliding_window": 24, "seed": 1},
+    "mistral": {"family": "Mistral", "sliding_window": 45, "seed": 1},
     "windows-in-one-layer": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "seed": 2},
 }
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
