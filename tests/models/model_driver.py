@@ -62,7 +62,7 @@ class ModelDriver:
         """Logits [tokens, vocab_size] of each request; empty on ranks that get none."""
         batch = make_batch(list(work), self.kv_cache, self.backend, self.blocks)
         hidden = self.model(batch)
-        shard = self.model.compute_logits(hidden.index_select(0, batch.logits_rows))
+        shard = self.model.compute_logits(hidden)
         logits = self.group.gather(shard)
         if logits is None:
             return []

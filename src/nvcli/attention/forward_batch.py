@@ -76,8 +76,8 @@ class ForwardBatch:
     """[R] int32, tokens of each row's request in the cache once this step is stored."""
     query_start_loc: Tensor
     """[R + 1] int32, first token of each row in the [T] tensors; the last entry is where the last row ends."""
-    logits_rows: Tensor
-    """[N] int64, rows of the [T] tensors whose hidden state is multiplied by the LM head."""
+    logits_rows: Tensor | None
+    """[N] int64, rows of the [T] tensors whose hidden state is multiplied by the LM head; None: all, in order."""
     num_tokens_host: np.ndarray
     """[R] integers on the host: tokens that each row computes."""
     seq_lens_host: np.ndarray

@@ -28,8 +28,9 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, received: StageState | None = None) -> Tensor | StageState:
-        """Compute the hidden states behind the final norm: [T, H], alike on every rank of the stage. A stage that is
-        not the last gives what the next one needs. Keys and values are stored in the batch's cache.
+        """Compute the hidden states behind the final norm of the tokens that need logits (`batch.logits_rows`): [N, H],
+        alike on every rank of the stage. A stage that is not the last gives what the next one needs. Keys and values
+        of all tokens are stored in the batch's cache.
 
         `received` is what the stage before sent, which is written over; None in the first stage.
         """

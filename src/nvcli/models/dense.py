@@ -30,10 +30,18 @@ class DenseLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(build, f"{path}.post_attention_layernorm", eps)
         self.mlp = GatedMLP(build, f"{path}.mlp")
 
-    def forward(self, delta: Tensor | None, residual: Tensor, cos_sin: Tensor, batch: ForwardBatch) -> Tensor:
-        delta = self.self_attn(self.input_layernorm(delta, residual), cos_sin, batch)
-        out: Tensor = self.mlp(self.post_attention_layernorm(delta, residual))
-        return out
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, cos_sin: Tensor, batch: ForwardBatch, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Give the next `delta` and `residual`: [T, H] each, or [N, H] where only the tokens `rows` [N] go on behind
+        the attention."""
+        attended = self.self_attn(self.input_layernorm(delta, residual), cos_sin, batch)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+            if len(rows) == 0:
+                return residual, residual
+        delta = self.self_attn.o_proj(attended)
+        return self.mlp(self.post_attention_layernorm(delta, residual)), residual
 
 
 class DenseModel(nn.Module):
@@ -62,13 +70,19 @@ class DenseModel(nn.Module):
             assert received is not None
             delta, residual = self.group.recv_stage(received)
         cos_sin = self.rotary(batch.positions)
-        for layer in self.layers.values():
-            delta = layer(delta, residual, cos_sin, batch)
-        assert delta is not None
+        *layers, last_layer = self.layers.values()
+        for layer in layers:
+            delta, residual = layer(delta, residual, cos_sin, batch, None)
+        # Behind the last attention only rows that need logits are of use. Several ranks may share out the rows of the
+        # residual stream among them, by the number of rows: there all rows go on.
+        is_cut = self.norm is not None and self.group.size == 1
+        delta, residual = last_layer(delta, residual, cos_sin, batch, batch.logits_rows if is_cut else None)
         if self.norm is None:
             return self.group.send_stage(delta, residual)
-        out: Tensor = self.norm(delta, residual)
-        return out
+        if len(residual) == 0:
+            return residual
+        hidden: Tensor = self.norm(delta, residual)
+        return hidden if is_cut or batch.logits_rows is None else hidden[batch.logits_rows]
 
 
 class DenseForCausalLM(CausalLM):

@@ -73,6 +73,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(build, f"{path}.k_norm", eps) if has_norms else None
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: ForwardBatch) -> Tensor:
+        """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
         q, k, v = qk_norm_rope_store(
             self.qkv_proj(x),
@@ -86,6 +87,4 @@ class Attention(nn.Module):
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
         )
-        attended = batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch)  # [T, heads, D]
-        out: Tensor = self.o_proj(attended.flatten(1))
-        return out
+        return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch).flatten(1)

@@ -30,8 +30,6 @@ class StepBatch:
     rows: StepRows
     inputs: StepInputs
     forward: ForwardBatch
-    needs_all_logits: bool
-    """Whether every token needs logits: the N rows are the T tokens, in order."""
     sampled_slots: np.ndarray
     """[num_sampled] on the host: the slot whose token each of the first rows of logits gives."""
 
@@ -95,7 +93,10 @@ class InputBuffers:
         *,
         needs_all_logits: bool,
     ) -> StepBatch:
-        """Views of the buffers for a batch of this shape; its host values are those of padding alone."""
+        """Views of the buffers for a batch of this shape; its host values are those of padding alone.
+
+        needs_all_logits: every token needs logits, so that the N rows are the T tokens, in order.
+        """
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         size = _aligned(num_rows + 2)
         slots, counts, num_logits_of, starts, kept = self._rows[: 5 * size].view(5, size)
@@ -122,7 +123,7 @@ class InputBuffers:
             block_tables=self._state.block_tables,
             seq_lens=inputs.seq_lens[:num_rows],
             query_start_loc=rows.query_start_loc[: num_rows + 1],
-            logits_rows=inputs.logits_rows,
+            logits_rows=None if needs_all_logits else inputs.logits_rows,
             num_tokens_host=np.zeros(num_rows, dtype=np.int32),
             seq_lens_host=np.zeros(num_rows, dtype=np.int32),
             kv_cache=kv_cache,
@@ -132,7 +133,6 @@ class InputBuffers:
             rows=rows,
             inputs=inputs,
             forward=forward,
-            needs_all_logits=needs_all_logits,
             sampled_slots=np.zeros(0, dtype=np.int32),
         )
 

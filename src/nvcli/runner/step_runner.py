@@ -164,10 +164,8 @@ class StepRunner:
         hidden = self._model.forward(forward, self._link.received(forward.num_tokens))
         if isinstance(hidden, StageState):
             return StageOutput(hidden)
-        if len(forward.logits_rows) == 0:  # chunks that end no prompt
-            return StepLogits(hidden[:0], torch.empty(0, dtype=torch.int32, device=hidden.device))
-        if not batch.needs_all_logits:
-            hidden = hidden[forward.logits_rows]
+        if len(hidden) == 0:  # chunks that end no prompt
+            return StepLogits(hidden, torch.empty(0, dtype=torch.int32, device=hidden.device))
         logits = self._model.compute_logits(hidden)
         if not sample:
             return StepLogits(logits, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 
 from nvcli.config import EngineConfig
 from nvcli.models.config import ModelConfig
@@ -60,21 +60,27 @@ def graph_sizes(
 ) -> list[GraphSize]:
     """All sizes to capture, those with the most tokens first, so that smaller ones use the memory of larger ones.
 
-    A step with prompt tokens is padded to the most decode rows, and where it has many prompt tokens to a quarter of
-    them if that is enough.
+    A step with few prompt tokens is padded to the most decode rows. With many, each row of padding costs more than
+    another graph: there are sizes with fewer decode rows, too, and a step that is as large as it may be is padded by
+    the difference between two numbers of decode rows alone.
     """
-    sizes: list[GraphSize] = [(num_rows, 0, 0) for num_rows in decode_sizes(max_num_decodes)]
-    for num_tokens in _prefill_sizes(max_num_batched_tokens, launch_bound_tokens):
-        prefill_rows = min(max_num_seqs, max(_MIN_PREFILL_ROWS, num_tokens // _TOKENS_PER_PREFILL_ROW))
-        sizes.append((max_num_decodes, prefill_rows, num_tokens))
-        if num_tokens > _PREFILL_TOKENS[-1] and max_num_decodes >= 4:
-            sizes.append((max_num_decodes // 4, prefill_rows, num_tokens))
+    sizes: set[GraphSize] = {(num_rows, 0, 0) for num_rows in decode_sizes(max_num_decodes)}
+
+    def add(decode_rows: int, num_tokens: int) -> None:
+        prefill_rows = min(max_num_seqs, num_tokens, max(_MIN_PREFILL_ROWS, num_tokens // _TOKENS_PER_PREFILL_ROW))
+        sizes.add((decode_rows, prefill_rows, num_tokens))
+
+    for num_tokens in _PREFILL_TOKENS:
+        if num_tokens < max_num_batched_tokens:
+            add(max_num_decodes, num_tokens)
+    most = min(max_num_batched_tokens, max(launch_bound_tokens, _PREFILL_TOKENS[-1]))
+    decode_rows = sorted({max(1, max_num_decodes // 4), max(1, max_num_decodes // 2), max_num_decodes})
+    for num_tokens in _MORE_PREFILL_TOKENS:
+        if num_tokens < most:
+            add(decode_rows[0], num_tokens)
+            add(max_num_decodes, num_tokens)
+    if most == max_num_batched_tokens:
+        for fewer, more in pairwise([0, *decode_rows]):
+            if most > fewer:
+                add(more, most - fewer)
     return sorted(sizes, key=lambda size: (size[0] + size[2], size), reverse=True)
-
-
-def _prefill_sizes(max_num_batched_tokens: int, launch_bound_tokens: int) -> Sequence[int]:
-    sizes = [size for size in _PREFILL_TOKENS if size < max_num_batched_tokens]
-    if launch_bound_tokens <= _PREFILL_TOKENS[-1]:
-        return sizes or [max_num_batched_tokens]
-    most = min(max_num_batched_tokens, launch_bound_tokens)
-    return [*sizes, *(size for size in _MORE_PREFILL_TOKENS if size < most), most]
