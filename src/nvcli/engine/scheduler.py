@@ -151,9 +151,7 @@ class Scheduler:
             draft.keep_blocks_of({state.slot for state in self._running})
 
         decode_slots, decode_lens, parked = self._decoding.advance(rows, width)
-        for state in parked:
-            if state.needs_last_token:
-                draft.add_tokens(state, len(state.token_ids) - 1, 1)
+        draft.add_last_tokens([state for state in parked if state.needs_last_token])
         sampling = rows
         for state, length in chunks:
             self._extend(state, length, draft, sampling)
@@ -204,7 +202,7 @@ class Scheduler:
             elif len(token_ids) >= state.checked_at:
                 self._check(state)
         self._generated_tokens += len(owners) - num_dropped
-        self._decoding.unpark()
+        self._decoding.unpark(step.sampling)
 
     def _check(self, state: RequestState) -> None:
         """A token has come back that is not a stop id."""
