@@ -56,8 +56,10 @@ class DecodeQueue:
     def unpark(self, states: Sequence[RequestState]) -> None:
         """Tokens of these requests have come back: those that were parked, and wait for no more of them, are ready."""
         parked = self._parked
-        candidates = parked if len(parked) < len(states) else [state for state in states if state in parked]
-        ready = [state for state in candidates if not state.must_wait]
+        if len(parked) < len(states):
+            ready = [state for state in parked if not state.must_wait]
+        else:
+            ready = [state for state in states if state in parked and not state.must_wait]
         if ready:
             for state in ready:
                 del parked[state]
