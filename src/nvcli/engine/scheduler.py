@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
@@ -38,32 +37,8 @@ from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import RequestState
-from nvcli.engine.step_draft import StepDraft
-from nvcli.messages import StepInput, StepOutput, unpack
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """A step as submitted, kept until its output arrives."""
-
-    input: StepInput
-    sampling: list[RequestState]
-    """The requests of the rows that have logits, in batch order."""
-    registered: list[int]
-    """Blocks that were registered for reuse since the step before it: it, or the one before it, fills them."""
-
-    @property
-    def num_requests(self) -> int:
-        return self.input.num_rows
-
-    @property
-    def num_tokens(self) -> int:
-        return self.input.total_tokens
-
-    @property
-    def num_logits(self) -> list[int]:
-        """The number of logits of each row that has any, in batch order."""
-        return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]
+from nvcli.engine.step_draft import ScheduledStep, StepDraft
+from nvcli.messages import StepOutput, unpack
 
 
 class Scheduler:

@@ -1,11 +1,36 @@
-"""StepDraft: a step's input while the scheduler puts it together."""
+"""StepDraft: a step's input while the scheduler puts it together. ScheduledStep: the step until its output arrives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from nvcli.engine.state import RequestState
-from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
+from nvcli.messages import NewSlot, SlotSampling, StepInput, pack, unpack
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step as submitted, kept until its output arrives."""
+
+    input: StepInput
+    sampling: list[RequestState]
+    """The requests of the rows that have logits, in batch order."""
+    registered: list[int]
+    """Blocks that were registered for reuse since the step before it: it, or the one before it, fills them."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.input.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input.total_tokens
+
+    @property
+    def num_logits(self) -> list[int]:
+        """The number of logits of each row that has any, in batch order."""
+        return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]
 
 
 class StepDraft:
