@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from nvcli.config import EngineConfig
 from nvcli.engine.protocol import EngineStart
 from nvcli.errors import LoadError
@@ -139,8 +141,8 @@ class HashingRunner(CountingRunner):
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
         self.block_size = config.block_size
-        self.windows: list[int | None] = [None]
-        """Of each KV group: at least 2 tokens, or None."""
+        self.windows = self.ready.group_windows
+        """The window of each KV group: at least 2 tokens, or None."""
         self.accept: Callable[[int], int] | None = None
         """Given a row's number of logits, how many of its tokens count."""
         self.kv: dict[tuple[int, int], Key] = {}
@@ -237,6 +239,15 @@ class HashingRunner(CountingRunner):
 
     def place(self, group: int, slot: int, position: int) -> tuple[int, int]:
         return self.tables[group, slot][position // self.block_size], position % self.block_size
+
+
+class WindowedRunner(HashingRunner):
+    """Has two KV groups, one of them with a window, and few blocks."""
+
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        super().__init__(config, context)
+        self.ready = msgspec.structs.replace(self.ready, num_blocks=40, group_windows=[None, 6])
+        self.windows = self.ready.group_windows
 
 
 class OutOfMemoryRunner(HashingRunner):

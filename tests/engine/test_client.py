@@ -49,3 +49,21 @@ def test_answers_that_came_before_an_engine_died_are_not_lost() -> None:
                 client.poll(0)
     finally:
         client.close()
+
+
+def test_the_scheduler_keeps_to_the_kv_groups_of_the_ranks() -> None:
+    """A window's blocks are freed, so that requests run beside one another; the rank checks all that it reads."""
+
+    def answers(runner: str) -> dict[int, list[int]]:
+        client = EngineClient.start(engine_config(), runner=f"fake_runners:{runner}")
+        try:
+            client.wait_ready()
+            client.add([make_request(i, range(i, i + 30), 40) for i in range(12)])
+            tokens: dict[int, list[int]] = {}
+            while len(tokens) < 12:
+                tokens.update({output.request_id: unpack(output.token_ids).tolist() for output in client.poll(30)})
+        finally:
+            client.close()
+        return tokens
+
+    assert answers("WindowedRunner") == answers("HashingRunner")

@@ -142,7 +142,7 @@ def test_a_request_that_needs_its_last_token_is_held_back_alone() -> None:
     core, scheduler, rank = make(None)
     requests = [make_request(i, [i, 1], 12) for i in range(4)]
     core.add(requests)
-    scheduler._by_id[2].needs_last_token = True
+    scheduler._by_id[2].require_last_token()
     done = run(core, scheduler)
     assert all(unpack(done[request.request_id].token_ids).tolist() == answer(request) for request in requests)
     held_slot = next(new.slot for new in rank.steps[0].new_slots if new.sampling.row == 2)

@@ -107,7 +107,7 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
             core.add([request])
             num_added += 1
             if rng.random() < hold_back:
-                scheduler._by_id[request.request_id].needs_last_token = True
+                scheduler._by_id[request.request_id].require_last_token()
         if num_added and rng.random() < abort:
             core.abort([rng.randrange(num_added)])
         if rng.random() < 0.01:

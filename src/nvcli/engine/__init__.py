@@ -1,1 +1,1 @@
-"""Requests, scheduler, KV block manager and the engine loop of one replica. Knows no torch, text or ranks."""
+"""This room holds the requests, the scheduler, the KV blocks and the loop of one replica. It knows no torch or text."""

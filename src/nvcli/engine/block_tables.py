@@ -12,7 +12,7 @@ needs those that the first token behind the prefix attends to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
@@ -44,6 +44,7 @@ class BlockTables:
         self.block_manager = block_manager
         self.block_size = block_size
         self._groups = tuple(groups)
+        self._num_full = sum(group.window is None for group in groups)
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
 
     def can_fit(self, num_tokens: int) -> bool:
@@ -65,25 +66,20 @@ class BlockTables:
         num_tokens = len(state.token_ids)
         # The last token is always computed: its logits are wanted.
         num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
-        cached = self._match(state.hash_leading_blocks(num_reusable, block_size))
-        num_cached = len(cached[0])
-        num_all = -(-num_tokens // block_size)
-        state.blocks = cached
-        state.first_columns = [group.first_column(num_cached * block_size, block_size) for group in self._groups]
-        counts = [(num_all if group.window is None else num_cached + 1) - num_cached for group in self._groups]
-        for blocks, first in zip(cached, state.first_columns, strict=True):
-            manager.hold(blocks[first:])
-        fresh = manager.allocate(sum(counts), reserve=reserve)
+        state.blocks, state.first_columns = self._match(state.hash_leading_blocks(num_reusable, block_size))
+        num_cached = len(state.blocks[0])
+        num_fresh = -(-num_tokens // block_size) - num_cached
+        fresh = manager.allocate(num_fresh * self._num_full + len(self._windowed), reserve=reserve)
         if fresh is None:
             self.release(state)
             return False
-        start = 0
-        for blocks, count in zip(cached, counts, strict=True):
-            blocks += fresh[start : start + count]
-            start += count
+        for blocks, group in zip(state.blocks, self._groups, strict=True):
+            count = num_fresh if group.window is None else 1
+            blocks += fresh[:count]
+            del fresh[:count]
         state.num_computed = num_cached * block_size
         state.set_hashed_blocks(num_cached, block_size)
-        state.capacity = min(map(len, cached)) * block_size
+        state.capacity = len(min(state.blocks, key=len)) * block_size
         return True
 
     def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int, reserve: int = 0) -> int:
@@ -101,16 +97,17 @@ class BlockTables:
             num_tokens = num_columns * block_size - state.num_computed
         if num_tokens < least:
             return num_tokens
-        assert state.slot is not None
-        fresh = manager.allocate(num_missing)
-        assert fresh is not None
-        for group, blocks in enumerate(state.blocks):
-            count = num_columns - len(blocks)
-            if count > 0:
-                draft.add_blocks(group, state.slot, len(blocks), fresh[:count])
-                blocks += fresh[:count]
-                del fresh[:count]
-        state.capacity = min(map(len, state.blocks)) * block_size
+        if num_missing:
+            fresh = manager.allocate(num_missing)
+            assert state.slot is not None
+            assert fresh is not None
+            for group, blocks in enumerate(state.blocks):
+                count = num_columns - len(blocks)
+                if count > 0:
+                    draft.add_blocks(group, state.slot, len(blocks), fresh[:count])
+                    blocks += fresh[:count]
+                    del fresh[:count]
+            state.capacity = num_columns * block_size
         return num_tokens
 
     def trim(self, state: RequestState) -> None:
@@ -144,30 +141,33 @@ class BlockTables:
 
     def release(self, state: RequestState) -> None:
         """Give all of a request's blocks back."""
-        for held in self._held(state):
-            self.block_manager.release(held)
+        for blocks, first in zip(state.blocks, state.first_columns, strict=True):
+            self.block_manager.release(blocks[first:] if first else blocks)
         state.blocks = []
         state.first_columns = []
         state.capacity = 0
         state.set_hashed_blocks(0, self.block_size)
 
-    def _held(self, state: RequestState) -> Iterator[list[int]]:
-        for blocks, first in zip(state.blocks, state.first_columns, strict=True):
-            yield blocks[first:] if first else blocks
+    def _match(self, hashes: Sequence[BlockHash]) -> tuple[list[list[int]], list[int]]:
+        """Find the longest cached prefix and take a reference of its blocks.
 
-    def _match(self, hashes: Sequence[BlockHash]) -> list[list[int]]:
-        """For each group the blocks of the longest cached prefix, in equally many columns; 0 before its window."""
+        Gives each group's columns, equally many, and how many of them its window does not need: they are 0.
+        """
         found = [self._find(hashes, group) for group in range(len(self._groups))]
-        num_cached = min(map(len, found))
+        num_cached = len(min(found, key=len))
+        if num_cached == 0:
+            return [[] for _ in self._groups], [0] * len(self._groups)
         runs = {group: _run_lengths(found[group]) for group in self._windowed}
         while any(
             runs[group][num_cached] < num_cached - self._first_column(group, num_cached) for group in self._windowed
         ):
             num_cached -= 1
-        return [
-            [0] * (first := self._first_column(group, num_cached)) + blocks[first:num_cached]
-            for group, blocks in enumerate(found)
-        ]
+        first_columns = [self._first_column(group, num_cached) for group in range(len(self._groups))]
+        for blocks, first in zip(found, first_columns, strict=True):
+            del blocks[num_cached:]
+            blocks[:first] = [0] * first
+            self.block_manager.hold(blocks[first:])
+        return found, first_columns
 
     def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """The blocks that a group has registered for these hashes: up to the first that is missing, or, in a group with
@@ -195,7 +195,9 @@ class BlockTables:
 
     def check_integrity(self, running: Sequence[RequestState]) -> None:
         """Assert that the running requests' tables agree with the block manager and with how far the requests are."""
-        self.block_manager.check_integrity([held for state in running for held in self._held(state)])
+        self.block_manager.check_integrity(
+            blocks[first:] for state in running for blocks, first in zip(state.blocks, state.first_columns, strict=True)
+        )
         for state in running:
             assert len(state.blocks) == len(state.first_columns) == len(self._groups)
             num_columns = -(-state.num_computed // self.block_size)

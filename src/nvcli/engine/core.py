@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
-from nvcli.engine.scheduler import ScheduledStep, Scheduler
+from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.step_draft import ScheduledStep
 from nvcli.errors import CapacityError, LimitsTooHigh
 from nvcli.messages import StepInput, StepOutput
 

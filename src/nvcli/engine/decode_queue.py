@@ -53,12 +53,18 @@ class DecodeQueue:
         self.remove(state)
         self._parked[state] = None
 
-    def unpark(self) -> None:
-        """Tokens have come back: requests that wait for no more of them are ready."""
-        if self._parked:
-            for state in [state for state in self._parked if not state.must_wait]:
-                del self._parked[state]
-                self.add(state)
+    def unpark(self, states: Sequence[RequestState]) -> None:
+        """Tokens of these requests have come back: those that were parked, and wait for no more of them, are ready."""
+        parked = self._parked
+        if len(parked) < len(states):
+            ready = [state for state in parked if not state.must_wait]
+        else:
+            ready = [state for state in states if state in parked and not state.must_wait]
+        if ready:
+            for state in ready:
+                del parked[state]
+            self._ready += ready
+            self._slots = self._lens = None
 
     def advance(self, rows: Sequence[RequestState], width: int) -> tuple[bytes, bytes, list[RequestState]]:
         """The first ready requests, `rows`, are scheduled for `width` tokens each.
@@ -78,8 +84,9 @@ class DecodeQueue:
         slots, lens = self._slots, self._lens
         waiting = [state for state in rows if state.num_computed >= state.parks_at]
         if waiting or len(rows) < len(self._ready):
-            staying = [state for state in rows if not state.must_wait]
-            self._ready = self._ready[len(rows) :] + staying
+            self._ready = self._ready[len(rows) :]
+            if len(waiting) < len(rows):
+                self._ready += [state for state in rows if state.num_computed < state.parks_at]
             self._parked.update(dict.fromkeys(waiting))
             self._slots = self._lens = None
         return slots, lens, waiting

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
@@ -38,32 +37,8 @@ from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import RequestState
-from nvcli.engine.step_draft import StepDraft
-from nvcli.messages import StepInput, StepOutput, unpack
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """A step as submitted, kept until its output arrives."""
-
-    input: StepInput
-    sampling: list[RequestState]
-    """The requests of the rows that have logits, in batch order."""
-    registered: list[int]
-    """Blocks that were registered for reuse since the step before it: it, or the one before it, fills them."""
-
-    @property
-    def num_requests(self) -> int:
-        return self.input.num_rows
-
-    @property
-    def num_tokens(self) -> int:
-        return self.input.total_tokens
-
-    @property
-    def num_logits(self) -> list[int]:
-        """The number of logits of each row that has any, in batch order."""
-        return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]
+from nvcli.engine.step_draft import ScheduledStep, StepDraft
+from nvcli.messages import StepOutput, unpack
 
 
 class Scheduler:
@@ -151,9 +126,7 @@ class Scheduler:
             draft.keep_blocks_of({state.slot for state in self._running})
 
         decode_slots, decode_lens, parked = self._decoding.advance(rows, width)
-        for state in parked:
-            if state.needs_last_token:
-                draft.add_tokens(state, len(state.token_ids) - 1, 1)
+        draft.add_last_tokens([state for state in parked if state.needs_last_token])
         sampling = rows
         for state, length in chunks:
             self._extend(state, length, draft, sampling)
@@ -204,7 +177,7 @@ class Scheduler:
             elif len(token_ids) >= state.checked_at:
                 self._check(state)
         self._generated_tokens += len(owners) - num_dropped
-        self._decoding.unpark()
+        self._decoding.unpark(step.sampling)
 
     def _check(self, state: RequestState) -> None:
         """A token has come back that is not a stop id."""

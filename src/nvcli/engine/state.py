@@ -28,6 +28,7 @@ class RequestState:
         "first_columns",
         "logprobs",
         "max_len",
+        "needs_last_token",
         "num_cached_tokens",
         "num_computed",
         "num_counted",
@@ -52,7 +53,10 @@ class RequestState:
         """Tokens, prompt included, at which the answer ends."""
         self.parks_at = self.max_len - 1
         """Once so many tokens are computed, tokens must come back before the next decode row is scheduled."""
-        self.needs_last_token = needs_last_token
+        self.needs_last_token = False
+        """Whether a decode row must bring the request's last token along."""
+        if needs_last_token:
+            self.require_last_token()
         self.num_computed = 0
         self.num_owed = 0
         """The most tokens that steps in flight may still add to a request that was preempted."""
@@ -92,19 +96,15 @@ class RequestState:
         """The most tokens that steps in flight may add."""
         return self.num_owed if self.slot is None else max(0, self.num_computed + 1 - len(self.token_ids))
 
-    @property
-    def needs_last_token(self) -> bool:
-        """Whether its next row is scheduled only when its last token is known here, and brings it to the ranks."""
-        return self.parks_at == 0
-
-    @needs_last_token.setter
-    def needs_last_token(self, value: bool) -> None:
-        self.parks_at = 0 if value else self.max_len - 1
+    def require_last_token(self) -> None:
+        """From here on its next row is scheduled only when its last token is known here, and brings it to the ranks."""
+        self.needs_last_token = True
+        self.parks_at = 0
 
     @property
     def must_wait(self) -> bool:
         """Whether a decoding request has asked for all that it may before tokens come back."""
-        return self.num_computed >= max(self.parks_at, len(self.token_ids))
+        return self.num_computed >= self.parks_at and self.num_computed >= len(self.token_ids)
 
     @property
     def least_computed(self) -> int:

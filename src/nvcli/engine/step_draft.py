@@ -1,11 +1,36 @@
-"""StepDraft: a step's input while the scheduler puts it together."""
+"""StepDraft: a step's input while the scheduler puts it together. ScheduledStep: the step until its output arrives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from nvcli.engine.state import RequestState
-from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
+from nvcli.messages import NewSlot, SlotSampling, StepInput, pack, unpack
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step as submitted, kept until its output arrives."""
+
+    input: StepInput
+    sampling: list[RequestState]
+    """The requests of the rows that have logits, in batch order."""
+    registered: list[int]
+    """Blocks that were registered for reuse since the step before it: it, or the one before it, fills them."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.input.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input.total_tokens
+
+    @property
+    def num_logits(self) -> list[int]:
+        """The number of logits of each row that has any, in batch order."""
+        return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]
 
 
 class StepDraft:
@@ -18,8 +43,10 @@ class StepDraft:
         self._new_slots: list[NewSlot] = []
         self._blocks: list[tuple[int, int, int, int]] = []
         """(KV group, slot, column, block)"""
-        self._spans: list[tuple[int, int, int]] = []
-        """(slot, first position, number of tokens)"""
+        self._span_slots: list[int] = []
+        """With the next three: spans of tokens."""
+        self._span_starts: list[int] = []
+        self._span_counts: list[int] = []
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
         """(slot, number of tokens, number of logits, length behind the step)"""
@@ -51,8 +78,17 @@ class StepDraft:
     def add_tokens(self, state: RequestState, start: int, num_tokens: int) -> None:
         """A span of known tokens that the ranks do not have."""
         assert state.slot is not None
-        self._spans.append((state.slot, start, num_tokens))
+        self._span_slots.append(state.slot)
+        self._span_starts.append(start)
+        self._span_counts.append(num_tokens)
         self._token_ids += state.token_ids[start : start + num_tokens].tobytes()
+
+    def add_last_tokens(self, states: Sequence[RequestState]) -> None:
+        """The last known token of each of these requests."""
+        self._span_slots += [state.slot for state in states]  # type: ignore[misc]
+        self._span_starts += [len(state.token_ids) - 1 for state in states]
+        self._span_counts += [1] * len(states)
+        self._token_ids += pack([state.token_ids[-1] for state in states])
 
     def add_chunk(self, state: RequestState, num_tokens: int, *, num_logits: int) -> None:
         """A prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""
@@ -77,9 +113,8 @@ class StepDraft:
         num_decodes = len(decode_slots) // 4
         if not num_decodes and not self._chunks:
             return None
-        block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks, 4)
-        token_slots, token_starts, token_counts = _pack_columns(self._spans, 3)
-        chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks, 4)
+        block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks)
+        chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
         return StepInput(
             step_id=step_id,
@@ -89,9 +124,9 @@ class StepDraft:
             block_slots=block_slots,
             block_columns=block_columns,
             block_ids=block_ids,
-            token_slots=token_slots,
-            token_starts=token_starts,
-            token_counts=token_counts,
+            token_slots=pack(self._span_slots),
+            token_starts=pack(self._span_starts),
+            token_counts=pack(self._span_counts),
             token_ids=bytes(self._token_ids),
             slots=decode_slots + chunk_slots,
             num_tokens=widths + chunk_tokens,
@@ -102,8 +137,8 @@ class StepDraft:
         )
 
 
-def _pack_columns(rows: Sequence[tuple[int, ...]], num_columns: int) -> list[bytes]:
-    return [pack(column) for column in zip(*rows, strict=True)] if rows else [b""] * num_columns
+def _pack_columns(rows: Sequence[tuple[int, int, int, int]]) -> list[bytes]:
+    return [pack(column) for column in zip(*rows, strict=True)] if rows else [b""] * 4
 
 
 def _slot_sampling(state: RequestState) -> SlotSampling:
