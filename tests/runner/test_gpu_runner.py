@@ -156,8 +156,10 @@ def test_graph_equals_eager_bit_for_bit() -> None:
 
 
 def test_padding_leaves_real_slots_alone() -> None:
-    """Any number of requests up to max_num_seqs, also those between captured sizes, answers as alone."""
-    runner = make_runner(demo_path(), max_num_seqs=21)
+    """Any number of requests up to max_num_seqs, also those between captured sizes, answers as alone. In float32: how
+    many rows a matrix product has changes its rounding, and in bf16 that tips a choice now and then."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    runner = make_runner(demo_path(), max_num_seqs=21, dtype="float32")
     some = prompts(21)
     together = generate(runner, some, 30)
     for count in (1, 3, 9, 19):
