@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from nvcli.messages import SlotSampling
+from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
 
 
 def slot_sampling(row: int, **overrides: Any) -> SlotSampling:
@@ -27,3 +28,16 @@ def slot_sampling(row: int, **overrides: Any) -> SlotSampling:
         "bias_values": [],
     }
     return SlotSampling(**{**values, **overrides})
+
+
+def entering_step(samplings: Sequence[SlotSampling]) -> StepInput:
+    """A step in which a request enters each slot, slot i with the i tokens i to 2i - 1."""
+    num_slots = len(samplings)
+    return StepInput(
+        step_id=0,
+        new_slots=[NewSlot(slot=i, num_cached_tokens=0, sampling=sampling) for i, sampling in enumerate(samplings)],
+        token_slots=pack(range(num_slots)),
+        token_starts=pack([0] * num_slots),
+        token_counts=pack(range(num_slots)),
+        token_ids=pack(token for i in range(num_slots) for token in range(i, 2 * i)),
+    )

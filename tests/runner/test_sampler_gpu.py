@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nvcli.models.group import TensorParallelGroup
 
 from fake_runners import engine_config
-from nvcli.messages import ForwardMode, NewSlot, StepInput, TokenLogprobs, pack
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.messages import TokenLogprobs
 from nvcli.runner.sampler import Sampler
-from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.slot_table import SlotTable
-from nvcli.runner.uploader import Uploader
-from slot_sampling import slot_sampling
+from slot_sampling import entering_step, slot_sampling
 
 pytestmark = pytest.mark.gpu
 
@@ -37,30 +35,14 @@ class Rank:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.table, self.slots = (
-            SamplingTable(NUM_SLOTS, device),
-            SlotTable(engine_config(max_num_seqs=NUM_SLOTS), device),
-        )
-        self.upload = Uploader(1 << 20, device)
-        self.sampler = Sampler(self.table, self.slots, TensorParallelGroup.single(), VOCAB_SIZE)
-
-    def fill(self, new: list[NewSlot]) -> None:
-        self.slots.apply(StepInput(step_id=0, mode=ForwardMode.EXTEND, new_slots=new), self.upload)
-        self.table.fill(new, self.upload)
+        self.slots = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), 1, device)
+        self.sampler = Sampler(self.slots.sampling, self.slots, TensorParallelGroup.single(), VOCAB_SIZE)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @torch.inference_mode()
 def test_nothing_waits_and_the_tokens_are_the_cpus() -> None:
-    new = [
-        NewSlot(
-            slot=i,
-            num_cached_tokens=0,
-            prefix_ids=pack(range(i, 2 * i)),
-            sampling=slot_sampling(i * 7, **KINDS[i % len(KINDS)]),
-        )
-        for i in range(NUM_SLOTS)
-    ]
+    entering = entering_step([slot_sampling(i * 7, **KINDS[i % len(KINDS)]) for i in range(NUM_SLOTS)])
     logits = torch.randn(NUM_SLOTS, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
     host_slots = np.arange(NUM_SLOTS)[::-1].copy()
     ids: dict[str, list[int]] = {}
@@ -72,10 +54,10 @@ def test_nothing_waits_and_the_tokens_are_the_cpus() -> None:
         try:
             if name in ids:
                 torch.cuda.set_sync_debug_mode("error")
-            rank.fill(new)
+            rank.slots.apply(entering)
             needs = rank.sampler.needs(host_slots)
             assert not needs.is_simple
-            found, pending = rank.sampler.sample_fully(here, slots, positions, needs, NUM_SLOTS, rank.upload)
+            found, pending = rank.sampler.sample_fully(here, slots, positions, needs, NUM_SLOTS, rank.slots.upload)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

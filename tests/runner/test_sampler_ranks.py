@@ -10,12 +10,12 @@ import torch
 
 from fake_runners import engine_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
-from nvcli.messages import NewSlot, StepInput, pack
+from nvcli.messages import NewSlot
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.uploader import Uploader
-from slot_sampling import slot_sampling
+from slot_sampling import entering_step, slot_sampling
 from tensor_parallel_ranks import run_ranks
 
 VOCAB_SIZE = 10_007  # divides by nothing
@@ -57,20 +57,8 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
     results = {}
     for case, kinds in SAMPLINGS.items():
         slot_table = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), 1, CPU)
-        new = [
-            NewSlot(slot=i, num_cached_tokens=0, sampling=slot_sampling(i * 7, **kinds[i % len(kinds)]))
-            for i in range(NUM_SLOTS)
-        ]
         upload = slot_table.upload
-        prefixes = StepInput(
-            step_id=0,
-            new_slots=new,
-            token_slots=pack(range(NUM_SLOTS)),
-            token_starts=pack([0] * NUM_SLOTS),
-            token_counts=pack(range(NUM_SLOTS)),
-            token_ids=pack(id_ for i in range(NUM_SLOTS) for id_ in range(i, 2 * i)),
-        )
-        slot_table.apply(prefixes)
+        slot_table.apply(entering_step([slot_sampling(i * 7, **kinds[i % len(kinds)]) for i in range(NUM_SLOTS)]))
         sampler = Sampler(slot_table.sampling, slot_table, group, VOCAB_SIZE)
         slots = torch.arange(NUM_SLOTS).flip(0)
         positions = slots.int()

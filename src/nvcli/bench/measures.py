@@ -22,8 +22,10 @@ class StepTimes:
     p90: float
     p99: float
     idle_median: float
-    """The device's idle time before a step."""
+    """The time that the device waited for the host, before a step and in it."""
     idle_p99: float
+    graph_share: float
+    """The share of the steps that ran as a CUDA graph, from 0 to 1."""
 
     @staticmethod
     def of(records: Sequence[StepRecord]) -> StepTimes:
@@ -41,6 +43,7 @@ class StepTimes:
             p99=at(seconds, 0.99),
             idle_median=at(idle, 0.5),
             idle_p99=at(idle, 0.99),
+            graph_share=sum(r.is_graph for r in records) / len(records),
         )
 
 

@@ -97,7 +97,7 @@ def _step_lines(run: Run) -> list[str]:
         lines.append(
             f"  {mode.lower():<7} steps     {steps.count}, {steps.total / 1e3:.2f} s; ms each: "
             f"median {steps.median:.3f}, p90 {steps.p90:.3f}, p99 {steps.p99:.3f}; "
-            f"idle before: median {steps.idle_median:.3f}, p99 {steps.idle_p99:.3f}"
+            f"idle: median {steps.idle_median:.3f}, p99 {steps.idle_p99:.3f}; {100 * steps.graph_share:.0f} % as graphs"
         )
         lines.append(f"{'':<20}{_against_limit(run.limits[mode])}")
     return lines
