@@ -48,28 +48,28 @@ class ForwardMode(IntEnum):
 class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What it takes to sample for one slot, from admission to release."""
 
-    seed: int
+    seed: int = 0
     """Key of the counter-based generator, 64 bits."""
-    row: int
+    row: int = 0
     """Counter words: row of the job (0 where the row brought its own seed) and which of its `n` samples."""
-    sample: int
-    prompt_len: int
+    sample: int = 0
+    prompt_len: int = 0
     """Tokens of the original prompt; what follows is output (penalties, min_tokens)."""
-    temperature: float
-    top_k: int
+    temperature: float = 1.0
+    top_k: int = 0
     """0: off."""
-    top_p: float
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    min_tokens: int
-    num_logprobs: int
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    num_logprobs: int = -1
     """Alternatives wanted beside the chosen token; -1: no log-probabilities at all."""
-    stop_ids: list[int]
+    stop_ids: list[int] = []
     """Ids that must not be chosen before `min_tokens`; empty when `min_tokens` is 0."""
-    bias_ids: list[int]
-    bias_values: list[float]
+    bias_ids: list[int] = []
+    bias_values: list[float] = []
 
 
 class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -178,7 +178,7 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     weights: dict[str, int]
     """By group: embeddings, attention, MLP, …; together the planned and measured item `weights`."""
     planned: dict[str, int]
-    """By item, in the order of `runner.memory.ITEMS`."""
+    """By item, in the order of `sizing.memory_plan.ITEMS`."""
     measured: dict[str, int] = {}
     """Likewise; empty unless the run was asked to measure."""
 

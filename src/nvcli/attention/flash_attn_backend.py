@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,10 @@ class FlashAttnBackend(AttentionBackend):
     name = "flash-attn"
 
     def __init__(self, case: AttentionCase) -> None:
-        self._functions: _Version2 | _Version3 = _Version2() if _why_not_version_3(case) else _Version3()
+        self._is_version_3 = _why_not_version_3(case) is None
+        package = import_module("flash_attn_interface" if self._is_version_3 else "flash_attn")
+        self._with_kvcache: Callable[..., Tensor] = package.flash_attn_with_kvcache
+        self._varlen: Callable[..., Tensor] = package.flash_attn_varlen_func
         self._block_size = case.block_size
         self._kv_groups = sorted({spec.kv_group for spec in case.specs})
         self._decode_tables: dict[int, Tensor] = {}
@@ -89,19 +93,25 @@ class FlashAttnBackend(AttentionBackend):
         )
 
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        k_cache, v_cache = batch.kv_cache.layer(layer)
+        tables = {"page_table" if self._is_version_3 else "block_table": self._decode_tables[spec.kv_group]}
         seq_lens = batch.seq_lens[: batch.num_single_rows]
-        tables = self._decode_tables[spec.kv_group]
-        result = self._functions.decode(spec, q.unsqueeze(1), k_cache, v_cache, seq_lens, tables)
+        cache = batch.kv_cache.layer(layer)
+        result = self._with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=seq_lens, **tables, **_options(spec))
         return copied_to(out, result.squeeze(1))
 
     def extend(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
+        """Version 3 as documented in `hopper/flash_attn_interface.py` of the flash-attention repository."""
         assert self._chunks is not None, "plan_on_device comes before forward"
-        k_cache, v_cache = batch.kv_cache.layer(layer)
-        tables = self._chunk_tables[spec.kv_group]
-        return copied_to(out, self._functions.extend(spec, q, k_cache, v_cache, self._chunks, tables))
+        chunks, tables, cache = self._chunks, self._chunk_tables[spec.kv_group], batch.kv_cache.layer(layer)
+        options = {**_options(spec), "cu_seqlens_q": chunks.query_starts, "max_seqlen_q": chunks.longest}
+        if self._is_version_3:
+            result = self._with_kvcache(q, *cache, cache_seqlens=chunks.seq_lens, page_table=tables, **options)
+        else:
+            keys = {"cu_seqlens_k": chunks.key_starts, "max_seqlen_k": chunks.most_keys}
+            result = self._varlen(q, *cache, block_table=tables, **keys, **options)
+        return copied_to(out, result)
 
     def _gather(self, batch: ForwardBatch, rows: slice) -> dict[int, Tensor]:
         """The block tables of some rows by KV group, as wide as a graph may need or as this batch needs."""
@@ -118,100 +128,8 @@ def _why_not_version_3(case: AttentionCase) -> str | None:
     return import_failure("flash_attn_interface", "FlashAttention 3, which takes any block size")
 
 
-class _Functions:
-    """The part that both versions share."""
-
-    module: str
-    tables_keyword: str
-    """Name of the argument that takes block tables."""
-
-    def __init__(self) -> None:
-        package = import_module(self.module)
-        self._with_kvcache: Callable[..., Tensor] = package.flash_attn_with_kvcache
-
-    def decode(
-        self,
-        spec: AttentionSpec,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        seq_lens: Tensor,
-        block_tables: Tensor,
-    ) -> Tensor:
-        """q: [rows, 1, H, D] → the same."""
-        return self._with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens=seq_lens,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window_size(spec),
-            **{self.tables_keyword: block_tables},
-        )
-
-
-class _Version2(_Functions):
-    module, tables_keyword = "flash_attn", "block_table"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._varlen: Callable[..., Tensor] = import_module(self.module).flash_attn_varlen_func
-
-    def extend(
-        self,
-        spec: AttentionSpec,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        chunks: _Chunks,
-        block_tables: Tensor,
-    ) -> Tensor:
-        """q: [T, H, D] → the same."""
-        return self._varlen(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=chunks.query_starts,
-            cu_seqlens_k=chunks.key_starts,
-            max_seqlen_q=chunks.longest,
-            max_seqlen_k=chunks.most_keys,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window_size(spec),
-            block_table=block_tables,
-        )
-
-
-class _Version3(_Functions):
-    """As documented in `hopper/flash_attn_interface.py` of the flash-attention repository."""
-
-    module, tables_keyword = "flash_attn_interface", "page_table"
-
-    def extend(
-        self,
-        spec: AttentionSpec,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        chunks: _Chunks,
-        block_tables: Tensor,
-    ) -> Tensor:
-        """q: [T, H, D] → the same."""
-        return self._with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            cache_seqlens=chunks.seq_lens,
-            page_table=block_tables,
-            cu_seqlens_q=chunks.query_starts,
-            max_seqlen_q=chunks.longest,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=_window_size(spec),
-        )
-
-
-def _window_size(spec: AttentionSpec) -> tuple[int, int]:
-    """Keys to the left and to the right of a token's own that it sees; -1: all."""
-    return (-1, -1) if spec.window is None else (spec.window - 1, 0)
+def _options(spec: AttentionSpec) -> dict[str, Any]:
+    """Arguments that all functions of both versions take. The window counts the keys to the left and to the right of a
+    token's own that it sees; -1: all."""
+    window = (-1, -1) if spec.window is None else (spec.window - 1, 0)
+    return {"softmax_scale": spec.scale, "causal": True, "window_size": window}

@@ -21,6 +21,7 @@ from nvcli.config import EngineConfig
 from nvcli.distributed.peer_memory import share_memory
 from nvcli.distributed.process_group import divide_ranks, join_process_group
 from nvcli.distributed.stage import Stage
+from nvcli.distributed.stage_link import StageLink
 from nvcli.errors import LimitsTooHigh
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
@@ -31,7 +32,6 @@ from nvcli.runner.device import import_kernels, open_device
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import (
-    ITEMS,
     check_weights_fit,
     free_bytes,
     oom_as_limits_error,
@@ -44,13 +44,13 @@ from nvcli.runner.memory import (
 )
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
-from nvcli.runner.stage_link import StageLink
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
 from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.kv_cache import max_blocks
 from nvcli.sizing.memory import shared_sum_rows
+from nvcli.sizing.memory_plan import ITEMS
 
 _CPU_WARM_UP_TOKENS = 16
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache
+from nvcli.distributed.stage_link import StageLink
 from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.messages import StepInput, StepOutput
@@ -24,7 +25,6 @@ from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
 from nvcli.runner.sampler import PendingLogprobs, Sampler
 from nvcli.runner.slot_table import SlotTable, unpack_ids
-from nvcli.runner.stage_link import StageLink, StageOutput
 from nvcli.runner.step_clock import StepClock, StepTime
 
 _STEPS_POSTED = 2
@@ -42,6 +42,17 @@ class StepLogits:
 
     def unowned(self) -> StepLogits:
         return replace(self, logits=unowned(self.logits))
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a step leaves behind in a stage that is not the last."""
+
+    state: StageState
+
+    def unowned(self) -> StageOutput:
+        residual, delta = self.state.residual, self.state.delta
+        return StageOutput(StageState(unowned(residual), None if delta is None else unowned(delta)))
 
 
 @dataclass(frozen=True, slots=True)

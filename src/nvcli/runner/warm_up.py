@@ -7,24 +7,7 @@ from collections.abc import Iterator
 from nvcli.config import EngineConfig
 from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
 
-_SAMPLING = SlotSampling(
-    seed=0,
-    row=0,
-    sample=0,
-    prompt_len=0,
-    temperature=1.0,
-    top_k=2,
-    top_p=0.9,
-    min_p=0.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    repetition_penalty=1.0,
-    min_tokens=0,
-    num_logprobs=-1,
-    stop_ids=[],
-    bias_ids=[],
-    bias_values=[],
-)
+_SAMPLING = SlotSampling(top_k=2, top_p=0.9)
 
 
 def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int) -> Iterator[StepInput]:

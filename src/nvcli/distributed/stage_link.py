@@ -7,26 +7,12 @@ message is being sent the stage goes on with the next step, until that one has s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nvcli.distributed.process_group import RankGroups
 from nvcli.distributed.tensor_parallel import StageState
-from nvcli.runner.graph_runner import unowned
-
-
-@dataclass(frozen=True, slots=True)
-class StageOutput:
-    """What a step leaves behind in a stage that is not the last."""
-
-    state: StageState
-
-    def unowned(self) -> StageOutput:
-        residual, delta = self.state.residual, self.state.delta
-        return StageOutput(StageState(unowned(residual), None if delta is None else unowned(delta)))
 
 
 class StageLink:
