@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 
 from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.request import FinishReason, Request, RequestOutput
 from nvcli.messages import TokenLogprobs, unpack
 
 
+@dataclass(slots=True, eq=False)
 class RequestState:
     """Progress of one request. All counts are in tokens.
 
@@ -19,72 +21,53 @@ class RequestState:
     next row computes its last token, which may be on its way: at most `num_computed + 1` tokens are known by then.
     """
 
-    __slots__ = (
-        "block_hashes",
-        "blocks",
-        "capacity",
-        "checked_at",
-        "finished",
-        "first_columns",
-        "logprobs",
-        "max_len",
-        "needs_last_token",
-        "num_cached_tokens",
-        "num_computed",
-        "num_counted",
-        "num_hashed_blocks",
-        "num_owed",
-        "num_prompt",
-        "num_reported",
-        "parks_at",
-        "request",
-        "slot",
-        "stop_ids",
-        "stream",
-        "token_ids",
-    )
+    request: Request
+    needs_last_token: bool = False
+    """Whether a decode row must bring the request's last token along."""
+    token_ids: array[int] = field(init=False)
+    """Prompt and the generated tokens that came back."""
+    num_prompt: int = field(init=False)
+    max_len: int = field(init=False)
+    """Tokens, prompt included, at which the answer ends."""
+    parks_at: int = field(init=False)
+    """Once so many tokens are computed, tokens must come back before the next decode row is scheduled."""
+    num_reported: int = field(init=False)
+    """Leading tokens that the parent has or does not need."""
+    stop_ids: frozenset[int] = field(init=False)
+    stream: bool = field(init=False)
+    num_computed: int = 0
+    num_owed: int = 0
+    """The most tokens that steps in flight may still add to a request that was preempted."""
+    num_counted: int = 0
+    """Leading prompt tokens that the statistics have: those that are computed again count once."""
+    slot: int | None = None
+    blocks: list[list[int]] = field(default_factory=list)
+    """For each KV group a column of block ids, set by `BlockTables`: block c holds the tokens from
+    c × block_size on; 0 where the group's window has left it behind."""
+    first_columns: list[int] = field(default_factory=list)
+    """For each KV group the number of leading zeros in `blocks`."""
+    capacity: int = 0
+    """Tokens that the blocks of every group have room for."""
+    num_hashed_blocks: int = 0
+    """Leading blocks that are registered for reuse."""
+    checked_at: int = 0
+    """With so many known tokens there is more to do than to take a token in: the answer is as long as it may be,
+    there is a block to register, or tokens to report."""
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Chained hashes of leading full blocks of known tokens, as far as they were needed."""
+    num_cached_tokens: int | None = None
+    """Prefix-cache hit of the first admission; None before it."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: bool = False
 
-    def __init__(self, request: Request, *, needs_last_token: bool = False) -> None:
-        self.request = request
-        self.token_ids: array[int] = unpack(request.prompt_ids)
-        """Prompt and the generated tokens that came back."""
-        self.num_prompt = len(self.token_ids)
+    def __post_init__(self) -> None:
+        request = self.request
+        self.token_ids = unpack(request.prompt_ids)
+        self.num_prompt = self.num_reported = len(self.token_ids)
         self.max_len = self.num_prompt + request.max_tokens
-        """Tokens, prompt included, at which the answer ends."""
-        self.parks_at = self.max_len - 1
-        """Once so many tokens are computed, tokens must come back before the next decode row is scheduled."""
-        self.needs_last_token = False
-        """Whether a decode row must bring the request's last token along."""
-        if needs_last_token:
-            self.require_last_token()
-        self.num_computed = 0
-        self.num_owed = 0
-        """The most tokens that steps in flight may still add to a request that was preempted."""
-        self.num_counted = 0
-        """Leading prompt tokens that the statistics have: those that are computed again count once."""
-        self.num_reported = self.num_prompt
-        """Leading tokens that the parent has or does not need."""
+        self.parks_at = 0 if self.needs_last_token else self.max_len - 1
         self.stop_ids = frozenset(request.stop_ids)
         self.stream = request.stream
-        self.slot: int | None = None
-        self.blocks: list[list[int]] = []
-        """For each KV group a column of block ids, set by `BlockTables`: block c holds the tokens from
-        c × block_size on; 0 where the group's window has left it behind."""
-        self.first_columns: list[int] = []
-        """For each KV group the number of leading zeros in `blocks`."""
-        self.capacity = 0
-        """Tokens that the blocks of every group have room for."""
-        self.num_hashed_blocks = 0
-        """Leading blocks that are registered for reuse."""
-        self.checked_at = 0
-        """With so many known tokens there is more to do than to take a token in: the answer is as long as it may be,
-        there is a block to register, or tokens to report."""
-        self.block_hashes: list[BlockHash] = []
-        """Chained hashes of leading full blocks of known tokens, as far as they were needed."""
-        self.num_cached_tokens: int | None = None
-        """Prefix-cache hit of the first admission; None before it."""
-        self.logprobs: list[TokenLogprobs] = []
-        self.finished = False
 
     @property
     def num_uncomputed(self) -> int:
