@@ -41,6 +41,7 @@ class DenseLayer(nn.Module):
             if len(rows) == 0:
                 return residual, residual
         delta = self.self_attn.o_proj(attended)
+        del attended  # the MLP can have its memory
         return self.mlp(self.post_attention_layernorm(delta, residual)), residual
 
 

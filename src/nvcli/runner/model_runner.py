@@ -214,16 +214,17 @@ class ModelRunner:
                 ) from None
 
     def _measure_graphs(self) -> None:
-        """Capture the largest graph and a small one on the null block, to know what all will take together."""
+        """Capture the largest graphs and a small one on the null block, to know what all will take together."""
         self._graph_bytes = 0
         if self._graph_shapes:
             with self._phase("measure graphs"):
                 self._use_kv_cache(1)
                 graphs = self.steps.make_graphs(self._graph_shapes)
                 before = free_bytes(self.device)
-                graphs.capture(graphs.shapes[:1])
+                decode_only = [shape for shape in graphs.shapes if shape.prefill_rows == 0]
+                graphs.capture([graphs.shapes[0], decode_only[0]])
                 largest = before - free_bytes(self.device)
-                graphs.capture(graphs.shapes[-1:])
+                graphs.capture(decode_only[-1:])
                 smallest = before - largest - free_bytes(self.device)
                 self._graph_bytes = largest + smallest * (len(graphs.shapes) - 1)
                 del graphs
@@ -248,9 +249,13 @@ class ModelRunner:
             self._use_kv_cache(self._num_blocks)
 
     def _use_kv_cache(self, num_blocks: int) -> None:
-        config = self.config
         self.kv_cache = KVCache(self._kv_spec, num_blocks, self.device)
-        self.steps = StepRunner(
+        self.steps = self._make_steps()
+
+    def _make_steps(self) -> StepRunner:
+        """What runs steps over this rank's tables and cache, without graphs."""
+        config = self.config
+        return StepRunner(
             self.model,
             self.slots,
             self.buffers,
@@ -279,8 +284,10 @@ class ModelRunner:
         if self.config.measure_memory:
             with self._phase("measure memory"):
                 buffers = self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes
+                steps, self.steps = self.steps, self._make_steps()  # graphs would use memory of their own
                 with peak_allocated(self.device) as peak:
                     self._run_largest_batches()
+                self.steps = steps
                 sizes = (
                     self._weight_bytes,
                     buffers,

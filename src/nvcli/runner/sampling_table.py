@@ -99,7 +99,7 @@ class SamplingTable:
             ids[i, : len(entries)] = entries
             values[i, : len(entries)] = [*s.bias_values, *([-np.inf] * len(s.stop_ids))]
         at = self._to_device(slots)
-        self.adjusted_values[at] = 0.0
+        self.adjusted_values.index_fill_(0, at, 0.0)
         self.adjusted_ids[at, :longest] = self._to_device(ids)
         self.adjusted_values[at, :longest] = self._to_device(values)
 

@@ -72,7 +72,7 @@ class SlotTable:
         )
         index = slots.long()
         self.state.lengths[index] = cached
-        self.state.block_tables[:, index] = NULL_BLOCK
+        self.state.block_tables.index_fill_(1, index, NULL_BLOCK)  # an assigned number would be copied, and waited for
         self.sampling.fill(new_slots, self.upload)
 
     def _set_blocks(self, step: StepInput) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-_HELD_EVERY = 32
+_HELD_EVERY = 128
 """Of so many eager steps that waited for launches one is held back to be timed."""
 _HOLD_MARGIN = 1.5
 _CYCLES_PER_SECOND = 2.0e9
