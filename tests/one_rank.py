@@ -7,6 +7,7 @@ from typing import Any
 
 from fake_runners import engine_config
 from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.runner.interface import RankContext
 from nvcli.runner.model_runner import ModelRunner
@@ -36,5 +37,6 @@ def make_scheduler(runner: ModelRunner) -> Scheduler:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
+        kv_groups=tuple(KVGroup(window) for window in runner.ready.group_windows),
     )
     return Scheduler(limits, BlockManager(runner.ready.num_blocks))

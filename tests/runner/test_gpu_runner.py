@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import write_tiny_qwen3
+from checkpoints import write_tiny_model, write_tiny_qwen3
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.demo import demo_path
 from nvcli.kernels.prepare_inputs import prepare_inputs
@@ -219,6 +219,28 @@ def test_sampled_answers_with_every_parameter_equal_the_cpus(tmp_path: Path) -> 
             same += ours == theirs
             total += 1
     assert same >= total - 1  # rounding may tip one
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"family": "Mistral", "sliding_window": 48},
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 33, "max_window_layers": 2},
+    ],
+    ids=["mistral", "qwen3, window in some layers"],
+)
+def test_windows_give_the_cpus_answers(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Prompts and answers far longer than the window, in float32: chunks, decode rows and graphs of the triton backend
+    against the torch backend on the CPU."""
+    path = write_tiny_model(tmp_path / "tiny", **{"family": "Qwen3", "head_dim": 64, **settings})
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options = {"block_size": 16, "max_num_batched_tokens": 96}
+    gpu = make_runner(path, dtype="float32", attention_backend="triton", **options)
+    assert gpu.steps._graphs is not None
+    cpu = make_runner(path, device="cpu", **options)
+    assert any(window is not None for window in gpu.ready.group_windows)
+    some = prompts(8, vocab_size=97)
+    assert generate(gpu, some, 60) == generate(cpu, some, 60)
 
 
 @pytest.fixture(scope="module")
