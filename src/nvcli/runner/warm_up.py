@@ -21,10 +21,19 @@ def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int) -> Itera
 
 
 def _step(step_id: int, lens: list[int], *, num_decodes: int) -> StepInput:
-    slots = range(len(lens))
+    """The tokens come with the step, and each slot gets the null block, so that what takes them in is loaded too."""
+    slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
         step_id=step_id,
         new_slots=[NewSlot(slot=slot, num_cached_tokens=0, sampling=_SAMPLING) for slot in slots],
+        block_groups=nothing,
+        block_slots=pack(slots),
+        block_columns=nothing,
+        block_ids=nothing,
+        token_slots=pack(slots),
+        token_starts=nothing,
+        token_counts=pack(lens),
+        token_ids=pack([0] * sum(lens)),
         slots=pack(slots),
         num_tokens=pack(lens),
         num_logits=pack([1] * len(lens)),

@@ -246,7 +246,7 @@ def store_list(list_ptr, row_ptr, groups_ptr, num_listed, kth, tie_count, tie_to
     tl.store(list_ptr + 2 * _MAX_CANDIDATES, tie_count.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _choose_candidates_kernel(
     packed_ptr,
     lists_ptr,
