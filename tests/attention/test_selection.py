@@ -7,10 +7,10 @@ import torch
 from attention_setup import Bench, History
 
 from nvcli.attention import selection
-from nvcli.attention.backend import AttentionCase, AttentionSpec
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.hybrid import HybridBackend
 from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.errors import ConfigError
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
-from nvcli.executor.process import ChildProcess
+from nvcli.executor.child_process import ChildProcess
 
 
 def test_random_messages_reach_all_readers() -> None:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
+from nvcli.attention.backend import AttentionBackend, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 _WORKSPACE_BYTES = 512 << 20
 """Partial results of cut sequences; plans of 1,024 rows with 32 heads of 128 take about half."""

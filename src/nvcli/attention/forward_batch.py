@@ -15,15 +15,13 @@ finite, so that the null block stays so, and is read by nobody.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from nvcli.attention.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -56,6 +54,14 @@ class BatchShape:
         return self.decode_rows if self.tokens_per_row == 1 else 0
 
 
+class LayerAttention(Protocol):
+    """The part of an attention backend (`AttentionBackend`) that a layer calls."""
+
+    def forward(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attend causally in one layer; the shapes are those of `AttentionBackend.forward`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """Shapes: T tokens and R rows, padding included; N rows of hidden states that need logits; G KV groups."""
@@ -84,7 +90,7 @@ class ForwardBatch:
     """[R] integers on the host: `seq_lens` as far as the host knows them; at least as large, and equal unless steps
     whose outcome the host does not know yet accept a number of tokens of their own."""
     kv_cache: KVCache
-    backend: AttentionBackend
+    backend: LayerAttention
 
     @property
     def num_tokens(self) -> int:

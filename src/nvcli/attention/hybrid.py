@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
+from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 
 class HybridBackend(AttentionBackend):

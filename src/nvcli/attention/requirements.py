@@ -7,7 +7,7 @@ from importlib import import_module
 
 import torch
 
-from nvcli.attention.backend import AttentionCase
+from nvcli.attention.spec import AttentionCase
 
 
 def unmet_requirements(

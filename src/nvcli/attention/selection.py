@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase
+from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.hybrid import HybridBackend
+from nvcli.attention.spec import AttentionCase
 from nvcli.errors import ConfigError
 
 BACKENDS = {

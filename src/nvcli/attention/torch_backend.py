@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
+from nvcli.attention.backend import AttentionBackend, new_or
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 _GROUP_BYTES_CPU = 4 << 20
 """Gathered keys and values of one group: measured best on two cores sharing 32 MiB of L3; flat from 4 to 16."""

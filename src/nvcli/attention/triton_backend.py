@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
+from nvcli.attention.backend import AttentionBackend, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 _MAX_ROWS = 64_000
 """A launch grid has at most 65,535 rows, and each sequence makes at least one."""

@@ -25,8 +25,8 @@ from nvcli.engine.protocol import (
 )
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.errors import NvcliError, WorkerError
+from nvcli.executor.child_process import ChildProcess
 from nvcli.executor.executor import MODEL_RUNNER
-from nvcli.executor.process import ChildProcess
 from nvcli.messages import EngineReady
 
 _STOPPED_CHECK_SECONDS = 0.5
@@ -60,7 +60,7 @@ class EngineClient:
     def start(cls, config: EngineConfig, *, name: str = "engine", runner: str = MODEL_RUNNER) -> EngineClient:
         """Spawn the engine, which spawns its ranks; this returns at once."""
         process = ChildProcess(
-            "nvcli.engine.process:main",
+            "nvcli.engine.engine_process:main",
             EngineStart(config=config, runner=runner),
             name=name,
             send_timeout=config.step_timeout,

@@ -17,8 +17,8 @@ from nvcli import errors
 from nvcli.config import EngineConfig
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
-from nvcli.executor.process import ChildProcess
-from nvcli.executor.status import StatusBoard
+from nvcli.executor.child_process import ChildProcess
+from nvcli.executor.status_board import StatusBoard
 from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory, RankStart, StorePort
 from nvcli.messages import (
     MAX_KV_GROUPS,

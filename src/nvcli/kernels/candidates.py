@@ -15,19 +15,13 @@ from torch import Tensor
 
 from nvcli.kernels.philox import uniforms_at
 from nvcli.kernels.sampling import (
-    MAX_CANDIDATES,
-    SamplingColumns,
     min_kept_scaled,
     noisy_scores,
     pack,
     packed_argmax,
     unpack_argmax,
 )
-
-LIST_WIDTH = 2 * MAX_CANDIDATES + 1
-"""Words of a list, int32: the bits of MAX_CANDIDATES logits (float32, -inf where there is no token), their tokens, and
-the number of tokens that share the last logit. The last entry is the k-th largest logit and the best token that has it;
-the entries before are the tokens above it, in any order."""
+from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 
 
 def shard_candidates(

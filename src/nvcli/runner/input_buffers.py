@@ -15,7 +15,7 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache
-from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows
+from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 from nvcli.messages import StepInput
 from nvcli.runner.slot_table import unpack_ids
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 import torch
 
-from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
+from nvcli.attention.spec import AttentionCase
 from nvcli.config import EngineConfig
 from nvcli.distributed.peer_memory import share_memory
 from nvcli.distributed.process_group import divide_ranks, join_process_group

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
 from nvcli.messages import MAX_STOP_IDS, NewSlot, SlotSampling
 from nvcli.runner.uploader import Uploader
 

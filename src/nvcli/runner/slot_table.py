@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
-from nvcli.kernels.prepare_inputs import SlotState, write_tokens
+from nvcli.kernels.prepare_inputs import write_tokens
+from nvcli.kernels.step_tensors import SlotState
 from nvcli.messages import NewSlot, StepInput
 from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.uploader import Uploader

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.candidates import LIST_WIDTH
-from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 from nvcli.kernels.triton.philox import gumbel, quad_uniforms, uniforms_at
 from nvcli.kernels.triton.top_k_top_p import min_kept, smallest_value
 

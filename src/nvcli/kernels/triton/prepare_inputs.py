@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows
+    from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 
 _TOKENS = 512
 """Tokens that a program takes at once; rows of one token are the many."""

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.candidates import LIST_WIDTH
-from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 from nvcli.kernels.triton.candidates import (
     GROUP_TOKENS,
     NO_TOKEN,

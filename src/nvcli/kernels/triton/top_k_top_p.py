@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.sampling import SamplingColumns
+from nvcli.kernels.sampling_columns import SamplingColumns
 
 _LANES = 1024
 """A program looks at this many lanes at once, one in each thread: as many neighbouring logits as one load brings."""

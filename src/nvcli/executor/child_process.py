@@ -56,7 +56,7 @@ class ChildProcess:
             search_path = os.pathsep.join(p for p in sys.path if p)
             # -P: the user's folder must not shadow modules. Chatter must not go to standard output.
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nvcli.executor.process", target, str(fd), str(os.getpid())],
+                [sys.executable, "-P", "-m", "nvcli.executor.child_process", target, str(fd), str(os.getpid())],
                 pass_fds=(fd, *pass_fds),
                 stdin=subprocess.DEVNULL,
                 stdout=output_fd,
