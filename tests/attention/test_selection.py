@@ -121,7 +121,7 @@ def test_a_hybrid_sends_each_half_to_its_own() -> None:
             raise AssertionError
 
     class Decode(TorchBackend):
-        def extend(self, *args: object) -> torch.Tensor:
+        def prefill(self, *args: object) -> torch.Tensor:
             raise AssertionError
 
     bench = Bench(lambda case: HybridBackend(Prefill(case), Decode(case)), num_kv_heads=2, ratio=2)

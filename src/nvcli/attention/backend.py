@@ -63,14 +63,14 @@ class AttentionBackend(ABC):
         if batch.num_single_rows:
             self.plan_decode(batch)
         if batch.shape.num_rows > batch.num_single_rows:
-            self.plan_extend(batch)
+            self.plan_prefill(batch)
 
     def plan_on_device(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the device, behind `plan` and before the first layer; may be captured."""
         if batch.num_single_rows:
             self.plan_decode_on_device(batch)
         if batch.shape.num_rows > batch.num_single_rows:
-            self.plan_extend_on_device(batch)
+            self.plan_prefill_on_device(batch)
 
     def forward(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included.
@@ -85,10 +85,10 @@ class AttentionBackend(ABC):
         if num_single == batch.shape.num_rows:
             return self.decode(spec, layer, q, batch, None)
         if num_single == 0:
-            return self.extend(spec, layer, q, k, v, batch, None)
+            return self.prefill(spec, layer, q, k, v, batch, None)
         out = new_or(None, q)
         self.decode(spec, layer, q[:num_single], batch, out[:num_single])
-        self.extend(spec, layer, q[num_single:], k[num_single:], v[num_single:], batch, out[num_single:])
+        self.prefill(spec, layer, q[num_single:], k[num_single:], v[num_single:], batch, out[num_single:])
         return out
 
     # ------------------------------------------------------------------ the halves
@@ -96,13 +96,13 @@ class AttentionBackend(ABC):
     def plan_decode(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan` for the rows of one token."""
 
-    def plan_extend(self, batch: ForwardBatch) -> None:  # noqa: B027
+    def plan_prefill(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan` for the chunks: the rows from `batch.num_single_rows` on."""
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan_on_device` for the rows of one token."""
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan_on_device` for the chunks."""
 
     @abstractmethod
@@ -110,7 +110,7 @@ class AttentionBackend(ABC):
         """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same, in `out` where it is given."""
 
     @abstractmethod
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         """Attend the chunks. q, k, v: their tokens → like q, in `out` where it is given."""

@@ -76,7 +76,7 @@ class FlashAttnBackend(AttentionBackend):
         rows = slice(0, batch.num_single_rows)
         self._decode_tables = self._gather(batch, rows)
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         first = batch.num_single_rows
         num_tokens = batch.num_tokens - first
         # What a graph is captured with must serve any chunks of its shape.
@@ -100,7 +100,7 @@ class FlashAttnBackend(AttentionBackend):
         result = self._with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=seq_lens, **tables, **_options(spec))
         return copied_to(out, result.squeeze(1))
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         """Version 3 as documented in `hopper/flash_attn_interface.py` of the flash-attention repository."""

@@ -92,21 +92,21 @@ class FlashInferBackend(AttentionBackend):
         for planned in self._decodes.values():
             planned.gather_ids(batch, slice(0, batch.num_single_rows))
 
-    def plan_extend(self, batch: ForwardBatch) -> None:
+    def plan_prefill(self, batch: ForwardBatch) -> None:
         chunks = slice(batch.num_single_rows, batch.shape.num_rows)
         blocks = _HostBlocks(batch, chunks, self._case.block_size)
         query_starts = _running_sums(batch.num_tokens_host[chunks])
         for planned in self._prefills.values():
             planned.plan(blocks, query_starts)
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         for planned in self._prefills.values():
             planned.gather_ids(batch, slice(batch.num_single_rows, batch.shape.num_rows))
 
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         return self._decodes[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, new_or(out, q))
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         out = new_or(out, q)

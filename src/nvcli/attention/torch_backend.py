@@ -99,7 +99,7 @@ class TorchBackend(AttentionBackend):
         lens = batch.seq_lens[: batch.num_single_rows].tolist()
         self._decodes = {kind: self._lay_out_decodes(kind, batch, lens) for kind in self._kinds}
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         lens = batch.seq_lens[batch.num_single_rows :].tolist()
         self._chunks = {kind: list(self._lay_out_chunks(kind, batch, lens)) for kind in self._kinds}
 
@@ -126,7 +126,7 @@ class TorchBackend(AttentionBackend):
                 )
         return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=new_or(out, q))
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         k_cache, v_cache = batch.kv_cache.layer(layer)

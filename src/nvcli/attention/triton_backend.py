@@ -87,7 +87,7 @@ class TritonBackend(AttentionBackend):
         for decode in self._decodes.values():
             decode.plan(batch.seq_lens[:num_rows], batch.slots[:num_rows])
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         first = batch.num_single_rows
         for tiles in self._tiles.values():
             tiles.plan(
@@ -106,7 +106,7 @@ class TritonBackend(AttentionBackend):
         decode.run(q, k_cache, v_cache, block_tables, out, scale=spec.scale, window=spec.window)
         return out
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         out = new_or(out, q)

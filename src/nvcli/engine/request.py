@@ -70,15 +70,15 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
 
     mode: ForwardMode
     num_decodes: int
-    num_extend_tokens: int
+    num_prefill_tokens: int
     num_sampled: int
     """Tokens for which the LM head was computed."""
     decode_keys: int
     """Tokens whose keys and values the decode rows attended to, each row's counted; an upper bound where steps before
     it may have given fewer tokens than they computed logits for."""
-    extend_keys: int
+    prefill_keys: int
     """The same for the prefill chunks, each chunk's counted once."""
-    extend_pairs: int
+    prefill_pairs: int
     """Pairs of a prompt token and a token that it attended to."""
     num_used_blocks: int = 0
     """KV blocks held by running requests when the step was scheduled."""

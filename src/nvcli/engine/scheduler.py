@@ -129,7 +129,7 @@ class Scheduler:
         draft.add_last_tokens([state for state in parked if state.needs_last_token])
         sampling = rows
         for state, length in chunks:
-            self._extend(state, length, draft, sampling)
+            self._add_chunk(state, length, draft, sampling)
             budget -= length
         if chunks:
             self._prefilling = [state for state in self._prefilling if state.num_uncomputed]
@@ -328,12 +328,12 @@ class Scheduler:
             length = min(state.num_uncomputed, budget)
             if num_cached + length > state.capacity:
                 length = self._tables.grow(state, length, draft, least=1, reserve=reserve)
-            self._extend(state, length, draft, sampling)
+            self._add_chunk(state, length, draft, sampling)
             if state.num_uncomputed:
                 self._prefilling.append(state)
             budget -= length
 
-    def _extend(self, state: RequestState, length: int, draft: StepDraft, sampling: list[RequestState]) -> None:
+    def _add_chunk(self, state: RequestState, length: int, draft: StepDraft, sampling: list[RequestState]) -> None:
         """Schedule the next chunk of a prompt, for which there are blocks."""
         state.num_computed += length
         num_counted = min(state.num_computed, state.num_prompt)

@@ -30,11 +30,11 @@ class StepRecorder:
             StepRecord(
                 mode=step.mode,
                 num_decodes=step.num_decodes,
-                num_extend_tokens=int(chunk_lens.sum()),
+                num_prefill_tokens=int(chunk_lens.sum()),
                 num_sampled=int(num_logits.sum()),
                 decode_keys=int(lens[: step.num_decodes].sum()),
-                extend_keys=int(ends.sum()),
-                extend_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
+                prefill_keys=int(ends.sum()),
+                prefill_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
                 num_used_blocks=num_used_blocks,
             )
         )

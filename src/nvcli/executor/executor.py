@@ -31,7 +31,7 @@ from nvcli.messages import (
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 
-_SPARE_SLOTS = 2
+_SPARE_ENTRIES = 2
 """Messages that a channel holds beside those of the steps in flight: steps whose outputs are being taken in."""
 
 _BEHIND_SECONDS = 0.0005
@@ -74,7 +74,7 @@ class Executor:
     def _spawn(self, config: EngineConfig, runner: str) -> None:
         self._timeout = config.step_timeout
         size = config.num_ranks
-        num_slots = config.max_steps_in_flight + _SPARE_SLOTS
+        num_entries = config.max_steps_in_flight + _SPARE_ENTRIES
         steps = ChannelSpec.create(
             max_step_input_bytes(
                 max_num_seqs=config.max_num_seqs,
@@ -83,10 +83,10 @@ class Executor:
                 max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # how many groups, the ranks will say
             ),
             num_readers=size,
-            num_slots=num_slots,
+            num_entries=num_entries,
         )
         outputs = ChannelSpec.create(
-            max_step_output_bytes(max_num_seqs=config.max_num_seqs), num_readers=1, num_slots=num_slots
+            max_step_output_bytes(max_num_seqs=config.max_num_seqs), num_readers=1, num_entries=num_entries
         )
         status_fd = StatusBoard.create(size)
         self._status = StatusBoard(status_fd, size)

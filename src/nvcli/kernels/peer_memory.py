@@ -133,9 +133,9 @@ class PeerMemory:
         is_ours = len(shape) == 2 and shape[1] == layout.hidden_size and dtype == layout.dtype
         return is_ours and 0 < shape[0] <= layout.max_rows
 
-    def part(self, num_rows: int, *, opens: bool = False) -> Tensor:
-        """Where this rank's part of the next sum goes: [num_rows, hidden_size]. `opens`: of the pass's first sum."""
-        if opens:
+    def part(self, num_rows: int, *, first: bool = False) -> Tensor:
+        """Where this rank's part of the next sum goes: [num_rows, hidden_size]. `first` marks the first sum of a pass."""
+        if first:
             self._next = 0
             return self._parts[_FIRST][self.rank][:num_rows]
         part = self._parts[self._next][self.rank][:num_rows]
@@ -146,7 +146,7 @@ class PeerMemory:
         """Sum over the ranks of the part that opens a pass, in a tensor of its own."""
         from nvcli.kernels.triton import peer_memory
 
-        parts = self._parts_of(part, opens=True)
+        parts = self._parts_of(part, first=True)
         out = torch.empty_like(part)
         peer_memory.one_shot(parts, self._flags, self._epochs, None, None, out, 0.0, self.rank)
         return out
@@ -159,7 +159,7 @@ class PeerMemory:
         """
         from nvcli.kernels.triton import peer_memory
 
-        parts = self._parts_of(part, opens=False)
+        parts = self._parts_of(part, first=False)
         if len(part) >= self.two_shot_rows:
             peer_memory.two_shot(
                 parts, self._outs, self._flags, self._done, self._epochs, residual, weight, eps, self.rank
@@ -176,14 +176,14 @@ class PeerMemory:
         assert len(keys) <= self.layout.max_rows
         return peer_memory.max_of_keys(keys, self._words, self._key_epochs, self.rank)
 
-    def _parts_of(self, part: Tensor, *, opens: bool) -> tuple[Tensor, ...]:
+    def _parts_of(self, part: Tensor, *, first: bool) -> tuple[Tensor, ...]:
         """Of all ranks, for the sum that `part` is this rank's part of; it is copied if it lies elsewhere."""
         for parts in self._parts:
             if parts[self.rank].data_ptr() == part.data_ptr():
                 return parts
-        place = self.part(len(part), opens=opens)
+        place = self.part(len(part), first=first)
         place.copy_(part)
-        return self._parts_of(place, opens=opens)
+        return self._parts_of(place, first=first)
 
 
 def _aligned(num_bytes: int) -> int:
