@@ -1,4 +1,4 @@
-"""A rank on a real GPU: right answers, the logits and samples of the CPU, graphs that equal eager steps, memory as planned."""
+"""A rank on a real GPU: right answers, the CPU's logits and samples, graphs that equal eager steps, planned memory."""
 
 from __future__ import annotations
 

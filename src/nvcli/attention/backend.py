@@ -46,7 +46,8 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
-        """Reasons why this backend cannot serve `case`; empty when it can. Imports nothing heavy when it cannot."""
+        """Return the reasons why this backend cannot serve `case`, none if it can. It imports nothing heavy if it
+        cannot."""
 
     def can_capture(self, shape: BatchShape) -> bool:
         """Whether a step of this shape may be captured in a CUDA graph."""
@@ -107,20 +108,20 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same, in `out` where it is given."""
+        """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same shape, in `out` where it is given."""
 
     @abstractmethod
     def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        """Attend the chunks. q, k, v: their tokens → like q, in `out` where it is given."""
+        """Attend the chunks. q, k, v: as for `forward`, their tokens only → q's shape, in `out` where it is given."""
 
 
 def new_or(out: Tensor | None, q: Tensor) -> Tensor:
-    """`out`, or a new contiguous tensor of q's shape."""
+    """Return `out`, or a new contiguous tensor of q's shape if `out` is None."""
     return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
 
 
 def copied_to(out: Tensor | None, result: Tensor) -> Tensor:
-    """`result`, in `out` where that is given: for libraries that allocate what they return."""
+    """Copy `result` to `out` if that is given; for libraries that allocate what they return."""
     return result if out is None else out.copy_(result)

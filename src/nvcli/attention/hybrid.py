@@ -10,7 +10,7 @@ from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 
 class HybridBackend(AttentionBackend):
-    """A backend of two, named `prefill:decode` after them."""
+    """A backend made of two others, named `prefill:decode` after them."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self._prefill, self._decode = prefill, decode

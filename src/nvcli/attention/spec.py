@@ -24,7 +24,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase:
-    """What a backend is asked to serve in a run."""
+    """The run that a backend is asked to serve."""
 
     device: torch.device
     dtype: torch.dtype
@@ -32,6 +32,6 @@ class AttentionCase:
     """The distinct kinds of attention of this rank's layers."""
     block_size: int
     max_num_seqs: int = 256
-    """Most rows of a step, padding included; workspaces are sized by it."""
+    """The most rows of a step, padding included; workspaces are sized by it."""
     max_num_batched_tokens: int = 8192
-    """Most tokens of a step, padding included."""
+    """The most tokens of a step, padding included."""

@@ -20,6 +20,8 @@ _MAX_ROWS = 64_000
 
 
 class TritonBackend(AttentionBackend):
+    """Attention by the kernels in `nvcli.kernels.triton`."""
+
     name = "triton"
 
     def __init__(self, case: AttentionCase) -> None:

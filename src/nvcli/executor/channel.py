@@ -33,7 +33,7 @@ class ChannelSpec:
     capacity: int
     """Bytes of the largest message."""
     num_entries: int
-    """Messages that may be unread at a time."""
+    """Entries of the ring: the most messages that may be unread at a time."""
     memory_fd: int
     read_fds: tuple[int, ...]
     """A pipe's reading end for each reader."""
@@ -41,6 +41,7 @@ class ChannelSpec:
 
     @staticmethod
     def create(capacity: int, num_readers: int, *, num_entries: int = 4) -> ChannelSpec:
+        """Make the memory and the pipes of a channel."""
         pipes = [os.pipe() for _ in range(num_readers)]
         spec = ChannelSpec(
             capacity=capacity,
@@ -77,7 +78,7 @@ class ChannelSpec:
 
 
 def _acks(memory: mmap.mmap, spec: ChannelSpec) -> memoryview:
-    """The number of the last message that each reader has read, one number in every `_ALIGN` bytes.
+    """View the number of the last message that each reader has read: one number in every `_ALIGN` bytes.
 
     An element of a view is written and read in one piece. `struct` is not: it zeroes the bytes before it packs them,
     and a writer that looks in between takes the reader for far behind.

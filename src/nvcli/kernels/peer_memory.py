@@ -134,7 +134,8 @@ class PeerMemory:
         return is_ours and 0 < shape[0] <= layout.max_rows
 
     def part(self, num_rows: int, *, first: bool = False) -> Tensor:
-        """Where this rank's part of the next sum goes: [num_rows, hidden_size]. `first` marks the first sum of a pass."""
+        """Where this rank's part of the next sum goes: [num_rows, hidden_size]. `first` marks the first sum of a
+        pass."""
         if first:
             self._next = 0
             return self._parts[_FIRST][self.rank][:num_rows]
