@@ -27,10 +27,10 @@ from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingC
 def shard_candidates(
     logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int
 ) -> tuple[Tensor, Tensor]:
-    """What one rank knows of each row's choice: (packed [N] int64, lists [N, LIST_WIDTH] int32).
+    """Make one rank's part of each row's choice: (packed [N] int64, lists [N, LIST_WIDTH] int32).
 
-    `packed` is that of `packed_argmax`, and counts where the row has no small top-k; the list counts where it has one.
-    The arguments are those of `packed_argmax`.
+    `packed` is the result of `packed_argmax`; it is used for rows without a small top-k, and the list for rows with
+    one. The arguments are those of `packed_argmax`.
     """
     if logits.is_cuda:
         from nvcli.kernels.triton import sampling
@@ -58,10 +58,10 @@ def shard_candidates(
 def choose_candidates(
     packed: Tensor, lists: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor
 ) -> Tensor:
-    """The tokens that `sample` chooses from the whole vocabulary: [N] int32.
+    """Choose the tokens that `sample` chooses from the whole vocabulary: [N] int32.
 
-    packed: [N] int64, the largest of all ranks; lists: [R, N, LIST_WIDTH] int32 of all ranks. Rows of which `packed`
-    counts have to be without limits.
+    packed: [N] int64, the largest of all ranks; lists: [R, N, LIST_WIDTH] int32, those of all ranks. Rows without a
+    small top-k take their token from `packed`, and must have no limits.
     """
     if lists.is_cuda:
         from nvcli.kernels.triton import candidates

@@ -1,4 +1,4 @@
-"""From a step's rows to what the model reads: ids, positions, places in the KV cache, lengths, rows that need logits.
+"""Makes the model's inputs from a step's rows: ids, positions, places in the KV cache, lengths, rows that need logits.
 
 Plain torch is the reference; CUDA tensors take the Triton kernel that is held to it: one launch at the head of a step,
 which a CUDA graph can hold. Only this operation advances the lengths of requests.
@@ -15,9 +15,9 @@ from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 
 
 def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
-    """Fill `out` for the next tokens of each row's request, and count them as computed in `state.lengths`.
+    """Fill `out` for the next tokens of each row's request, and add their number to `state.lengths`.
 
-    No slot but the padding slot is in two rows.
+    No slot but the padding slot may be in two rows.
     """
     if rows.slots.is_cuda:
         from nvcli.kernels.triton import prepare_inputs as kernels
@@ -52,8 +52,8 @@ def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, starts: Tensor, offsets: Tensor, ids: Tensor) -> None:
-    """Put spans of tokens into the table: span i, ids[offsets[i] : offsets[i + 1]], from position starts[i] of slot
-    slots[i] on.
+    """Write spans of tokens into the table. Span i is ids[offsets[i] : offsets[i + 1]]; it begins at position starts[i]
+    of slot slots[i].
 
     token_ids: [S, max_model_len] int32, written; slots, starts: [n] int32; offsets: [n + 1] int32; ids: int32.
     """

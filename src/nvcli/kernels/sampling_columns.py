@@ -1,4 +1,4 @@
-"""How each slot's tokens are chosen, as columns of a table, and the sizes of the lists that ranks exchange for it."""
+"""The sampling parameters of all slots, as columns of a table, and the size of the lists that ranks exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ the entries before are the tokens above it, in any order."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingColumns:
-    """How tokens are chosen for each slot. Every tensor is [S], contiguous."""
+    """The sampling parameters of each slot. Every tensor is [S], contiguous."""
 
     temperature: Tensor
     """float32; 0 is greedy, and then no limit matters."""
@@ -29,20 +29,20 @@ class SamplingColumns:
     seed: Tensor
     """int64, key of the random numbers (see `nvcli.kernels.philox`)."""
     row: Tensor
-    """int64, counter word of the random numbers."""
+    """int64, the row of the job: a counter word of the random numbers."""
     sample: Tensor
-    """int64, counter word of the random numbers."""
+    """int64, the sample of the row: a counter word of the random numbers."""
 
     def at(self, slots: Tensor) -> SamplingColumns:
-        """The rows of some slots: `slots` [N] int64 → tensors [N]."""
+        """Select the parameters of some slots: `slots` [N] int64 → tensors [N]."""
         return SamplingColumns(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
 
     @property
     def is_limited(self) -> Tensor:
-        """[S] bool: slots whose tokens are drawn from a part of the vocabulary."""
+        """[S] bool, the slots whose tokens are drawn from a part of the vocabulary."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     @property
     def has_small_top_k(self) -> Tensor:
-        """[S] bool: slots that draw their tokens from at most `MAX_CANDIDATES`, ties aside."""
+        """[S] bool, the slots that draw their tokens from at most `MAX_CANDIDATES`, ties aside."""
         return (self.temperature > 0) & (self.top_k > 0) & (self.top_k <= MAX_CANDIDATES)

@@ -12,31 +12,34 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """What to compute, row by row. One more row than the batch has stands last: the padding slot computes its tokens,
-    which fill the batch up. All int32; a row of the padding slot is padding."""
+    """The rows of a step. All tensors are int32, and every row of the padding slot is padding.
+
+    The last row is one more than the batch has. It belongs to the padding slot, and its tokens fill the batch up.
+    """
 
     slots: Tensor
-    """[R + 1]."""
+    """[R + 1], the slot of each row."""
     num_tokens: Tensor
     """[R + 1], tokens that each row computes."""
     num_logits: Tensor
-    """[R + 1], how many of its last tokens need logits."""
+    """[R + 1], the number of each row's last tokens that need logits."""
     query_start_loc: Tensor
-    """[R + 2], first token of each row; the last entry is T."""
+    """[R + 2], the first token of each row; the last entry is T."""
     logits_start_loc: Tensor
-    """[R + 2], first of the N rows that are kept for each row's logits, as many as it has or more."""
+    """[R + 2], the first of the N logits rows that are kept for each row: as many as it has logits, or more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotState:
-    """Tables with a row for each slot, the padding slot's last."""
+    """The tables with a row for each slot. The last row is the padding slot's."""
 
     lengths: Tensor
-    """[S] int32, tokens whose keys and values are in the cache: the position of the next token to compute."""
+    """[S] int32, the number of tokens whose keys and values are in the cache: the position of the next token to
+    compute."""
     token_ids: Tensor
     """[S, max_model_len] int32, each request's tokens by position."""
     block_tables: Tensor
-    """[G, S, max_blocks] int32."""
+    """[G, S, max_blocks] int32, each slot's block ids by KV group."""
     block_size: int
 
     @property
@@ -46,21 +49,22 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Buffers that are filled: the fields of `ForwardBatch`, and what to sample. They may be larger than needed."""
+    """The buffers that are filled: fields of `ForwardBatch`, and what to sample. They may be larger than a step
+    needs."""
 
     input_ids: Tensor
-    """[T] int32."""
+    """[T] int32, the id of each token."""
     positions: Tensor
-    """[T] int32; 0 for padding."""
+    """[T] int32, the position of each token; 0 for padding."""
     slot_mapping: Tensor
-    """[G, T] int64; into the null block for padding."""
+    """[G, T] int64, the place of each token in the KV cache; in the null block for padding."""
     slots: Tensor
-    """[R + 1] int64."""
+    """[R + 1] int64, the slot of each row."""
     seq_lens: Tensor
-    """[R + 1] int32, lengths behind this step; of padding the row's own tokens."""
+    """[R + 1] int32, the length of each row's request behind this step; for padding, the number of the row's tokens."""
     logits_rows: Tensor
-    """[N] int64: which of the T tokens; 0 where a row has fewer logits than are kept for it."""
+    """[N] int64, the token that each logits row belongs to; 0 for one that is kept and not used."""
     sample_slots: Tensor
-    """[N] int64: whose next token it is; the padding slot where nobody's."""
+    """[N] int64, the slot whose next token each logits row gives; the padding slot for one that is not used."""
     sample_positions: Tensor
-    """[N] int32: its position."""
+    """[N] int32, the position of that next token."""
