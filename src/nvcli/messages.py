@@ -36,7 +36,8 @@ def unpack(data: bytes) -> array[int]:
 
 
 class ForwardMode(IntEnum):
-    """What a step contains (SGLang's names). It is derived, for records and logs: no code path hangs on it."""
+    """The kinds of rows that a step contains (SGLang's names). The mode is derived, for records and logs: no code path
+    hangs on it."""
 
     EXTEND = 1
     """Prefill chunks only."""
@@ -99,14 +100,14 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     freed_slots: bytes = b""
     new_slots: list[NewSlot] = []
     block_groups: bytes = b""
-    """With the next three, the new entries of the block tables: block_tables[group, slot, column] = id."""
+    """This field and the next three are the new entries of the block tables: block_tables[group, slot, column] = id."""
     block_slots: bytes = b""
     block_columns: bytes = b""
     block_ids: bytes = b""
     token_slots: bytes = b""
-    """With the next three, spans of tokens that the ranks do not have: prefill chunks, cached prefixes that penalties
-    must count, and sampled tokens of requests that wait for their last token. Span i puts the next `token_counts[i]`
-    of `token_ids` at positions `token_starts[i]` and on of slot `token_slots[i]`."""
+    """This field and the next three are spans of tokens that the ranks do not have: prefill chunks, cached prefixes
+    that penalties must count, and sampled tokens of requests that wait for their last token. Span i puts the next
+    `token_counts[i]` of `token_ids` at positions `token_starts[i]` and on of slot `token_slots[i]`."""
     token_starts: bytes = b""
     token_counts: bytes = b""
     token_ids: bytes = b""
@@ -160,7 +161,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     seconds: float = 0.0
     """The device's time for the step, from its first kernel to its last."""
     idle_seconds: float = 0.0
-    """How long the device waited for the host: before the step, and in it."""
+    """The time that the device waited for the host, before the step and in it."""
     is_graph: bool = False
     """Whether the step ran as a CUDA graph."""
     out_of_memory: str = ""
@@ -201,7 +202,7 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The bytes of rank 0's weights."""
     attention_backend: str
     group_windows: list[int | None] = msgspec.field(default_factory=lambda: [None])
-    """For each KV group the window of its layers, in tokens; None: they attend to all tokens before them. At most
+    """The window of each KV group's layers, in tokens; None: they attend to all tokens before them. At most
     `MAX_KV_GROUPS`."""
     seconds: dict[str, float]
     """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""

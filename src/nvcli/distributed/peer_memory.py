@@ -1,4 +1,4 @@
-"""How the GPUs of a tensor-parallel group come to share memory, and why that may not be possible.
+"""The opening of memory that the GPUs of a tensor-parallel group share, and the reasons why it may be impossible.
 
 What goes through that memory, and how, is in `kernels/peer_memory.py`.
 """
@@ -63,7 +63,8 @@ def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemo
 
 
 def _obstacle(config: EngineConfig, group: TensorParallelGroup, first_rank: int) -> str | None:
-    """What keeps this rank from the other ranks' memory, as far as that can be known beforehand.
+    """Say what keeps this rank from the other ranks' memory, as far as that can be known beforehand; None if nothing
+    does.
 
     `first_rank` is the number of the group's first rank among all ranks of the replica.
     """

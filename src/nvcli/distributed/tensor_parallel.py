@@ -18,7 +18,8 @@ from nvcli.kernels.peer_memory import PeerMemory
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What a rank sends to its counterpart in the next pipeline stage, for T tokens (SGLang's proxy tensors)."""
+    """The tensors that a rank sends to its counterpart in the next pipeline stage, for T tokens (SGLang's proxy
+    tensors)."""
 
     residual: Tensor
     """[T, H], the residual stream. With several ranks, a rank's copy may be up to date only in the rows that this rank

@@ -79,6 +79,7 @@ class EngineClient:
         return self._ready
 
     def add(self, requests: list[Request]) -> None:
+        """Send requests to the engine."""
         self._send(AddRequests(requests))
 
     def abort(self, request_ids: Iterable[int]) -> None:

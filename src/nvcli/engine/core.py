@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 class StepExecutor(Protocol):
     """The part of an executor that the loop uses."""
 
-    def submit(self, step: StepInput) -> None: ...
+    def submit(self, step: StepInput) -> None:
+        """Send a step to the ranks."""
 
-    def collect(self) -> StepOutput: ...
+    def collect(self) -> StepOutput:
+        """Wait for the output of the oldest submitted step, and return it."""
 
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         """Go on with these limits after a step ran out of memory; no step may be in flight.
@@ -59,9 +61,11 @@ class EngineCore:
         """Warnings for the user that `take_notes` has not given out yet."""
 
     def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests."""
         self._scheduler.add(requests)
 
     def abort(self, request_ids: Iterable[int]) -> None:
+        """End requests early, if they have not ended yet."""
         self._scheduler.abort(request_ids)
 
     def forget_prefixes(self) -> None:

@@ -42,6 +42,7 @@ class DecodeQueue:
             self._slots = self._lens = None
 
     def remove(self, state: RequestState) -> None:
+        """Take a request out of the queue."""
         if state in self._parked:
             del self._parked[state]
         else:

@@ -87,6 +87,6 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     seconds: float = 0.0
     """The device's time for the step."""
     idle_seconds: float = 0.0
-    """How long the device waited for the host: before the step, and in it."""
+    """The time that the device waited for the host, before the step and in it."""
     is_graph: bool = False
     """Whether the step ran as a CUDA graph."""

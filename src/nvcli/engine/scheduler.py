@@ -75,6 +75,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests
 
     def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests behind the waiting ones."""
         for request in requests:
             state = RequestState(request, needs_last_token=self.limits.num_micro_batches > 1)
             assert state.num_prompt > 0
@@ -84,7 +85,7 @@ class Scheduler:
             self._waiting.append(state)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End requests early. Those that are gone already are passed over: their last output is on its way."""
+        """End requests early. Requests that have ended already are skipped: their last output is on its way."""
         for request_id in request_ids:
             state = self._by_id.get(request_id)
             if state is not None:
@@ -190,6 +191,7 @@ class Scheduler:
                 self._unsent.append(state.report())
 
     def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs since the last call."""
         outputs, self._unsent = self._unsent, []
         return outputs
 
@@ -209,7 +211,7 @@ class Scheduler:
             self.block_manager.unregister(step.registered)
         self.block_manager.unregister(self._registered)
         self._registered = []
-        # The ranks have not heard of all that the dropped steps freed and filled.
+        # The dropped steps would have told the ranks which slots were freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
         self._restarts = True
 

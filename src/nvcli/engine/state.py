@@ -42,10 +42,10 @@ class RequestState:
     """Leading prompt tokens that the statistics have counted; tokens that are computed again count once."""
     slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)
-    """For each KV group a column of block ids, set by `BlockTables`: block c holds the tokens from
-    c × block_size on; 0 where the group's window has left it behind."""
+    """The block ids of each KV group, set by `BlockTables`: entry c holds the tokens from c × block_size on. It is 0
+    where the group's window has left the block behind."""
     first_columns: list[int] = field(default_factory=list)
-    """For each KV group the number of leading zeros in `blocks`."""
+    """The number of leading zeros in `blocks` of each KV group."""
     capacity: int = 0
     """Tokens that the blocks of every group have room for."""
     num_hashed_blocks: int = 0

@@ -43,7 +43,7 @@ class StepDraft:
         self._blocks: list[tuple[int, int, int, int]] = []
         """(KV group, slot, column, block) for each block that a slot was given."""
         self._span_slots: list[int] = []
-        """With the next three lists, spans of tokens as in `StepInput`."""
+        """This list and the next three hold spans of tokens, as in `StepInput`."""
         self._span_starts: list[int] = []
         self._span_counts: list[int] = []
         self._token_ids = bytearray()

@@ -67,6 +67,7 @@ class ChannelSpec:
         return self.ack_bytes + self.num_entries * self.entry_bytes
 
     def entry_offset(self, sequence: int) -> int:
+        """Return the byte at which the entry of a message begins in the memory."""
         return self.ack_bytes + sequence % self.num_entries * self.entry_bytes
 
     def reader_fds(self, reader: int) -> tuple[int, ...]:
@@ -74,6 +75,7 @@ class ChannelSpec:
         return (self.memory_fd, self.read_fds[reader])
 
     def writer_fds(self) -> tuple[int, ...]:
+        """The descriptors to pass to the process of the writer."""
         return (self.memory_fd, *self.write_fds)
 
 
@@ -171,5 +173,6 @@ class ChannelReader:
 
 
 def close_fds(fds: tuple[int, ...]) -> None:
+    """Close these file descriptors."""
     for fd in fds:
         os.close(fd)

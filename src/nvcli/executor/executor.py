@@ -151,7 +151,7 @@ class Executor:
                         ready[rank] = message
                     elif isinstance(message, StorePort):
                         for other in self._ranks[1:]:
-                            with contextlib.suppress(OSError):  # it has ended, and its last words come up below
+                            with contextlib.suppress(OSError):  # it has ended; its last message is read below
                                 other.control.send(message)
         assert len(ready[0].group_windows) <= MAX_KV_GROUPS, "steps may not fit the channel"
         memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]

@@ -39,11 +39,11 @@ from torch import Tensor
 SUPPORTED_RANKS = (2, 4, 8)
 
 _TWO_SHOT_BYTES = {4: 512 << 10, 8: 96 << 10}
-"""By ranks: from parts of this size on (rows × hidden size × bytes) two shots win. One shot makes each of N ranks read
-(N - 1) parts; two shots read and write (N - 1) / N parts each, and cost one more trip over NVLink. Measured on H200s by
-scripts/bench_collectives.py: 4 ranks are even between 256 and 512 KiB. Estimated for 8: a trip of 1.5 µs is worth
-450 KB at 300 GB/s, and they are even at 86 KB. For 2 ranks the bytes are the same either way, and one shot stays ahead
-at every size: 9.5 µs against 11.3 at 2 MiB, 205 against 214 at 64 MiB."""
+"""The size of a part (rows × hidden size × bytes) from which on two shots win, by the number of ranks. One shot makes
+each of N ranks read (N - 1) parts; two shots read and write (N - 1) / N parts each, and cost one more trip over NVLink.
+Measured on H200s by scripts/bench_collectives.py: 4 ranks are even between 256 and 512 KiB. Estimated for 8: a trip of
+1.5 µs is worth 450 KB at 300 GB/s, and they are even at 86 KB. For 2 ranks the bytes are the same either way, and one
+shot stays ahead at every size: 9.5 µs against 11.3 at 2 MiB, 205 against 214 at 64 MiB."""
 
 _ALIGN = 128
 _PARTS = 3
@@ -135,8 +135,8 @@ class PeerMemory:
         return is_ours and 0 < shape[0] <= layout.max_rows
 
     def part(self, num_rows: int, *, first: bool = False) -> Tensor:
-        """Where this rank's part of the next sum goes: [num_rows, hidden_size]. `first` marks the first sum of a
-        pass."""
+        """Return the memory for this rank's part of the next sum, [num_rows, hidden_size]. `first` marks the first sum
+        of a pass."""
         if first:
             self._next = 0
             return self._parts[_FIRST][self.rank][:num_rows]

@@ -36,7 +36,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What a runner is told about its process."""
+    """The facts and functions that a rank's process gives to its runner."""
 
     rank: int
     report_phase: Callable[[str], None]

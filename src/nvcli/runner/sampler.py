@@ -34,7 +34,7 @@ _CHANGES_AND_LOGPROBS = SamplingFlag.PENALTIES | SamplingFlag.ADJUSTED | Samplin
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """What the rows of a batch ask of the sampler, as the host knows it."""
+    """The demands of a batch's rows on the sampler, as the host knows them."""
 
     slots: np.ndarray
     """[N], the slot of each row."""

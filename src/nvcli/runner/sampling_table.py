@@ -25,7 +25,7 @@ _LONGS = ("seed", "row", "sample")
 
 
 class SamplingFlag(IntFlag):
-    """What a slot asks for beyond greedy or temperature."""
+    """The demands of a slot on the sampler beyond greedy or temperature."""
 
     SMALL_TOP_K = 1
     """A top-k up to MAX_CANDIDATES, alone or with top-p and min-p."""

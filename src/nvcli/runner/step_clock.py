@@ -1,4 +1,4 @@
-"""StepClock: how long a step's work took the device, and how long the device waited for the host.
+"""StepClock: it measures how long a step's work took the device, and how long the device waited for the host.
 
 The time between two steps is known from events around them. Within a graph the device waits for nobody. Within an
 eager step it may wait for each launch, which events around the step do not show. The host can tell that it did: the
@@ -28,7 +28,7 @@ class StepTime:
     seconds = 0.0
     """The device's time for the step, without the time it waited."""
     idle_seconds = 0.0
-    """How long the device waited for the host, before the step and in it."""
+    """The time that the device waited for the host, before the step and in it."""
 
     def wait(self) -> None:
         """Return once the device is done with the step."""
@@ -36,13 +36,13 @@ class StepTime:
 
 @dataclass(slots=True)
 class _Launches:
-    """What is known of eager steps. The thread that posts outputs finds it out; the rank's main thread decides by it
+    """The measurements of eager steps. The thread that posts outputs takes them; the rank's main thread decides by them
     which steps to hold back."""
 
     busy_per_token: float = 0.0
     """Seconds, from the last step that was held back; 0 before the first."""
     seconds: float = 0.0
-    """How long the host took to launch the last step that waited for it; 0 before the first."""
+    """The time that the host took to launch the last step that waited for it; 0 before the first."""
     until_hold: int = 0
     """The number of steps that still wait for launches before one is held back again."""
 
