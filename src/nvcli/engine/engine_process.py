@@ -126,8 +126,7 @@ def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
 
 
 def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, executor: Executor) -> bool:
-    """Hand waiting messages to the core, or wait for one if there is nothing to do; return whether the engine goes
-    on."""
+    """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine."""
     while True:
         try:
             message = inbox.get(block=not core.has_work, timeout=_IDLE_CHECK_SECONDS)

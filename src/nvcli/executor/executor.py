@@ -271,7 +271,7 @@ class Executor:
         return message
 
     def _poll_ranks(self) -> None:
-        """Read the ranks' messages while steps run. Keep that memory ran out; raise the error of a rank that failed."""
+        """Read the ranks' messages while steps run: keep those of memory that ran out, raise a rank's error."""
         error = self._find_cause({}, set())
         if error is not None:
             raise error
@@ -283,7 +283,7 @@ class Executor:
     def _find_cause(self, failed: dict[int, RankFailed], dead: set[int]) -> NvcliError | None:
         """Read the messages of all ranks for a moment, and find out which one is the cause of a failure.
 
-        Returns None if memory ran out and nothing else happened; `_out_of_memory` then says so.
+        Returns None if no rank has failed; if one ran out of memory, `_out_of_memory` keeps its message.
 
         An error of the user's (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other
         failures: the ranks that merely lost their peer fail last.
