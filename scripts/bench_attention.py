@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from nvcli.attention import selection
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
+from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 from nvcli.errors import ConfigError
 
 DEVICE = torch.device("cuda")
@@ -88,7 +89,7 @@ def make_cache(num_blocks: int, block_size: int) -> KVCache:
 
 
 def make_batch(
-    extend_lens: list[int], seq_lens: np.ndarray, block_size: int, backend: AttentionBackend, spread: int = 1
+    chunk_lens: list[int], seq_lens: np.ndarray, block_size: int, backend: AttentionBackend, spread: int = 1
 ) -> ForwardBatch:
     """Prefill chunks of these lengths, or decode rows where there are none; blocks in random order among `spread` times
     as many; in order where it is 0."""
@@ -99,14 +100,14 @@ def make_batch(
     for row, (end, count) in enumerate(zip(np.cumsum(num_blocks), num_blocks, strict=True)):
         tables[row, :count] = ids[end - count : end]
     num_rows = len(seq_lens)
-    query_lens = np.array(extend_lens or [1] * num_rows)
+    query_lens = np.array(chunk_lens or [1] * num_rows)
     nothing = torch.empty(0, device=DEVICE)
     slots = np.random.default_rng(2).permutation(num_rows)
     slot_tables = np.zeros_like(tables)
     slot_tables[slots] = tables
     shape = BatchShape(decode_rows=num_rows)
-    if extend_lens:
-        shape = BatchShape(prefill_rows=num_rows, prefill_tokens=sum(extend_lens))
+    if chunk_lens:
+        shape = BatchShape(prefill_rows=num_rows, prefill_tokens=sum(chunk_lens))
     return ForwardBatch(
         shape=shape,
         input_ids=nothing,
@@ -247,17 +248,17 @@ def prefill_table(names: list[str], heads: list[int], window: int | None) -> lis
         f"{'heads':5} {'prompts':20}" + "".join(f"{n:>20}" for n in names),
     ]
     for num_heads in heads:
-        for title, (extend_lens, seq_lens) in PROMPTS.items():
-            pairs = sum(count_pairs(n, length, window) for n, length in zip(extend_lens, seq_lens, strict=True))
+        for title, (chunk_lens, seq_lens) in PROMPTS.items():
+            pairs = sum(count_pairs(n, length, window) for n, length in zip(chunk_lens, seq_lens, strict=True))
             flops = 4 * num_heads * HEAD_DIM * pairs
             cells, plans = [], []
             for name in names:
                 if name == "torch-varlen":
-                    cells.append(_torch_varlen(num_heads, extend_lens, seq_lens, flops))
+                    cells.append(_torch_varlen(num_heads, chunk_lens, seq_lens, flops))
                     continue
                 case = make_case(num_heads, block_size_of(name), window)
                 backend = selection._load(name)(case)
-                batch = make_batch(extend_lens, np.array(seq_lens), case.block_size, backend)
+                batch = make_batch(chunk_lens, np.array(seq_lens), case.block_size, backend)
                 backend.plan(batch)
                 backend.plan_on_device(batch)
                 layers = Layers(batch, case.specs[0])
@@ -271,16 +272,16 @@ def prefill_table(names: list[str], heads: list[int], window: int | None) -> lis
     return lines
 
 
-def _torch_varlen(num_heads: int, extend_lens: list[int], seq_lens: list[int], flops: int) -> str:
+def _torch_varlen(num_heads: int, chunk_lens: list[int], seq_lens: list[int], flops: int) -> str:
     """Torch's own FlashAttention 2, for fresh prompts only."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if extend_lens != seq_lens:
+    if chunk_lens != seq_lens:
         return "-"
-    q = torch.randn(sum(extend_lens), num_heads, HEAD_DIM, device=DEVICE).to(DTYPE)
-    k, v = torch.randn(2, sum(extend_lens), NUM_KV_HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)
-    starts = torch.tensor([0, *accumulate(extend_lens)], dtype=torch.int32, device=DEVICE)
-    longest = max(extend_lens)
+    q = torch.randn(sum(chunk_lens), num_heads, HEAD_DIM, device=DEVICE).to(DTYPE)
+    k, v = torch.randn(2, sum(chunk_lens), NUM_KV_HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)
+    starts = torch.tensor([0, *accumulate(chunk_lens)], dtype=torch.int32, device=DEVICE)
+    longest = max(chunk_lens)
     seconds = time_graph(lambda: varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0)))
     return f"{seconds * 1e6:12.1f} ({flops / seconds / 1e12:5.0f})"
 

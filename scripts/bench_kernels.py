@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from nvcli.kernels import activation, candidates, norm, rotary, sampling
-from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows, prepare_inputs
-from nvcli.kernels.sampling import SamplingColumns
+from nvcli.kernels.prepare_inputs import prepare_inputs
+from nvcli.kernels.sampling_columns import SamplingColumns
+from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 
 VOCAB_SIZE = 151_936
 MODELS = {"0.6B": (1024, 16, 8, 3072), "8B": (4096, 32, 8, 12288)}

@@ -19,7 +19,7 @@ from nvcli.config import EngineConfig
 from nvcli.engine.protocol import EngineStart
 from nvcli.errors import LoadError
 from nvcli.executor import executor
-from nvcli.executor.process import ChildProcess
+from nvcli.executor.child_process import ChildProcess
 from nvcli.messages import EngineReady, SlotSampling, StepInput, StepOutput, pack, unpack
 from nvcli.runner.interface import RankContext, Runner
 
@@ -393,7 +393,7 @@ class DiesLoadingRunner(CountingRunner):
 
 def engine_without_processes(start: EngineStart, control: Connection) -> None:
     """An engine's process that cannot start more others than NVCLI_TEST_PROCESSES."""
-    from nvcli.engine.process import main
+    from nvcli.engine.engine_process import main
 
     left = int(os.environ["NVCLI_TEST_PROCESSES"])
 

@@ -327,7 +327,7 @@ def test_exception_in_a_step_names_rank_and_step(tmp_path: Path) -> None:
 
 
 def test_a_lost_copys_traceback_is_kept(tmp_path: Path) -> None:
-    """Both copies fail in their step 5: the first is done without, the second ends the run."""
+    """Both replicas fail in their step 5: the first is done without, the second ends the run."""
     rows = [{"prompt": "a", "sampling": {"max_tokens": 50, "ignore_eos": True}}] * 2
     command = nvcli_with_runner(
         *("FailingRunner", "generate", str(write_rows(tmp_path / "in.jsonl", rows)), "-m", "demo", "--dp", "2"),

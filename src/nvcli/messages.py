@@ -1,4 +1,4 @@
-"""What the engine and the ranks say to each other in a step, and how it is laid out in bytes.
+"""The messages between the engine and the ranks, and how large they may become.
 
 `StepInput` carries deltas only; everything that a rank can remember (block tables, lengths, tokens, sampling
 parameters) lives in its slot table. Token ids, slots and block ids travel as packed int32, so that a message is
@@ -17,25 +17,27 @@ import msgspec
 from nvcli.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
 
 MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
-"""Most ids that a request may stop on: its own and the model's end-of-sequence ids."""
+"""The most ids that a request may stop on: its own and the model's end-of-sequence ids."""
 
 MAX_KV_GROUPS = 8
-"""Most KV groups that a model may have: the step channel is made before a rank can say how many there are."""
+"""The most KV groups that a model may have. The step channel is made before a rank can say how many there are."""
 
 
 def pack(ids: Iterable[int]) -> bytes:
-    """int32 in native byte order."""
+    """Pack integers as int32 in native byte order."""
     return array("i", ids).tobytes()
 
 
 def unpack(data: bytes) -> array[int]:
+    """Unpack the integers that `pack` packed."""
     ids = array("i")
     ids.frombytes(data)
     return ids
 
 
 class ForwardMode(IntEnum):
-    """What a step contains (SGLang's names). It is derived, for records and logs: no code path hangs on it."""
+    """The kinds of rows that a step contains (SGLang's names). The mode is derived, for records and logs: no code path
+    hangs on it."""
 
     EXTEND = 1
     """Prefill chunks only."""
@@ -46,18 +48,19 @@ class ForwardMode(IntEnum):
 
 
 class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What it takes to sample for one slot, from admission to release."""
+    """The sampling parameters of one slot, from admission to release."""
 
     seed: int = 0
-    """Key of the counter-based generator, 64 bits."""
+    """The key of the counter-based random numbers, 64 bits."""
     row: int = 0
-    """Counter words: row of the job (0 where the row brought its own seed) and which of its `n` samples."""
+    """The number of the job's row, a counter word; 0 if the row brought its own seed."""
     sample: int = 0
+    """The number of the sample among the row's `n`, a counter word."""
     prompt_len: int = 0
-    """Tokens of the original prompt; what follows is output (penalties, min_tokens)."""
+    """The tokens of the original prompt; what follows is output, for penalties and `min_tokens`."""
     temperature: float = 1.0
     top_k: int = 0
-    """0: off."""
+    """0 switches it off."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -65,7 +68,7 @@ class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     num_logprobs: int = -1
-    """Alternatives wanted beside the chosen token; -1: no log-probabilities at all."""
+    """The number of alternatives wanted beside the chosen token; -1: no log-probabilities at all."""
     stop_ids: list[int] = []
     """Ids that must not be chosen before `min_tokens`; empty when `min_tokens` is 0."""
     bias_ids: list[int] = []
@@ -73,7 +76,7 @@ class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A request enters a slot, for the first time or again after a preemption."""
+    """A request that enters a slot, for the first time or again after a preemption."""
 
     slot: int
     num_cached_tokens: int
@@ -97,30 +100,30 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     freed_slots: bytes = b""
     new_slots: list[NewSlot] = []
     block_groups: bytes = b""
-    """With the next three: block_tables[group, slot, column] = id."""
+    """This field and the next three are the new entries of the block tables: block_tables[group, slot, column] = id."""
     block_slots: bytes = b""
     block_columns: bytes = b""
     block_ids: bytes = b""
     token_slots: bytes = b""
-    """With the next three, spans of tokens that the ranks do not have: prefill chunks, cached prefixes that penalties
-    must count, and sampled tokens of requests that wait for their last token. Span i puts the next `token_counts[i]`
-    of `token_ids` at positions `token_starts[i]` and on of slot `token_slots[i]`."""
+    """This field and the next three are spans of tokens that the ranks do not have: prefill chunks, cached prefixes
+    that penalties must count, and sampled tokens of requests that wait for their last token. Span i puts the next
+    `token_counts[i]` of `token_ids` at positions `token_starts[i]` and on of slot `token_slots[i]`."""
     token_starts: bytes = b""
     token_counts: bytes = b""
     token_ids: bytes = b""
     slots: bytes = b""
-    """The batch: one slot for each row, each slot at most once."""
+    """The slot of each row of the batch; no slot is in two rows."""
     num_tokens: bytes = b""
-    """Tokens to compute, one count for each row, at least 1."""
+    """The number of tokens that each row computes, at least 1."""
     num_logits: bytes = b""
-    """How many of a row's last tokens need logits: 0 for a prefill chunk that does not end its prompt."""
+    """The number of each row's last tokens that need logits; 0 for a prefill chunk that does not end its prompt."""
     seq_lens: bytes = b""
-    """Upper bound of each row's length behind this step, its own tokens included; exact unless an earlier step whose
-    counts the engine does not know yet may accept a number of tokens of its own."""
+    """An upper bound of each row's length behind this step, its own tokens included. It is exact unless an earlier step
+    whose counts the engine does not know yet may accept a number of tokens of its own."""
     num_decodes: int = 0
-    """Leading rows that are decode rows. They have equally many tokens, and as many logits as tokens."""
+    """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens."""
     restarts: bool = False
-    """The first step after one that did not run: every slot is freed, and requests enter theirs anew."""
+    """Whether this is the first step after one that did not run: every slot is freed, and requests enter slots anew."""
 
     @property
     def num_rows(self) -> int:
@@ -146,73 +149,73 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What was sampled in a step: for each row with logits, in batch order, `counts[i]` tokens."""
+    """The tokens that a step gave: `counts[i]` tokens for each row with logits, in batch order."""
 
     step_id: int
     token_ids: bytes
-    """Packed, row after row."""
+    """The packed ids, row after row."""
     counts: bytes = b""
-    """Packed, 0 to `num_logits` tokens for each row with logits; empty: as many tokens as logits."""
+    """The packed number of tokens of each row with logits, 0 to `num_logits`; empty: as many tokens as logits."""
     logprobs: list[TokenLogprobs | None] = []
-    """One for each token where any request of the batch asked; else empty."""
+    """One entry for each token if any request of the batch asked; else empty."""
     seconds: float = 0.0
     """The device's time for the step, from its first kernel to its last."""
     idle_seconds: float = 0.0
-    """How long the device waited for the host: before the step, and in it."""
+    """The time that the device waited for the host, before the step and in it."""
     is_graph: bool = False
     """Whether the step ran as a CUDA graph."""
     out_of_memory: str = ""
-    """Not empty: the step did not run, for this reason, or because the one before it did not. Nothing of it counts, and
-    no step runs until one that `restarts`."""
+    """The reason for which this step, or the one before it, did not run; empty if it ran. Nothing else in the output of
+    such a step counts, and no step runs until one that `restarts`."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One rank's memory, in bytes: what was planned for each item, and what the item then took."""
 
     device: str
-    """Name of the GPU, or CPU."""
+    """The name of the GPU, or CPU."""
     total: int
-    """Of the device."""
+    """The memory of the device."""
     budget: int
-    """What the run may use of it."""
+    """The part of it that the run may use."""
     weights: dict[str, int]
-    """By group: embeddings, attention, MLP, …; together the planned and measured item `weights`."""
+    """The weights by group (embeddings, attention, MLP, …); together they are the item `weights`."""
     planned: dict[str, int]
-    """By item, in the order of `sizing.memory_plan.ITEMS`."""
+    """The planned memory of each item, in the order of `sizing.memory_plan.ITEMS`."""
     measured: dict[str, int] = {}
-    """Likewise; empty unless the run was asked to measure."""
+    """The measured memory of each item; empty unless the run was asked to measure."""
 
     @property
     def beside_cache(self) -> int:
-        """Of all planned items but the KV cache."""
+        """The sum of all planned items but the KV cache."""
         return sum(size for name, size in self.planned.items() if name != "KV cache")
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What an engine reports once its ranks can run."""
+    """The report of an engine whose ranks can run."""
 
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
-    """Of one rank."""
+    """The bytes of one rank's KV cache."""
     weight_bytes: int
-    """Of rank 0."""
+    """The bytes of rank 0's weights."""
     attention_backend: str
     group_windows: list[int | None] = msgspec.field(default_factory=lambda: [None])
-    """For each KV group the window of its layers, in tokens; None: they attend to all tokens before them. At most
+    """The window of each KV group's layers, in tokens; None: they attend to all tokens before them. At most
     `MAX_KV_GROUPS`."""
     seconds: dict[str, float]
-    """Start-up by part, of rank 0: imports, process group, load, warmup, kv cache, graphs."""
+    """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""
     notes: list[str] = []
-    """For the log: what `auto` chose and why, limits worth a warning."""
+    """Messages for the log: what `auto` chose and why, and limits worth a warning."""
     memory: list[MemoryUse] = []
-    """A rank reports its own; the engine, one for each rank."""
+    """A rank reports its own memory; the engine reports one entry for each rank."""
 
 
 def max_step_input_bytes(
     *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_blocks_per_seq: int
 ) -> int:
-    """Largest encoded StepInput that the scheduler can produce.
+    """Compute the size in bytes of the largest encoded StepInput that the scheduler can produce.
 
     `max_blocks_per_seq` counts the blocks of all KV groups. Each new slot has fixed fields (under 256 bytes) and stop
     and biased ids (5 bytes an id, 9 a float). Cached prefixes that travel for penalties are together held under
@@ -226,5 +229,6 @@ def max_step_input_bytes(
 
 
 def max_step_output_bytes(*, max_num_seqs: int) -> int:
-    """Largest encoded StepOutput: one token a request, with `MAX_LOGPROBS` alternatives each."""
+    """Compute the size in bytes of the largest encoded StepOutput: one token a request, with `MAX_LOGPROBS`
+    alternatives each."""
     return 1024 + max_num_seqs * (2 * 4 + 32 + MAX_LOGPROBS * (5 + 9))

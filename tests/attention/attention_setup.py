@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from batches import Blocks, RequestState, make_batch, shape_of
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
+from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 SCALE = 0.11
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -7,10 +7,10 @@ import torch
 from attention_setup import Bench, History
 
 from nvcli.attention import selection
-from nvcli.attention.backend import AttentionCase, AttentionSpec
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.hybrid import HybridBackend
 from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.errors import ConfigError
 
@@ -121,7 +121,7 @@ def test_a_hybrid_sends_each_half_to_its_own() -> None:
             raise AssertionError
 
     class Decode(TorchBackend):
-        def extend(self, *args: object) -> torch.Tensor:
+        def prefill(self, *args: object) -> torch.Tensor:
             raise AssertionError
 
     bench = Bench(lambda case: HybridBackend(Prefill(case), Decode(case)), num_kv_heads=2, ratio=2)

@@ -26,7 +26,7 @@ CEILINGS = Ceilings(bytes_per_second=1000, flops_per_second=1e12)
 
 def record(mode: ForwardMode, **values: int | float) -> StepRecord:
     counts = dict.fromkeys(
-        ("num_decodes", "num_extend_tokens", "num_sampled", "decode_keys", "extend_keys", "extend_pairs"), 0
+        ("num_decodes", "num_prefill_tokens", "num_sampled", "decode_keys", "prefill_keys", "prefill_pairs"), 0
     )
     return StepRecord(**{"mode": mode, **counts, **values})
 
@@ -35,11 +35,11 @@ def record(mode: ForwardMode, **values: int | float) -> StepRecord:
 MIXED = record(
     ForwardMode.MIXED,
     num_decodes=1,
-    num_extend_tokens=3,
+    num_prefill_tokens=3,
     num_sampled=2,
     decode_keys=49,
-    extend_keys=22,
-    extend_pairs=60,
+    prefill_keys=22,
+    prefill_pairs=60,
     num_used_blocks=8,
     seconds=8.0,
     idle_seconds=0.5,

@@ -23,7 +23,7 @@ COSTS = ModelCosts(
 
 def record(**values: int | float) -> StepRecord:
     counts = dict.fromkeys(
-        ("num_decodes", "num_extend_tokens", "num_sampled", "decode_keys", "extend_keys", "extend_pairs"), 0
+        ("num_decodes", "num_prefill_tokens", "num_sampled", "decode_keys", "prefill_keys", "prefill_pairs"), 0
     )
     return StepRecord(**{"mode": ForwardMode.MIXED, **counts, **values})
 
@@ -49,7 +49,7 @@ def test_a_decode_step() -> None:
 
 
 def test_a_prompt_slice_that_samples_nothing_needs_no_lm_head() -> None:
-    parts = work_of(record(num_extend_tokens=4, extend_keys=10, extend_pairs=34), COSTS)
+    parts = work_of(record(num_prefill_tokens=4, prefill_keys=10, prefill_pairs=34), COSTS)
     assert parts == {
         "layer matrices": Work(2000, 8000),
         "LM head": Work(),

@@ -37,7 +37,7 @@ class CheckingExecutor:
         self.num_computed: dict[int, int] = {}
         self.steps: list[StepInput] = []
         self.pending: list[StepOutput] = []
-        self.num_extend_tokens = 0
+        self.num_prefill_tokens = 0
 
     def submit(self, step: StepInput) -> None:
         assert step.step_id == len(self.steps)
@@ -68,7 +68,7 @@ class CheckingExecutor:
         assert sum(counts.values()) == step.total_tokens <= self.limits.max_num_batched_tokens
         decodes, chunks = rows_of(step)[: step.num_decodes], rows_of(step)[step.num_decodes :]
         assert all(num_tokens == num_logits == 1 for _, num_tokens, num_logits in decodes)
-        self.num_extend_tokens += sum(num_tokens for _, num_tokens, _ in chunks)
+        self.num_prefill_tokens += sum(num_tokens for _, num_tokens, _ in chunks)
         expected = ForwardMode.MIXED if decodes and chunks else ForwardMode.DECODE if decodes else ForwardMode.EXTEND
         assert step.mode == expected
         brought = {(slot, start): len(tokens) for slot, start, tokens in spans_of(step)}
@@ -150,7 +150,7 @@ def test_equal_prefix_is_computed_once_even_within_a_step() -> None:
     core.add(make_request(i, [*range(40), 200 + i], 2) for i in range(5))
     done = run(core, scheduler)
     assert [done[i].num_cached_tokens for i in range(5)] == [0, 40, 40, 40, 40]
-    assert executor.num_extend_tokens == 41 + 4
+    assert executor.num_prefill_tokens == 41 + 4
 
 
 def test_wholly_cached_prompt_still_computes_its_last_token() -> None:

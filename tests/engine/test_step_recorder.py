@@ -35,12 +35,12 @@ def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
     while core.has_work:
         core.step()
     first, second, *decodes, hit = core.take_records()
-    assert (first.mode, first.num_extend_tokens, first.num_sampled) == (ForwardMode.EXTEND, 10, 0)
-    assert (first.extend_keys, first.extend_pairs) == (10, sum(range(1, 11)))
-    assert (second.num_extend_tokens, second.num_sampled) == (4, 1)
-    assert (second.extend_keys, second.extend_pairs) == (14, 11 + 12 + 13 + 14)
+    assert (first.mode, first.num_prefill_tokens, first.num_sampled) == (ForwardMode.EXTEND, 10, 0)
+    assert (first.prefill_keys, first.prefill_pairs) == (10, sum(range(1, 11)))
+    assert (second.num_prefill_tokens, second.num_sampled) == (4, 1)
+    assert (second.prefill_keys, second.prefill_pairs) == (14, 11 + 12 + 13 + 14)
     assert [(step.num_decodes, step.decode_keys, step.num_sampled) for step in decodes] == [(1, 15, 1), (1, 16, 1)]
-    assert (hit.num_extend_tokens, hit.extend_keys, hit.extend_pairs) == (2, 14, 13 + 14)
+    assert (hit.num_prefill_tokens, hit.prefill_keys, hit.prefill_pairs) == (2, 14, 13 + 14)
     assert [step.seconds for step in (first, second, *decodes, hit)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [step.num_used_blocks for step in (first, second, *decodes)] == [4, 4, 4, 4]
     assert core.take_records() == []

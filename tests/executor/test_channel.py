@@ -10,13 +10,13 @@ from multiprocessing.connection import Connection
 import pytest
 
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
-from nvcli.executor.process import ChildProcess
+from nvcli.executor.child_process import ChildProcess
 
 
 def test_random_messages_reach_all_readers() -> None:
     rng = random.Random(0)
     messages = [rng.randbytes(rng.choice([0, 1, 50, 4096])) for _ in range(2000)]
-    spec = ChannelSpec.create(4096, num_readers=2, num_slots=3)
+    spec = ChannelSpec.create(4096, num_readers=2, num_entries=3)
     writer, readers = ChannelWriter(spec), [ChannelReader(spec, r) for r in range(2)]
     received: list[list[bytes]] = [[], []]
     space = [threading.Semaphore(3) for _ in readers]
@@ -54,7 +54,7 @@ def test_message_over_capacity_is_refused_not_cut() -> None:
 
 
 def test_unread_messages_are_never_overwritten() -> None:
-    spec = ChannelSpec.create(10, num_readers=1, num_slots=2)
+    spec = ChannelSpec.create(10, num_readers=1, num_entries=2)
     writer = ChannelWriter(spec)
     writer.send(b"1")
     assert writer.has_room

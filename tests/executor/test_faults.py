@@ -18,8 +18,8 @@ from nvcli.engine.client import EngineClient
 from nvcli.engine.protocol import EngineStart
 from nvcli.engine.request import RequestOutput
 from nvcli.errors import LoadError, WorkerError
+from nvcli.executor.child_process import ChildProcess
 from nvcli.executor.executor import Executor
-from nvcli.executor.process import ChildProcess
 from nvcli.messages import unpack
 from requests_factory import make_request
 

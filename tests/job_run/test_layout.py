@@ -67,7 +67,7 @@ def sizes(layout: Layout) -> tuple[int, int]:
     ],
 )
 def test_a_large_job(shapes: Any, shape: str, kind: tuple[str, int], expected: list[Any]) -> None:
-    """A model that fits comfortably wants copies; one that leaves too little room for KV wants several GPUs."""
+    """A model that fits comfortably wants replicas; one that leaves too little room for KV wants several GPUs."""
     model, config = shapes(shape)
     for count, wanted in zip((1, 2, 4, 8), expected, strict=True):
         if wanted is None:

@@ -8,7 +8,7 @@ import torch
 
 from kernel_device import DEVICE
 from nvcli.kernels import sampling as reference
-from nvcli.kernels.sampling import SamplingColumns
+from nvcli.kernels.sampling_columns import SamplingColumns
 from nvcli.kernels.triton import sampling
 
 V = 9001

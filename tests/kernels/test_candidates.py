@@ -11,7 +11,8 @@ from sampling_rows import CPU, V, expected_sample, keys, make_columns, on, rando
 
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import candidates as reference
-from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns, unpack_argmax
+from nvcli.kernels.sampling import unpack_argmax
+from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
 from nvcli.kernels.triton import candidates as kernels
 from nvcli.kernels.triton import sampling
 

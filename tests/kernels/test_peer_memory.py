@@ -82,11 +82,11 @@ def test_add_rms_norm_of_the_sum(num_ranks: int, hidden_size: int, dtype: torch.
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
-def test_sum_that_opens_a_pass(num_ranks: int) -> None:
+def test_the_first_sum_of_a_pass(num_ranks: int) -> None:
     memories, blocks = make_ranks(num_ranks, 64, torch.float32)
     let_pass(memories, blocks)
     parts = [torch.randn(3, 64) for _ in memories]
-    places = [memory.part(3, opens=True) for memory in memories]
+    places = [memory.part(3, first=True) for memory in memories]
     for place, part in zip(places, parts, strict=True):
         place.copy_(part)
     for memory, place in zip(memories, places, strict=True):
@@ -107,7 +107,7 @@ def test_a_part_from_elsewhere_is_copied() -> None:
 def test_no_two_sums_that_follow_each_other_share_a_buffer() -> None:
     (memory, _), _ = make_ranks(2, 64, torch.float32)
     for num_sums in (1, 2, 3, 6, 7):
-        passes = [[memory.part(4, opens=True), *(memory.part(4) for _ in range(num_sums))] for _ in range(3)]
+        passes = [[memory.part(4, first=True), *(memory.part(4) for _ in range(num_sums))] for _ in range(3)]
         places = [part.data_ptr() for one_pass in passes for part in one_pass]
         assert all(a != b for a, b in itertools.pairwise(places))
         assert [part.data_ptr() for part in passes[0]] == [part.data_ptr() for part in passes[1]]

@@ -63,7 +63,7 @@ def compare_sizes(group: TensorParallelGroup) -> list[str]:
                 for name, a, b in (("norm", out, expected), ("residual", ours[rows].float(), expected_residual[rows])):
                     if a.numel() and not torch.allclose(a, b, atol=2e-2, rtol=1.6e-2):
                         wrong.append(f"{name} {num_rows} x {hidden_size}, two shots from {two_shot_rows}: {a - b}")
-            opening = memory.part(num_rows, opens=True).copy_(mine)
+            opening = memory.part(num_rows, first=True).copy_(mine)
             if not torch.allclose(memory.sum(opening).float(), total, atol=2e-2, rtol=1.6e-2):
                 wrong.append(f"sum {num_rows} x {hidden_size}")
     return wrong
@@ -97,7 +97,7 @@ class Drift:
         bases = torch.randint(-1, 2, shape, generator=generator).to(group.device, torch.bfloat16)
         self.mine, self.total = bases[group.rank].clone(), bases.float().sum(dim=0)
         keys = torch.randint(-(1 << 62), 1 << 62, (group.size, self.MAX_ROWS), generator=generator).to(group.device)
-        self.my_keys, self.best_keys = keys[group.rank].clone(), keys.max(dim=0).values
+        self.my_keys, self.largest_keys = keys[group.rank].clone(), keys.max(dim=0).values
         self.weight = torch.ones(self.HIDDEN_SIZE, dtype=torch.bfloat16, device=group.device)
         self.scale = torch.ones((), dtype=torch.bfloat16, device=group.device)
         self.bad = torch.zeros(4, dtype=torch.int64, device=group.device)
@@ -106,9 +106,9 @@ class Drift:
         if self.own.random() < 0.3:
             torch.cuda._sleep(self.own.choice([500, 5_000, 50_000, 200_000]))
 
-    def next_part(self, num_rows: int, *, opens: bool = False) -> Tensor:
+    def next_part(self, num_rows: int, *, first: bool = False) -> Tensor:
         self.scale.copy_(self.scale % 5 + 1)
-        place = self.memory.part(num_rows, opens=opens)
+        place = self.memory.part(num_rows, first=first)
         torch.mul(self.mine[:num_rows], self.scale, out=place)
         self.delay()
         return place
@@ -117,10 +117,10 @@ class Drift:
         self.bad[kind] += wrong.sum()
 
     def one_pass(self, num_rows: int, num_sums: int, num_keys: int, two_shot: bool) -> None:
-        """A forward pass: a sum that opens it, sums with norms, and tokens chosen."""
+        """A forward pass: its first sum, sums with norms, and tokens chosen."""
         memory, group, total = self.memory, self.group, self.total[:num_rows]
         memory.two_shot_rows = 1 if two_shot else NEVER
-        residual = memory.sum(self.next_part(num_rows, opens=True))
+        residual = memory.sum(self.next_part(num_rows, first=True))
         expected = total * self.scale
         self.count(0, residual.float() != expected)
         for _ in range(num_sums):
@@ -136,7 +136,7 @@ class Drift:
             offset = self.scale.long()  # keys of another pass differ
             best = memory.max(self.my_keys[:num_keys] + offset)
             self.delay()
-            self.count(3, best != self.best_keys[:num_keys] + offset)
+            self.count(3, best != self.largest_keys[:num_keys] + offset)
 
     def random_pass(self) -> tuple[int, int, int, bool]:
         rows = self.common.choice([1, 2, 3, 5, 17, 64, 150, 300, self.MAX_ROWS])
@@ -190,7 +190,7 @@ def replay_and_eager(group: TensorParallelGroup) -> dict[str, Any]:
     residual = torch.empty_like(mine)
 
     def step() -> Tensor:
-        memory.sum(memory.part(64, opens=True).zero_())
+        memory.sum(memory.part(64, first=True).zero_())
         return memory.add_rms_norm(memory.part(64).copy_(mine), residual, weight, EPS)
 
     outs: dict[str, list[Tensor]] = {"one": [], "two": [], "graph one": [], "graph two": []}

@@ -33,12 +33,12 @@ def calls_of(rng: random.Random, num_passes: int, *, stage: Stage = WHOLE, one_b
     """Passes of random sizes, as every rank of a stage makes them."""
     layout = PeerLayout(num_ranks=2, max_rows=ROWS, hidden_size=64, dtype=torch.float32)
     memory = PeerMemory(layout, [torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(2)], 0)
-    first = memory.part(1, opens=True).data_ptr()
+    base = memory.part(1, first=True).data_ptr()
     calls: list[Call] = []
 
-    def add(kind: str, num_rows: int, *, opens: bool = False) -> None:
+    def add(kind: str, num_rows: int, *, first: bool = False) -> None:
         number = len(calls)
-        place = (memory.part(1, opens=opens).data_ptr() - first) // layout.part_bytes
+        place = (memory.part(1, first=first).data_ptr() - base) // layout.part_bytes
         buffer = 0 if one_buffer else place
         calls.append(Call("write parts", number, buffer, num_rows))
         if kind != "no sum":
@@ -48,7 +48,7 @@ def calls_of(rng: random.Random, num_passes: int, *, stage: Stage = WHOLE, one_b
 
     for _ in range(num_passes):
         num_rows, kind = rng.choice([1, 2, 5, ROWS]), rng.choice(["one shot", "two shots"])
-        add("one shot" if stage.is_first else kind, num_rows, opens=True)
+        add("one shot" if stage.is_first else kind, num_rows, first=True)
         for _ in range(rng.randrange(1, 5)):
             add(kind, num_rows)
         if not stage.is_last:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernel_device import DEVICE, MARKS
 from nvcli.kernels import prepare_inputs as reference
-from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows
+from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 from nvcli.kernels.triton import prepare_inputs as kernels
 
 pytestmark = MARKS

@@ -11,7 +11,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from nvcli.kernels.sampling import SamplingColumns, apply_penalties, gumbel_max, keep_likely
+from nvcli.kernels.sampling import apply_penalties, gumbel_max, keep_likely
+from nvcli.kernels.sampling_columns import SamplingColumns
 
 OFF_K, OFF_P, OFF_M = 0, 1.0, 0.0
 

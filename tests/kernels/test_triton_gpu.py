@@ -10,7 +10,7 @@ import torch
 from kernel_device import DTYPES, TOLERANCE
 from nvcli.kernels import activation, candidates, norm, rotary, sampling
 from nvcli.kernels.philox import token_uniforms
-from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
 
 pytestmark = pytest.mark.gpu
 

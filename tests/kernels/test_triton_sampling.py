@@ -11,7 +11,7 @@ from sampling_rows import CPU, V, expected_sample, keys, make_columns, on, rando
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import philox as philox_reference
 from nvcli.kernels import sampling as reference
-from nvcli.kernels.sampling import SamplingColumns
+from nvcli.kernels.sampling_columns import SamplingColumns
 from nvcli.kernels.triton import philox, sampling, top_k_top_p
 
 pytestmark = MARKS

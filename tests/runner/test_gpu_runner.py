@@ -1,4 +1,4 @@
-"""A rank on a real GPU: the same answers as on the CPU, graphs bit for bit like eager, nothing planned wrong."""
+"""A rank on a real GPU: right answers, the CPU's logits and samples, graphs that equal eager steps, planned memory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def all_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_built_in_model_answers_like_the_cpu(backend: str, enforce_eager: bool) -> None:
+def test_built_in_model_answers_right(backend: str, enforce_eager: bool) -> None:
     """Held-out questions on every backend; greedy, so that each answer is right or wrong."""
     import random
 
@@ -166,7 +166,7 @@ def test_padding_leaves_real_slots_alone() -> None:
         assert generate(runner, some[:count], 30) == together[:count]
 
 
-def test_mixed_graphs_answer_like_eager_steps() -> None:
+def test_mixed_graphs_answer_right() -> None:
     """Requests that come and go beside running ones: most mixed steps are graphs, and the answers stay right."""
     import random
 

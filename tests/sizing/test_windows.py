@@ -83,11 +83,11 @@ def test_attention_reads_the_window_alone(mixed: ModelConfig) -> None:
     step = StepRecord(
         mode=ForwardMode.MIXED,
         num_decodes=3,
-        num_extend_tokens=4,
+        num_prefill_tokens=4,
         num_sampled=3,
         decode_keys=300,
-        extend_keys=104,
-        extend_pairs=410,
+        prefill_keys=104,
+        prefill_pairs=410,
     )
     work = work_of(step, costs)
     assert work["decode attention"].flops == (300 + 3 * WINDOW) * pair_flops

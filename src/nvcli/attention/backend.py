@@ -23,42 +23,12 @@ A backend implements two halves, rows of one token and prefill chunks, so that t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """One kind of attention on this rank. Layers that attend alike have equal specs and share the plans of a step."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    """Scores are multiplied by it before the softmax; positive."""
-    window: int | None = None
-    """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
-    kv_group: int = 0
-    """Index of the KV group whose blocks hold its keys and values."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCase:
-    """What a backend is asked to serve in a run."""
-
-    device: torch.device
-    dtype: torch.dtype
-    specs: tuple[AttentionSpec, ...]
-    """The distinct kinds of attention of this rank's layers."""
-    block_size: int
-    max_num_seqs: int = 256
-    """Most rows of a step, padding included; workspaces are sized by it."""
-    max_num_batched_tokens: int = 8192
-    """Most tokens of a step, padding included."""
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 
 class AttentionBackend(ABC):
@@ -76,7 +46,8 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
-        """Reasons why this backend cannot serve `case`; empty when it can. Imports nothing heavy when it cannot."""
+        """Return the reasons why this backend cannot serve `case`, none if it can. It imports nothing heavy if it
+        cannot."""
 
     def can_capture(self, shape: BatchShape) -> bool:
         """Whether a step of this shape may be captured in a CUDA graph."""
@@ -93,14 +64,14 @@ class AttentionBackend(ABC):
         if batch.num_single_rows:
             self.plan_decode(batch)
         if batch.shape.num_rows > batch.num_single_rows:
-            self.plan_extend(batch)
+            self.plan_prefill(batch)
 
     def plan_on_device(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the device, behind `plan` and before the first layer; may be captured."""
         if batch.num_single_rows:
             self.plan_decode_on_device(batch)
         if batch.shape.num_rows > batch.num_single_rows:
-            self.plan_extend_on_device(batch)
+            self.plan_prefill_on_device(batch)
 
     def forward(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included.
@@ -115,10 +86,10 @@ class AttentionBackend(ABC):
         if num_single == batch.shape.num_rows:
             return self.decode(spec, layer, q, batch, None)
         if num_single == 0:
-            return self.extend(spec, layer, q, k, v, batch, None)
+            return self.prefill(spec, layer, q, k, v, batch, None)
         out = new_or(None, q)
         self.decode(spec, layer, q[:num_single], batch, out[:num_single])
-        self.extend(spec, layer, q[num_single:], k[num_single:], v[num_single:], batch, out[num_single:])
+        self.prefill(spec, layer, q[num_single:], k[num_single:], v[num_single:], batch, out[num_single:])
         return out
 
     # ------------------------------------------------------------------ the halves
@@ -126,31 +97,31 @@ class AttentionBackend(ABC):
     def plan_decode(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan` for the rows of one token."""
 
-    def plan_extend(self, batch: ForwardBatch) -> None:  # noqa: B027
+    def plan_prefill(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan` for the chunks: the rows from `batch.num_single_rows` on."""
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan_on_device` for the rows of one token."""
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan_on_device` for the chunks."""
 
     @abstractmethod
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same, in `out` where it is given."""
+        """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same shape, in `out` where it is given."""
 
     @abstractmethod
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        """Attend the chunks. q, k, v: their tokens → like q, in `out` where it is given."""
+        """Attend the chunks. q, k, v: as for `forward`, their tokens only → q's shape, in `out` where it is given."""
 
 
 def new_or(out: Tensor | None, q: Tensor) -> Tensor:
-    """`out`, or a new contiguous tensor of q's shape."""
+    """Return `out`, or a new contiguous tensor of q's shape if `out` is None."""
     return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
 
 
 def copied_to(out: Tensor | None, result: Tensor) -> Tensor:
-    """`result`, in `out` where that is given: for libraries that allocate what they return."""
+    """Copy `result` to `out` if that is given; for libraries that allocate what they return."""
     return result if out is None else out.copy_(result)

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, copied_to
+from nvcli.attention.backend import AttentionBackend, copied_to
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 _BLOCK_MULTIPLE = 256
 """Block sizes of flash-attn 2 are multiples of it."""
@@ -35,12 +36,14 @@ class _Chunks:
     seq_lens: Tensor
     """[chunks + 1] int32."""
     longest: int
-    """Tokens of the longest, at least; 2 or more, because version 2 takes 1 for a batch of one token for each row."""
+    """An upper bound of the longest chunk's tokens; at least 2, since 1 tells version 2 that each row has one token."""
     most_keys: int
-    """Keys of the longest, at least."""
+    """An upper bound of the keys that a chunk attends to."""
 
 
 class FlashAttnBackend(AttentionBackend):
+    """Attention by the package flash-attn, version 3 where it is installed and version 2 elsewhere."""
+
     name = "flash-attn"
 
     def __init__(self, case: AttentionCase) -> None:
@@ -51,9 +54,9 @@ class FlashAttnBackend(AttentionBackend):
         self._block_size = case.block_size
         self._kv_groups = sorted({spec.kv_group for spec in case.specs})
         self._decode_tables: dict[int, Tensor] = {}
-        """By KV group: [rows, columns] int32."""
+        """The decode rows' block tables by KV group: [rows, columns] int32."""
         self._chunk_tables: dict[int, Tensor] = {}
-        """By KV group: [chunks + 1, columns] int32."""
+        """The chunks' block tables by KV group: [chunks + 1, columns] int32."""
         self._chunks: _Chunks | None = None
 
     @classmethod
@@ -75,7 +78,7 @@ class FlashAttnBackend(AttentionBackend):
         rows = slice(0, batch.num_single_rows)
         self._decode_tables = self._gather(batch, rows)
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         first = batch.num_single_rows
         num_tokens = batch.num_tokens - first
         # What a graph is captured with must serve any chunks of its shape.
@@ -99,10 +102,10 @@ class FlashAttnBackend(AttentionBackend):
         result = self._with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=seq_lens, **tables, **_options(spec))
         return copied_to(out, result.squeeze(1))
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        """Version 3 as documented in `hopper/flash_attn_interface.py` of the flash-attention repository."""
+        """Attend the chunks. Version 3 is called as `hopper/flash_attn_interface.py` of its repository documents it."""
         assert self._chunks is not None, "plan_on_device comes before forward"
         chunks, tables, cache = self._chunks, self._chunk_tables[spec.kv_group], batch.kv_cache.layer(layer)
         options = {**_options(spec), "cu_seqlens_q": chunks.query_starts, "max_seqlen_q": chunks.longest}
@@ -114,7 +117,7 @@ class FlashAttnBackend(AttentionBackend):
         return copied_to(out, result)
 
     def _gather(self, batch: ForwardBatch, rows: slice) -> dict[int, Tensor]:
-        """The block tables of some rows by KV group, as wide as a graph may need or as this batch needs."""
+        """Gather some rows' block tables by KV group, as wide as a graph may need or as this batch needs."""
         num_columns = batch.block_tables.shape[2]
         if not torch.cuda.is_current_stream_capturing():
             num_columns = min(num_columns, -(-int(batch.seq_lens_host[rows].max()) // self._block_size))
@@ -129,7 +132,7 @@ def _why_not_version_3(case: AttentionCase) -> str | None:
 
 
 def _options(spec: AttentionSpec) -> dict[str, Any]:
-    """Arguments that all functions of both versions take. The window counts the keys to the left and to the right of a
-    token's own that it sees; -1: all."""
+    """Make the arguments that all functions of both versions take. The window counts the keys to the left and to the
+    right of a token's own that it sees; -1: all."""
     window = (-1, -1) if spec.window is None else (spec.window - 1, 0)
     return {"softmax_scale": spec.scale, "causal": True, "window_size": window}

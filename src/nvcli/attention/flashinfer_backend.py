@@ -17,15 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
+from nvcli.attention.backend import AttentionBackend, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 _WORKSPACE_BYTES = 512 << 20
 """Partial results of cut sequences; plans of 1,024 rows with 32 heads of 128 take about half."""
 
 
 class FlashInferBackend(AttentionBackend):
+    """Attention by the package flashinfer."""
+
     name = "flashinfer"
 
     def __init__(self, case: AttentionCase) -> None:
@@ -34,7 +37,7 @@ class FlashInferBackend(AttentionBackend):
         self._case = case
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=case.device)
         self._kind_of = {spec: replace(spec, scale=1.0) for spec in case.specs}
-        """What a wrapper's plan depends on: the kind of attention but for its scale."""
+        """Each spec without its scale, on which a wrapper's plan does not depend."""
         self._kinds = tuple(dict.fromkeys(self._kind_of.values()))
         self._eager_decodes = {
             kind: _Planned(
@@ -45,7 +48,7 @@ class FlashInferBackend(AttentionBackend):
             for kind in self._kinds
         }
         self._captured_decodes: dict[int, _CapturedDecodes] = {}
-        """By number of rows: in a graph, FlashInfer's wrapper belongs to one number of rows."""
+        """The wrappers for graphs, by number of rows: each of them serves one number of rows only."""
         self._decodes = self._eager_decodes
         self._prefills = {
             kind: _Planned(package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD"), kind, case)
@@ -91,21 +94,21 @@ class FlashInferBackend(AttentionBackend):
         for planned in self._decodes.values():
             planned.gather_ids(batch, slice(0, batch.num_single_rows))
 
-    def plan_extend(self, batch: ForwardBatch) -> None:
+    def plan_prefill(self, batch: ForwardBatch) -> None:
         chunks = slice(batch.num_single_rows, batch.shape.num_rows)
         blocks = _HostBlocks(batch, chunks, self._case.block_size)
         query_starts = _running_sums(batch.num_tokens_host[chunks])
         for planned in self._prefills.values():
             planned.plan(blocks, query_starts)
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         for planned in self._prefills.values():
             planned.gather_ids(batch, slice(batch.num_single_rows, batch.shape.num_rows))
 
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         return self._decodes[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, new_or(out, q))
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         out = new_or(out, q)
@@ -135,14 +138,16 @@ class FlashInferBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _CapturedDecodes:
+    """The wrappers of one captured number of decode rows."""
+
     max_blocks: int
-    """Columns of the block tables."""
+    """The columns of the block tables that the buffers have room for."""
     by_kind: dict[AttentionSpec, _Planned]
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockIds:
-    """The rows' block ids one behind the other, on the device."""
+    """The block ids of some rows, one row behind the other, on the device."""
 
     starts: Tensor
     """[rows + 1] int32: where each row's ids begin."""
@@ -151,8 +156,8 @@ class _BlockIds:
 
 
 class _HostBlocks:
-    """Which blocks some rows have, by FlashInfer's convention. Padding rows count as many keys of the null block as
-    they have tokens, and at least one."""
+    """The numbers of blocks that some rows have, as FlashInfer wants them. Padding rows count as many keys of the null
+    block as they have tokens, and at least one."""
 
     def __init__(self, batch: ForwardBatch, rows: slice, block_size: int) -> None:
         seq_lens = np.maximum(np.maximum(batch.seq_lens_host[rows], batch.num_tokens_host[rows]), 1)
@@ -168,15 +173,16 @@ class _Planned:
     def __init__(
         self, wrapper: Any, kind: AttentionSpec, case: AttentionCase, static_ids: _BlockIds | None = None
     ) -> None:
-        """static_ids: buffers that the wrapper was given; without them it takes new ones with each plan."""
+        """`static_ids` are buffers that the wrapper was given; without them, each plan makes new ones."""
         self._wrapper, self._kind, self._case = wrapper, kind, case
         self._static_ids = static_ids
         self._block_ids = static_ids
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        """The last plan has left the wrapper's pinned buffer, which the next one overwrites."""
+        """Done once the last plan has left the wrapper's pinned buffer, which the next plan overwrites."""
 
     def plan(self, blocks: _HostBlocks, query_starts: Tensor | None = None) -> None:
-        """query_starts: [chunks + 1] int32 on the host, first token of each chunk; None for decode rows."""
+        """Plan a step on the host. query_starts: [chunks + 1] int32 on the host, the first token of each chunk; None
+        for decode rows."""
         kind, case = self._kind, self._case
         self._block_ids = self._static_ids
         if self._block_ids is None:
@@ -219,5 +225,5 @@ class _Planned:
 
 
 def _running_sums(lens: np.ndarray) -> Tensor:
-    """[n] → [n + 1] int32 on the host: running sums from 0."""
+    """Sum up lengths from 0: [n] → [n + 1] int32 on the host."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lens))).astype(np.int32))

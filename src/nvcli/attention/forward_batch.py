@@ -15,26 +15,24 @@ finite, so that the null block stays so, and is read by nobody.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from nvcli.attention.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class BatchShape:
-    """How large a batch is, padding included. A CUDA graph belongs to one shape."""
+    """The size of a batch, padding included. A CUDA graph belongs to one shape."""
 
     decode_rows: int = 0
     tokens_per_row: int = 1
     """Tokens of each decode row."""
     prefill_rows: int = 0
-    """Most prefill chunks that the batch holds."""
+    """The number of prefill chunks, padding included."""
     prefill_tokens: int = 0
     """Tokens of all prefill chunks together."""
 
@@ -56,9 +54,17 @@ class BatchShape:
         return self.decode_rows if self.tokens_per_row == 1 else 0
 
 
+class LayerAttention(Protocol):
+    """The part of an attention backend (`AttentionBackend`) that a layer calls."""
+
+    def forward(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attend causally in one layer; the shapes are those of `AttentionBackend.forward`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """Shapes: T tokens and R rows, padding included; N rows of hidden states that need logits; G KV groups."""
+    """One step's batch. It has T tokens and R rows, padding included, N rows of hidden states that need logits, and G
+    KV groups."""
 
     shape: BatchShape
     input_ids: Tensor
@@ -68,7 +74,7 @@ class ForwardBatch:
     slot_mapping: Tensor
     """[G, T] int64, where each token's keys and values go: block id × block_size + offset, for each KV group."""
     slots: Tensor
-    """[R] int64, each row's slot: its row of the block tables."""
+    """[R] int64, each row's slot, by which its block table is found."""
     block_tables: Tensor
     """[G, slots, max_blocks] int32, the KV block ids of every slot, by KV group. Entries that hold no block of the
     request, or one that its window has left behind, are 0 (the null block) or stale: ids of other requests' blocks."""
@@ -84,7 +90,7 @@ class ForwardBatch:
     """[R] integers on the host: `seq_lens` as far as the host knows them; at least as large, and equal unless steps
     whose outcome the host does not know yet accept a number of tokens of their own."""
     kv_cache: KVCache
-    backend: AttentionBackend
+    backend: LayerAttention
 
     @property
     def num_tokens(self) -> int:
@@ -95,5 +101,5 @@ class ForwardBatch:
         return self.shape.num_single_rows
 
     def gather_block_tables(self, group: int, rows: slice, num_columns: int) -> Tensor:
-        """A copy of the block tables of some rows: → [rows, num_columns] int32."""
+        """Copy the first columns of some rows' block tables: → [rows, num_columns] int32."""
         return self.block_tables[group, :, :num_columns].index_select(0, self.slots[rows])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec
+from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 
 class HybridBackend(AttentionBackend):
-    """A backend of two, named `prefill:decode` after them."""
+    """A backend made of two others, named `prefill:decode` after them."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self._prefill, self._decode = prefill, decode
@@ -37,19 +38,19 @@ class HybridBackend(AttentionBackend):
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._decode.plan_decode(batch)
 
-    def plan_extend(self, batch: ForwardBatch) -> None:
-        self._prefill.plan_extend(batch)
+    def plan_prefill(self, batch: ForwardBatch) -> None:
+        self._prefill.plan_prefill(batch)
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
         self._decode.plan_decode_on_device(batch)
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
-        self._prefill.plan_extend_on_device(batch)
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
+        self._prefill.plan_prefill_on_device(batch)
 
     def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         return self._decode.decode(spec, layer, q, batch, out)
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        return self._prefill.extend(spec, layer, q, k, v, batch, out)
+        return self._prefill.prefill(spec, layer, q, k, v, batch, out)

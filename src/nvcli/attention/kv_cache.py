@@ -18,12 +18,12 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """Shape of one rank's cache."""
+    """The shape of one rank's cache."""
 
     group_layers: tuple[tuple[int, ...], ...]
-    """For each KV group the numbers of its layers, counted from the rank's first layer."""
+    """The numbers of each KV group's layers, counted from the rank's first layer."""
     num_kv_heads: int
-    """KV heads of this rank."""
+    """The KV heads of this rank."""
     head_dim: int
     block_size: int
     dtype: torch.dtype
@@ -34,18 +34,18 @@ class KVCacheSpec:
 
     @property
     def layers_per_block(self) -> int:
-        """Layers whose keys and values one block holds: those of the largest group."""
+        """The number of layers whose keys and values one block holds: those of the largest group."""
         return max(map(len, self.group_layers))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, keys and values of all layers of a group."""
+        """The bytes of one block: keys and values of all layers of a group."""
         per_token = 2 * self.layers_per_block * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return per_token * self.block_size
 
 
 class KVCache:
-    """Keys and values of each layer: two tensors [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """The keys and values of each layer, as two tensors [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> None:
         self.spec = spec
@@ -62,7 +62,7 @@ class KVCache:
         self._layers = [(self.data[places[layer], 0], self.data[places[layer], 1]) for layer in sorted(places)]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(keys, values) of one layer, counted from the rank's first."""
+        """Return the keys and the values of one layer, counted from the rank's first."""
         return self._layers[index]
 
     @property

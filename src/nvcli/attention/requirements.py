@@ -1,4 +1,4 @@
-"""What GPU backends ask of a run, in words for the user."""
+"""Checks that the GPU backends share: what they need of a run, and why it may be missing, in words for the user."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from importlib import import_module
 
 import torch
 
-from nvcli.attention.backend import AttentionCase
+from nvcli.attention.spec import AttentionCase
 
 
 def unmet_requirements(
     case: AttentionCase, *, capability: tuple[int, int], dtypes: Sequence[torch.dtype], head_dims: Sequence[int]
 ) -> list[str]:
-    """Reasons why a backend that needs at least this compute capability, and is made for these, cannot serve."""
+    """Return the reasons why a backend that needs this compute capability, and serves these types and head sizes,
+    cannot serve `case`."""
     if case.device.type != "cuda":
         return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
     reasons = []
@@ -33,7 +34,7 @@ def unmet_requirements(
 
 
 def import_failure(module: str, package: str) -> str | None:
-    """Why `module` cannot be imported, with what to install; None when it can."""
+    """Say why `module` cannot be imported, and what to install; return None if it can be."""
     try:
         import_module(module)
     except Exception as error:  # a build for another torch fails with an OSError or a RuntimeError, not an ImportError

@@ -1,4 +1,4 @@
-"""Which attention backend serves a run: by name, or the fastest that can.
+"""The choice of the attention backend that serves a run: by name, or the fastest that can.
 
 A choice is `auto`, a backend's name, or `prefill:decode`, each side one of those.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase
+from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.hybrid import HybridBackend
+from nvcli.attention.spec import AttentionCase
 from nvcli.errors import ConfigError
 
 BACKENDS = {
@@ -30,9 +31,10 @@ NOT_ASKED = {
 
 
 def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, list[str]]:
-    """(the backend that `choice` stands for, notes for the log). `auto` takes the first that can serve `case`.
+    """Make the backend that `choice` stands for; return it, and notes for the log.
 
-    Raises ConfigError for an unknown name, and for a backend that cannot serve `case`, with its reasons.
+    `auto` takes the first backend of `AUTO_ORDER` that can serve `case`. Raises ConfigError for an unknown name, and
+    for a backend that cannot serve `case`, with its reasons.
     """
     prefill, _, decode = choice.partition(":")
     decode = decode or prefill
@@ -48,12 +50,12 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
 
 
 def why_not(name: str, case: AttentionCase) -> list[str]:
-    """Reasons why the backend of that name cannot serve `case`; empty when it can."""
+    """Return the reasons why the backend of that name cannot serve `case`, none if it can."""
     return _load(name).unsupported(case)
 
 
 def _choose(name: str, case: AttentionCase, notes: list[str]) -> str:
-    """The name of the backend that `name` stands for; adds to the notes what was passed over."""
+    """Return the name of the backend that `name` stands for; add the backends that were passed over to the notes."""
     if name != "auto":
         if reasons := _load(name).unsupported(case):
             raise ConfigError(f"attention_backend {name} cannot serve this run: {'; '.join(reasons)}; use `auto`")

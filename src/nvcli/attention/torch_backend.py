@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
+from nvcli.attention.backend import AttentionBackend, new_or
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 _GROUP_BYTES_CPU = 4 << 20
 """Gathered keys and values of one group: measured best on two cores sharing 32 MiB of L3; flat from 4 to 16."""
@@ -35,7 +36,7 @@ _QUERY_CHUNK = 256
 """Tokens of a chunk that are attended at once where a mask is needed; bounds the mask's size."""
 
 _Kind = tuple[int | None, int]
-"""What a plan depends on: window and KV group."""
+"""The window and the KV group, on which a plan depends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,12 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
+    """The plan of the decode rows."""
+
     order: Tensor
-    """[rows] int64: rows, those that read most keys first."""
+    """[rows] int64, the rows, those that read the most keys first."""
     rank: Tensor
-    """[rows] int64: its inverse."""
+    """[rows] int64, the inverse of `order`."""
     groups: list[_DecodeGroup]
 
 
@@ -74,6 +77,8 @@ class _Chunk:
 
 
 class TorchBackend(AttentionBackend):
+    """Attention in plain torch, on any device."""
+
     name = "torch"
 
     def __init__(self, case: AttentionCase) -> None:
@@ -84,7 +89,7 @@ class TorchBackend(AttentionBackend):
         self._chunks: dict[_Kind, list[_Chunk]] = {}
         self._scratch = torch.empty(0)
         self._masks: dict[int | None, Tensor] = {}
-        """By window: see `_reserve_mask`."""
+        """The mask of each window (see `_reserve_mask`)."""
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -98,7 +103,7 @@ class TorchBackend(AttentionBackend):
         lens = batch.seq_lens[: batch.num_single_rows].tolist()
         self._decodes = {kind: self._lay_out_decodes(kind, batch, lens) for kind in self._kinds}
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         lens = batch.seq_lens[batch.num_single_rows :].tolist()
         self._chunks = {kind: list(self._lay_out_chunks(kind, batch, lens)) for kind in self._kinds}
 
@@ -125,7 +130,7 @@ class TorchBackend(AttentionBackend):
                 )
         return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=new_or(out, q))
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         k_cache, v_cache = batch.kv_cache.layer(layer)
@@ -242,7 +247,7 @@ class TorchBackend(AttentionBackend):
                 self._masks[window] = mask.masked_fill_(hidden, float("-inf"))
 
     def _mask(self, window: int | None, num_queries: int, num_seen: int) -> Tensor:
-        """[num_queries, num_seen]: the last query's own key is the last one, each query's before it one key before."""
+        """Cut out a mask [num_queries, num_seen]: the last query's own key is the last one, and so on backwards."""
         mask = self._masks[window]
         end = mask.shape[1] - _QUERY_CHUNK + num_queries
         mask = mask[:num_queries, end - num_seen : end]
@@ -250,7 +255,7 @@ class TorchBackend(AttentionBackend):
 
 
 def _first_seen(position: int, window: int | None) -> int:
-    """Position of the first key that a token at `position` sees."""
+    """Return the position of the first key that a token at `position` sees."""
     return 0 if window is None else max(0, position - window + 1)
 
 
@@ -270,7 +275,7 @@ def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tenso
 
 
 def _sound_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU, all of torch's attention but cuDNN's, which faults on masks of odd widths (seen with torch 2.11)."""
+    """Rule out cuDNN's attention on a GPU, since it faults on masks of odd widths (seen with torch 2.11)."""
     if device.type != "cuda":
         return nullcontext()
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

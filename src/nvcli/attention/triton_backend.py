@@ -10,15 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionSpec, new_or
+from nvcli.attention.backend import AttentionBackend, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
+from nvcli.attention.spec import AttentionCase, AttentionSpec
 
 _MAX_ROWS = 64_000
 """A launch grid has at most 65,535 rows, and each sequence makes at least one."""
 
 
 class TritonBackend(AttentionBackend):
+    """Attention by the kernels in `nvcli.kernels.triton`."""
+
     name = "triton"
 
     def __init__(self, case: AttentionCase) -> None:
@@ -86,7 +89,7 @@ class TritonBackend(AttentionBackend):
         for decode in self._decodes.values():
             decode.plan(batch.seq_lens[:num_rows], batch.slots[:num_rows])
 
-    def plan_extend_on_device(self, batch: ForwardBatch) -> None:
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         first = batch.num_single_rows
         for tiles in self._tiles.values():
             tiles.plan(
@@ -105,7 +108,7 @@ class TritonBackend(AttentionBackend):
         decode.run(q, k_cache, v_cache, block_tables, out, scale=spec.scale, window=spec.window)
         return out
 
-    def extend(
+    def prefill(
         self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         out = new_or(out, q)

@@ -6,7 +6,7 @@ memory's bandwidth, and its operations, over the matrix rate. Counted is what no
     layer matrices      every weight read once; 2 operations for each weight and token
     LM head             likewise, for the rows that get a token
     decode attention    keys and values of each row read once (no row shares another's), the new ones written
-    prompt attention    keys and values of each slice read once, the new ones written; 4 operations for each head, head
+    prompt attention    keys and values of each chunk read once, the new ones written; 4 operations for each head, head
                         dimension and pair of tokens
 
 Activations, norms, sampling, embeddings and collectives count nothing. What is counted is one rank's share of a dense
@@ -61,20 +61,20 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
     A record has sums over its rows alone, so where layers have a window, all rows are taken to be of equal length. That
     counts too much for a step in which only some of them are longer than the window.
     """
-    num_tokens = step.num_decodes + step.num_extend_tokens
-    decode, extend = Work(), Work()
+    num_tokens = step.num_decodes + step.num_prefill_tokens
+    decode, prefill = Work(), Work()
     for kind in costs.attention:
-        keys, pairs = step.decode_keys, step.extend_pairs
+        keys, pairs = step.decode_keys, step.prefill_pairs
         if kind.window is not None:
-            keys, pairs = min(keys, step.num_decodes * kind.window), min(pairs, step.num_extend_tokens * kind.window)
+            keys, pairs = min(keys, step.num_decodes * kind.window), min(pairs, step.num_prefill_tokens * kind.window)
         kv_bytes, flops = kind.kv_bytes_per_token, kind.flops_per_pair
         decode += Work((keys + step.num_decodes) * kv_bytes, keys * flops)
-        extend += Work((step.extend_keys + step.num_extend_tokens) * kv_bytes, pairs * flops)
+        prefill += Work((step.prefill_keys + step.num_prefill_tokens) * kv_bytes, pairs * flops)
     return {
         "layer matrices": _matrix_work(costs.layers, num_tokens),
         "LM head": _matrix_work(costs.lm_head, step.num_sampled),
         "decode attention": decode,
-        "prompt attention": extend,
+        "prompt attention": prefill,
     }
 
 
@@ -84,9 +84,9 @@ def _matrix_work(costs: MatrixCosts, rows: int) -> Work:
 
 def _prefill_shares(step: StepRecord) -> dict[str, float]:
     """How much of each part belongs to the prompts; the rest is the decode rows'."""
-    num_tokens = step.num_decodes + step.num_extend_tokens
+    num_tokens = step.num_decodes + step.num_prefill_tokens
     return {
-        "layer matrices": step.num_extend_tokens / max(1, num_tokens),
+        "layer matrices": step.num_prefill_tokens / max(1, num_tokens),
         "LM head": 1 - step.num_decodes / max(1, step.num_sampled),
         "decode attention": 0.0,
         "prompt attention": 1.0,

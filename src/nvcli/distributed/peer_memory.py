@@ -1,4 +1,4 @@
-"""Opening the memory that the GPUs of a tensor-parallel group share, and why that may not be possible.
+"""The opening of memory that the GPUs of a tensor-parallel group share, and the reasons why it may be impossible.
 
 What goes through that memory, and how, is in `kernels/peer_memory.py`.
 """
@@ -20,21 +20,22 @@ def share_memory(
 ) -> list[str]:
     """Give the tensor group a `PeerMemory` for sums of up to `max_rows` × `hidden_size`. Collective over all ranks.
 
-    Where one rank cannot have it, no rank of any stage gets it, and sums go through the process group: stages hand over
-    what they hold by the same rule. Returns notes for the log that say why.
+    If one rank cannot have it, no rank of any stage gets it, and sums go through the process group: a rank and its
+    counterpart in the next stage must agree on the rows of a residual that are up to date. Returns notes for the log
+    that say why.
     """
     world, group = groups.world, groups.tensor
     if group.size == 1 or group.device.type != "cuda":
         return []
     layout = PeerLayout(num_ranks=group.size, max_rows=max_rows, hidden_size=hidden_size, dtype=dtype)
     memory, obstacle = None, _obstacle(config, group, first_rank=world.rank - group.rank)
-    # Together, or some would wait for ranks that do not come.
+    # All ranks go on together, or some would wait for ranks that never come.
     if world.min(int(obstacle is None)):
         try:
             memory = open_peer_memory(group, layout)
         except RuntimeError as error:  # torch has no narrower one
             obstacle = (str(error).strip().splitlines() or [""])[0]
-    # Behind the zeros of all ranks, too: this waits for the device.
+    # This waits for the device, so that the zeros of all ranks are written too.
     if world.min(int(memory is not None)):
         group.peer_memory = memory
         return []
@@ -62,7 +63,8 @@ def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemo
 
 
 def _obstacle(config: EngineConfig, group: TensorParallelGroup, first_rank: int) -> str | None:
-    """What keeps this rank from the other ranks' memory, as far as that can be known beforehand.
+    """Say what keeps this rank from the other ranks' memory, as far as that can be known beforehand; None if nothing
+    does.
 
     `first_rank` is the number of the group's first rank among all ranks of the replica.
     """

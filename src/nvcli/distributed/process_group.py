@@ -24,7 +24,7 @@ _NO_TIMEOUT = timedelta(days=365)
 
 
 class Rendezvous(Protocol):
-    """What a rank's process offers so that its rank can find the others of its replica."""
+    """The part of a rank's process that lets the rank find the others of its replica."""
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Stage: which part of a model one stage of a pipeline holds. Torch-free: memory plans count with it too."""
+"""Stage: the part of a model that one stage of a pipeline holds. It is torch-free, because memory plans use it too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StageLink: how hidden states get from one pipeline stage to the next, each rank's to its counterpart.
+"""StageLink: it sends hidden states from one pipeline stage to the next, from each rank to its counterpart.
 
 Both sides know how many rows a step has, so that a message is one tensor and nothing else. It is received into memory
 with a fixed address, which the stage's CUDA graphs read; sending and receiving are not part of the graphs. While a
@@ -16,12 +16,13 @@ from nvcli.distributed.tensor_parallel import StageState
 
 
 class StageLink:
-    """One rank's ends. A stage that is the first has nothing to receive, and the last one nothing to send."""
+    """One rank's links to the stages before and behind it. The first stage receives nothing, and the last sends
+    nothing."""
 
     def __init__(self, groups: RankGroups, max_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
         self._previous, self._next = groups.previous, groups.next
         self._num_tensors = 1 if groups.tensor.size == 1 else 2
-        """Of a `StageState`."""
+        """The number of tensors in a `StageState`."""
         self._hidden_size = hidden_size
         size = self._num_tensors * max_rows * hidden_size
 
@@ -32,8 +33,8 @@ class StageLink:
         self._sending: dist.Work | None = None
 
     def receive(self, num_rows: int) -> None:
-        """Take in the next step's rows, padding included; the first stage has none. On a GPU what is launched from here
-        on waits for them; the host does not."""
+        """Receive the next step's rows, padding included; the first stage has none. On a GPU the work that is launched
+        from here on waits for them; the host does not."""
         if self._previous is None:
             return
         work = dist.irecv(self._rows(self._incoming, num_rows), group=self._previous, group_src=0)
@@ -41,14 +42,14 @@ class StageLink:
         work.wait()
 
     def received(self, num_rows: int) -> StageState | None:
-        """Views of what was received; None in the first stage."""
+        """Return views of the received state, or None in the first stage."""
         if self._previous is None:
             return None
         rows = self._rows(self._incoming, num_rows)
         return StageState(rows[0], rows[1] if self._num_tensors == 2 else None)
 
     def send(self, state: StageState) -> None:
-        """Copies the state, so that its memory is free for the next step."""
+        """Send a state to the next stage. It is copied, so that its memory is free for the next step."""
         assert self._next is not None
         if self._sending is not None:
             self._sending.wait()  # its memory is used again
@@ -59,6 +60,6 @@ class StageLink:
         self._sending = dist.isend(rows, group=self._next, group_dst=1)
 
     def _rows(self, memory: Tensor, num_rows: int) -> Tensor:
-        """[tensors, num_rows, H], contiguous."""
+        """View the first rows of a buffer as [tensors, num_rows, H], contiguous."""
         size = self._num_tensors * num_rows * self._hidden_size
         return memory[:size].view(self._num_tensors, num_rows, self._hidden_size)

@@ -18,7 +18,8 @@ from nvcli.kernels.peer_memory import PeerMemory
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What a rank sends to its counterpart in the next pipeline stage, for T tokens (SGLang's proxy tensors)."""
+    """The tensors that a rank sends to its counterpart in the next pipeline stage, for T tokens (SGLang's proxy
+    tensors)."""
 
     residual: Tensor
     """[T, H], the residual stream. With several ranks, a rank's copy may be up to date only in the rows that this rank
@@ -56,12 +57,12 @@ class TensorParallelGroup:
         None means that any memory will do. A part that is written elsewhere costs a copy. `first` marks the first sum
         of a forward pass: the one of `sum`, or the one that `recv_stage` prepares.
         """
-        memory = self._memory_for(shape, dtype)
-        return None if memory is None else memory.part(shape[0], opens=first)
+        memory = self._peer_memory_for(shape, dtype)
+        return None if memory is None else memory.part(shape[0], first=first)
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum `part` over the ranks: [T, H] → [T, H], maybe in place. It is the first sum of a forward pass."""
-        memory = self._memory_for(part.shape, part.dtype)
+        memory = self._peer_memory_for(part.shape, part.dtype)
         return self._all_reduce(part) if memory is None else memory.sum(part)
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,7 +72,7 @@ class TensorParallelGroup:
         call. `residual` may be read by the next call only: a rank updates the rows that it will read again, and maybe
         no others.
         """
-        memory = self._memory_for(part.shape, part.dtype)
+        memory = self._peer_memory_for(part.shape, part.dtype)
         if memory is None:
             return add_rms_norm(self._all_reduce(part), residual, weight, eps)
         return memory.add_rms_norm(part, residual, weight, eps)
@@ -97,7 +98,7 @@ class TensorParallelGroup:
             delta = delta if buffer is None else buffer.copy_(delta)
         return delta, state.residual
 
-    def _memory_for(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> PeerMemory | None:
+    def _peer_memory_for(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> PeerMemory | None:
         """The shared memory that a sum of this shape goes through, or None for the process group."""
         memory = self.peer_memory
         return memory if memory is not None and memory.takes(shape, dtype) else None

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any
 
-from nvcli.executor.process import ChildProcess
+from nvcli.executor.child_process import ChildProcess
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 """The begin of a traceback's last line."""

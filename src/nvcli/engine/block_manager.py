@@ -4,7 +4,7 @@ Blocks are numbered from 1 (0 is the null block, never handed out) and counted b
 are known is registered under a hash that chains over all tokens before it (vLLM's scheme), so that equal prefixes find
 each other. All KV groups share the blocks; a block is registered for one of them, whose layers' keys it holds. A block
 that nobody holds keeps its contents until it is needed: blocks without a hash go first, then the least recently
-released. This module moves numbers about; what lies in the blocks it does not know.
+released. This module knows block numbers only, not what lies in the blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOKEN_BYTES = 4  # token ids come packed as int32
 
 
 def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") -> Iterator[BlockHash]:
-    """Chained hashes of the full blocks of packed int32 tokens; `parent` is the hash of the block before them.
+    """Yield chained hashes of the full blocks of packed int32 tokens; `parent` is the hash of the block before them.
 
     128 bits: two different prefixes do not meet in practice.
     """
@@ -30,7 +30,7 @@ def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") ->
 
 
 class BlockManager:
-    """`num_blocks` blocks, ids 1 to num_blocks."""
+    """The KV blocks of one replica. Their ids are 1 to `num_blocks`."""
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -53,17 +53,18 @@ class BlockManager:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int, *, reserve: int = 0) -> list[int] | None:
-        """`count` blocks with one reference each; None, and nothing taken, when fewer than `reserve` would be left."""
+        """Take `count` blocks, with one reference each. If fewer than `reserve` free blocks would be left, none is
+        taken and the result is None."""
         if count + reserve > self.num_free:
             return None
         return [self._take() for _ in range(count)]
 
     def find(self, block_hash: BlockHash, group: int = 0) -> int | None:
-        """The block that is registered for a KV group under this hash. It may go as soon as another is allocated."""
+        """Return the block of a KV group under this hash, if any. Unless held, it may be evicted by `allocate`."""
         return self._by_key.get((group, block_hash))
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Take one more reference of each of these blocks, which `find` gave."""
+        """Take one more reference to each of these blocks, which `find` returned."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del self._reusable[block]
@@ -77,7 +78,7 @@ class BlockManager:
             self._by_key[key] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one reference of each block back. Later blocks of a prefix become evictable before earlier ones."""
+        """Give one reference to each block back. Later blocks of a prefix become evictable before earlier ones."""
         counts, keys = self._ref_counts, self._keys
         for block in reversed(blocks):
             counts[block] -= 1
@@ -88,7 +89,7 @@ class BlockManager:
                     self._reusable[block] = None
 
     def unregister(self, blocks: Iterable[int]) -> None:
-        """These blocks, held or not, do not hold what they were registered for; the others stay findable."""
+        """Make blocks unfindable that do not contain what they were registered for, whether they are held or not."""
         for block in blocks:
             key = self._keys[block]
             if key is not None:
@@ -99,7 +100,7 @@ class BlockManager:
                     self._free.append(block)
 
     def forget_prefixes(self) -> None:
-        """From here on nothing that was computed before is found again; held blocks stay with their holders."""
+        """Make all blocks unfindable; held blocks stay with their holders."""
         self._free += self._reusable
         self._reusable.clear()
         self._by_key.clear()

@@ -22,13 +22,13 @@ from nvcli.engine.step_draft import StepDraft
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that keep the same blocks."""
+    """A group of layers that keep the same blocks."""
 
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
 
     def first_column(self, position: int, block_size: int) -> int:
-        """The first block of the table that a token at `position`, or one behind it, attends to."""
+        """The first column of a block table that a token at `position`, or one behind it, attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
     def most_blocks(self, num_tokens: int, block_size: int) -> int:
@@ -48,19 +48,19 @@ class BlockTables:
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
 
     def can_fit(self, num_tokens: int) -> bool:
-        """Whether a request that runs alone can compute so many tokens."""
+        """Whether a request that runs alone can compute `num_tokens` tokens."""
         needed = sum(group.most_blocks(num_tokens, self.block_size) for group in self._groups)
         return needed <= self.block_manager.num_blocks
 
     def reserve(self, num_requests: int, num_tokens: int) -> int:
-        """The most blocks that so many decoding requests take for `num_tokens` tokens each."""
+        """The most blocks that `num_requests` decoding requests take for `num_tokens` more tokens each."""
         return num_requests * len(self._groups) * -(-num_tokens // self.block_size)
 
     def enter(self, state: RequestState, *, reserve: int) -> bool:
         """Take the blocks with which a waiting request begins, cached ones first, and set `num_computed` accordingly.
 
         Groups without a window get blocks for all known tokens, groups with one for the first token to compute.
-        False, and nothing taken, when fewer than `reserve` free blocks would be left.
+        Returns False, and takes nothing, if fewer than `reserve` free blocks would be left.
         """
         block_size, manager = self.block_size, self.block_manager
         num_tokens = len(state.token_ids)
@@ -83,9 +83,10 @@ class BlockTables:
         return True
 
     def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int, reserve: int = 0) -> int:
-        """Take blocks for a request's next tokens; the number of tokens that there is room for, at most `num_tokens`.
+        """Take blocks for a request's next `num_tokens` tokens, or for fewer if there are too few free blocks.
 
-        No block is taken where that is less than `least`, nor any of the last `reserve` free ones.
+        Returns the number of tokens that there is room for. If that is less than `least`, no block is taken. The last
+        `reserve` free blocks are never taken.
         """
         if self._windowed:
             self._free_behind_windows(state)
@@ -111,7 +112,7 @@ class BlockTables:
         return num_tokens
 
     def trim(self, state: RequestState) -> None:
-        """Give back the blocks behind a request's upper bound, which was lowered."""
+        """Give back the blocks that a request no longer needs because its upper bound was lowered."""
         num_columns = -(-state.num_computed // self.block_size)
         if state.capacity <= num_columns * self.block_size:
             return
@@ -122,7 +123,7 @@ class BlockTables:
         state.set_hashed_blocks(min(state.num_hashed_blocks, num_columns), self.block_size)
 
     def register(self, state: RequestState) -> list[int]:
-        """Register the blocks that are full of known tokens whose computation is submitted; those that were not yet."""
+        """Register for reuse, and return, the blocks that submitted steps have newly filled with known tokens."""
         block_size, manager = self.block_size, self.block_manager
         num_full = min(len(state.token_ids), state.num_computed) // block_size
         first = state.num_hashed_blocks
@@ -151,7 +152,7 @@ class BlockTables:
     def _match(self, hashes: Sequence[BlockHash]) -> tuple[list[list[int]], list[int]]:
         """Find the longest cached prefix and take a reference of its blocks.
 
-        Gives each group's columns, equally many, and how many of them its window does not need: they are 0.
+        Returns each group's blocks, equally many, and how many leading ones its window does not need; those are 0.
         """
         found = [self._find(hashes, group) for group in range(len(self._groups))]
         num_cached = len(min(found, key=len))
@@ -170,8 +171,8 @@ class BlockTables:
         return found, first_columns
 
     def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
-        """The blocks that a group has registered for these hashes: up to the first that is missing, or, in a group with
-        a window, with 0 for each that is missing."""
+        """Find the blocks that a group has registered for these hashes. The result ends before the first missing block;
+        in a group with a window it has a 0 for each missing one."""
         blocks = []
         for block_hash in hashes:
             block = self.block_manager.find(block_hash, group)
@@ -211,7 +212,7 @@ class BlockTables:
 
 
 def _num_missing(state: RequestState, num_columns: int) -> int:
-    """Blocks that a request lacks of so many columns in each group."""
+    """Count the blocks that a request lacks for `num_columns` columns in each group."""
     num_missing = 0
     for blocks in state.blocks:
         if len(blocks) < num_columns:
@@ -220,7 +221,7 @@ def _num_missing(state: RequestState, num_columns: int) -> int:
 
 
 def _run_lengths(blocks: Sequence[int]) -> list[int]:
-    """For each number n of leading blocks, how many of them at their end are present (not 0) in a row."""
+    """Count for each n, from 0 on, how many blocks at the end of the first n are present (not 0) without a gap."""
     runs = [0]
     for block in blocks:
         runs.append(runs[-1] + 1 if block else 0)

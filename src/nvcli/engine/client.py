@@ -25,42 +25,42 @@ from nvcli.engine.protocol import (
 )
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.errors import NvcliError, WorkerError
+from nvcli.executor.child_process import ChildProcess
 from nvcli.executor.executor import MODEL_RUNNER
-from nvcli.executor.process import ChildProcess
 from nvcli.messages import EngineReady
 
 _STOPPED_CHECK_SECONDS = 0.5
-"""Seconds between two looks whether an engine that says nothing was stopped."""
+"""Seconds between two checks whether a silent engine was stopped by a signal."""
 
 
 class EngineClient:
-    """Sends requests to an engine's process and takes its outputs, for one thread.
+    """Sends requests to an engine's process and receives its outputs. One thread may use it.
 
-    An engine says by itself what becomes of its ranks. That it is dead itself shows at once, that it was stopped by a
-    signal within `step_timeout`, to whoever waits for it.
+    The engine reports the failures of its ranks. Whoever waits for the engine learns at once that its process is dead,
+    and within `step_timeout` that it was stopped by a signal.
     """
 
     def __init__(self, process: ChildProcess, *, step_timeout: float) -> None:
-        """`step_timeout`: in seconds."""
+        """`step_timeout` is in seconds."""
         self._process = process
         self._timeout = step_timeout
         self._last_check = 0.0
         self._stopped_since: float | None = None
-        """When it was first seen to be stopped by a signal, if it has not been heard or seen to move since."""
+        """The time at which the engine was first seen stopped by a signal; None while it runs."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._stats = EngineStats()
         self._steps: list[StepRecord] = []
         self._notes: list[str] = []
         self._failure: NvcliError | None = None
-        """The last words of an engine that ended, once `poll` has heard them."""
+        """The error of an engine that ended, once `poll` has met it."""
         self._ready: EngineReady | None = None
 
     @classmethod
     def start(cls, config: EngineConfig, *, name: str = "engine", runner: str = MODEL_RUNNER) -> EngineClient:
         """Spawn the engine, which spawns its ranks; this returns at once."""
         process = ChildProcess(
-            "nvcli.engine.process:main",
+            "nvcli.engine.engine_process:main",
             EngineStart(config=config, runner=runner),
             name=name,
             send_timeout=config.step_timeout,
@@ -70,7 +70,7 @@ class EngineClient:
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None:
         """Wait for the engine's report; None when it is not ready within `timeout` seconds (None: wait for ever).
 
-        Raises LoadError, CapacityError or ConfigError as a rank met it, or WorkerError.
+        Raises the LoadError, CapacityError or ConfigError that a rank failed with, or WorkerError.
         """
         if self._ready is None and self._has_message(timeout):
             message = self._receive()
@@ -79,6 +79,7 @@ class EngineClient:
         return self._ready
 
     def add(self, requests: list[Request]) -> None:
+        """Send requests to the engine."""
         self._send(AddRequests(requests))
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -90,8 +91,9 @@ class EngineClient:
         self._send(ForgetPrefixes())
 
     def poll(self, timeout: float) -> list[RequestOutput]:
-        """Outputs that arrived; waits up to `timeout` seconds for the first. Raises what the engine failed with, once
-        what it said before that has been given out.
+        """Return the outputs that arrived, waiting up to `timeout` seconds for the first.
+
+        If the engine failed, the outputs that it sent before are returned first; then its error is raised.
         """
         if self._failure is not None:
             raise self._failure
@@ -126,19 +128,19 @@ class EngineClient:
         return self._stats
 
     def take_steps(self) -> list[StepRecord]:
-        """The records of steps that came since the last call; there are some where `record_steps` is on."""
+        """Return the records of steps that arrived since the last call; there are none unless `record_steps` is on."""
         steps, self._steps = self._steps, []
         return steps
 
     def take_notes(self) -> list[str]:
-        """Messages for the log that came since the last call."""
+        """Return the messages for the log that arrived since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
     def finish(self) -> list[int]:
-        """End the engine, which has nothing left to do; the most memory that each rank held, in bytes.
+        """End an engine that has nothing left to do; return the most memory that each rank held, in bytes.
 
-        For engines with `record_steps`; `close` is still to be called. Raises WorkerError.
+        It serves engines with `record_steps`. `close` must still be called. Raises WorkerError.
         """
         self._send(CloseEngine())
         while True:
@@ -147,11 +149,11 @@ class EngineClient:
 
     def close(self) -> None:
         """End the engine and its ranks. It may be called again."""
-        can_hear = not self._process.control.closed and not self._process.is_stopped
-        if can_hear:
+        can_receive = not self._process.control.closed and not self._process.is_stopped
+        if can_receive:
             with contextlib.suppress(OSError):
                 self._process.control.send_bytes(self._encoder.encode(CloseEngine()))
-        self._process.close(grace=1.5 if self._ready and can_hear else 0.0)
+        self._process.close(grace=1.5 if self._ready and can_receive else 0.0)
 
     def _send(self, message: ToEngine) -> None:
         try:
@@ -159,7 +161,7 @@ class EngineClient:
         except BlockingIOError:
             raise WorkerError(self._describe_stuck()) from None
         except OSError:
-            pass  # it is gone: `poll` says so, behind its last words, which are still in the socket
+            pass  # it is gone: `poll` says so, once it has read what is still in the socket
 
     def _receive(self) -> FromEngine:
         if self._failure is not None:
@@ -176,7 +178,7 @@ class EngineClient:
         return message
 
     def _has_message(self, timeout: float | None) -> bool:
-        """Wait for a message, up to `timeout` seconds (None: for ever)."""
+        """Wait for a message up to `timeout` seconds (None: for ever); return whether one is there."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             wait = min(_STOPPED_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))
@@ -188,7 +190,7 @@ class EngineClient:
                 return False
 
     def _check_moving(self) -> None:
-        """Raises WorkerError for an engine that has been stopped for `step_timeout`."""
+        """Raise WorkerError if the engine has been stopped by a signal for `step_timeout`."""
         now = time.monotonic()
         if now - self._last_check < _STOPPED_CHECK_SECONDS:
             return

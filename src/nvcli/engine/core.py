@@ -1,7 +1,7 @@
-"""EngineCore: the loop of one replica. Schedules a step while those before it run.
+"""EngineCore: the loop of one replica. It schedules a step while the steps before it run.
 
-A step that runs out of memory does not end it: the steps in flight are taken back, the limits are lowered for the rest
-of the run, and the requests are computed again, by ranks that were started anew where these cannot go on.
+A step that runs out of memory does not end the run: the steps in flight are taken back, the limits are lowered for the
+rest of the run, and the requests are computed again. Ranks that cannot go on are started anew first.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 
 
 class StepExecutor(Protocol):
-    """What the loop needs of an executor."""
+    """The part of an executor that the loop uses."""
 
-    def submit(self, step: StepInput) -> None: ...
+    def submit(self, step: StepInput) -> None:
+        """Send a step to the ranks."""
 
-    def collect(self) -> StepOutput: ...
+    def collect(self) -> StepOutput:
+        """Wait for the output of the oldest submitted step, and return it."""
 
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-        """Keep to these limits from here on, after a step that ran out of memory and with none in flight.
+        """Go on with these limits after a step ran out of memory; no step may be in flight.
 
-        The number of KV blocks where all that was in them is lost; None: everything is as it was. Raises LimitsTooHigh
-        where it may be called again with lower ones.
+        Returns the number of KV blocks if their contents are lost, or None if everything is as it was. Raises
+        LimitsTooHigh if it may be called again with lower limits.
         """
-        ...
 
 
 class EngineCore:
-    """Requests in, outputs out, one step at a time."""
+    """The engine without its process: it takes requests in and gives outputs out, one step at a time."""
 
     def __init__(
         self,
@@ -60,9 +61,11 @@ class EngineCore:
         """Warnings for the user that `take_notes` has not given out yet."""
 
     def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests."""
         self._scheduler.add(requests)
 
     def abort(self, request_ids: Iterable[int]) -> None:
+        """End requests early, if they have not ended yet."""
         self._scheduler.abort(request_ids)
 
     def forget_prefixes(self) -> None:
@@ -78,10 +81,11 @@ class EngineCore:
         return self._scheduler.stats
 
     def take_records(self) -> list[StepRecord]:
-        """Records of the steps since the last call; empty unless steps are recorded."""
+        """Return the records of the steps since the last call; there are none unless steps are recorded."""
         return self._recorder.take() if self._recorder is not None else []
 
     def take_notes(self) -> list[str]:
+        """Return the warnings for the user since the last call."""
         notes, self.notes = self.notes, []
         return notes
 
@@ -132,7 +136,7 @@ class EngineCore:
         )
 
     def _lower_limits(self, reason: str) -> int | None:
-        """Lower the limits until the ranks can go on with them; gives what `StepExecutor.recover` gives."""
+        """Lower the limits until the ranks can go on with them; return what `StepExecutor.recover` returns."""
         while self._scheduler.lower_limits():
             limits = self._scheduler.limits
             with contextlib.suppress(LimitsTooHigh):  # others have taken memory meanwhile

@@ -1,7 +1,7 @@
 """DecodeQueue: the running requests whose known tokens are computed, in the order in which they decode.
 
-Each of them is *ready* for its next decode row, or *parked* until tokens come back. As long as the same requests are
-ready from step to step, what a step says of its rows is not put together anew.
+Each of them is *ready* for its next decode row, or *parked* until tokens come back. While the same requests stay ready
+from step to step, their packed slots and lengths are kept up to date, not packed anew.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from nvcli.messages import pack
 
 
 class DecodeQueue:
-    """A request may be in it once. Requests that were parked get in line behind the others."""
+    """A queue that holds each request at most once. A request that was parked goes to the end of the ready ones."""
 
     def __init__(self) -> None:
         self._ready: list[RequestState] = []
         self._parked: dict[RequestState, None] = {}
         self._slots: bytes | None = None
-        """Packed slots of all ready requests, unless other ones have become ready."""
+        """The packed slots of all ready requests; None once other requests are ready."""
         self._lens: bytes | None = None
-        """Packed `num_computed` of all ready requests, likewise."""
+        """The packed `num_computed` of all ready requests; None once they are others or have changed."""
 
     def __contains__(self, state: RequestState) -> bool:
         return state in self._parked or state in self._ready
@@ -30,11 +30,11 @@ class DecodeQueue:
         return len(self._ready) + len(self._parked)
 
     def leading(self, num_requests: int) -> list[RequestState]:
-        """The first ready requests, at most so many."""
+        """Return the first ready requests, at most `num_requests` of them."""
         return self._ready[:num_requests]
 
     def add(self, state: RequestState) -> None:
-        """All that is known of a running request has been scheduled."""
+        """Take in a running request whose known tokens have all been scheduled."""
         if state.must_wait:
             self._parked[state] = None
         else:
@@ -42,6 +42,7 @@ class DecodeQueue:
             self._slots = self._lens = None
 
     def remove(self, state: RequestState) -> None:
+        """Take a request out of the queue."""
         if state in self._parked:
             del self._parked[state]
         else:
@@ -49,12 +50,12 @@ class DecodeQueue:
             self._slots = self._lens = None
 
     def park(self, state: RequestState) -> None:
-        """A ready request is to wait until some of its tokens have come back."""
+        """Make a ready request wait until some of its tokens have come back."""
         self.remove(state)
         self._parked[state] = None
 
     def unpark(self, states: Sequence[RequestState]) -> None:
-        """Tokens of these requests have come back: those that were parked, and wait for no more of them, are ready."""
+        """Make the parked ones of these requests, whose tokens have come back, ready unless they must wait for more."""
         parked = self._parked
         if len(parked) < len(states):
             ready = [state for state in parked if not state.must_wait]
@@ -67,9 +68,9 @@ class DecodeQueue:
             self._slots = self._lens = None
 
     def advance(self, rows: Sequence[RequestState], width: int) -> tuple[bytes, bytes, list[RequestState]]:
-        """The first ready requests, `rows`, are scheduled for `width` tokens each.
+        """Schedule `width` tokens for each of `rows`, which are the first ready requests.
 
-        Gives their packed slots, their packed lengths behind the step, and those of them that are parked by it.
+        Returns their packed slots, their packed lengths behind the step, and the requests that are parked by it.
         """
         if len(rows) < len(self._ready):
             self._slots = self._lens = None
@@ -92,11 +93,11 @@ class DecodeQueue:
         return slots, lens, waiting
 
     def bounds_changed(self) -> None:
-        """Some requests have another `num_computed` than `advance` gave them."""
+        """Forget the packed lengths, because some requests no longer have the `num_computed` that `advance` set."""
         self._lens = None
 
     def check_integrity(self, others: Iterable[RequestState], running: Iterable[RequestState]) -> None:
-        """Assert that these requests and `others` are the running ones, each once, and that who waits has reason to."""
+        """Assert that the requests here and `others` are the running ones, each once, and that parked ones wait."""
         members = [*others, *self._ready, *self._parked]
         assert len(members) == len(set(members))
         assert set(members) == set(running)
@@ -109,6 +110,6 @@ class DecodeQueue:
 
 
 def _add_to_each(packed: bytes, value: int) -> bytes:
-    """Add `value` to each of some packed int32, none of which overflows: as one long sum."""
+    """Add `value` to each of some packed int32 numbers, none of which may overflow, as one long sum."""
     total = int.from_bytes(packed, "little") + int.from_bytes(pack([value]) * (len(packed) // 4), "little")
     return total.to_bytes(len(packed), "little")

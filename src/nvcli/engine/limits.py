@@ -9,27 +9,27 @@ from nvcli.engine.block_tables import KVGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Sizes are in tokens and requests, as in `EngineConfig`."""
+    """The most that a step may hold. Sizes are in tokens and requests, as in `EngineConfig`."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
     num_micro_batches: int = 1
-    """Steps in flight that no decoding request may share."""
+    """Steps in flight at a time; with more than one, a decoding request is in one of them only (pipeline stages)."""
     tokens_per_row: int = 1
     """Tokens of a decode row: the last one, and those that were drafted to follow it."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
 
     @property
     def decode_width(self) -> int:
-        """Tokens of a decode row, as far as a step may have so many."""
+        """Tokens of a decode row, at most as many as a step may have."""
         return min(self.tokens_per_row, self.max_num_batched_tokens)
 
     def lowered(self) -> SchedulerLimits | None:
-        """Half the `max_num_batched_tokens`, and once it is no more than `max_num_seqs`, half of both.
+        """Return limits with half the `max_num_batched_tokens`; once that is no more than `max_num_seqs`, half of both.
 
-        None where a step has one request and one token.
+        Returns None if a step has one request and one token already.
         """
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         if num_tokens > num_seqs:

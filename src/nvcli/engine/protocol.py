@@ -14,13 +14,18 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     runner: str
+    """The ranks' runner as `module:function` (`RankStart.runner`)."""
 
 
 class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Queue these requests behind the waiting ones."""
+
     requests: list[Request]
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End these requests early, if they have not ended yet."""
+
     request_ids: list[int]
 
 
@@ -29,17 +34,21 @@ class ForgetPrefixes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CloseEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
+    """End the engine and its ranks."""
 
 
 ToEngine = AddRequests | AbortRequests | ForgetPrefixes | CloseEngine
 
 
 class ReadyReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An engine's first message: its ranks are ready to run."""
+
     ready: EngineReady
 
 
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Everything that happened since the last batch, and the statistics as they are now."""
+
     outputs: list[RequestOutput]
     stats: EngineStats
     steps: list[StepRecord] = []
@@ -57,7 +66,7 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EngineClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The last message after CloseEngine, where `record_steps` is on."""
+    """An engine's last message after CloseEngine, if `record_steps` is on."""
 
     peak_bytes: list[int]
     """The most memory that each rank held (`Runner.peak_bytes`)."""

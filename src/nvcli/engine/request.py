@@ -1,4 +1,4 @@
-"""What the parent and an engine say to each other: requests in, outputs and statistics out."""
+"""The data that the parent and an engine exchange: requests go in; outputs, statistics and step records come out."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     stop_ids: list[int]
     """Ids that end the answer: end-of-sequence ids unless ignored, and `stop_token_ids`."""
     seed: int
-    """With `row` and `sample`, the stream of random numbers (DESIGN section 6)."""
+    """The key of the request's random numbers; the next two are words of their counter (`nvcli.kernels.philox`)."""
     row: int
+    """The row's number in the job, or 0 if the row brought its own seed."""
     sample: int
+    """The number of the sample among the row's `n`, from 0."""
     stream: bool = False
-    """Report tokens as they come (rows with stop strings); otherwise once, at the end."""
+    """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -37,11 +39,11 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     request_id: int
     token_ids: bytes
-    """Packed. A stop id that ended the answer is included, as the last token."""
+    """Packed int32. A stop id that ended the answer is included, as the last token."""
     finish_reason: FinishReason | None = None
     stopped_by_id: bool = False
     num_cached_tokens: int = 0
-    """Prompt tokens that were served from the prefix cache when the request was first admitted."""
+    """Prompt tokens that were found in the prefix cache when the request was first admitted."""
     logprobs: list[TokenLogprobs] = []
     """One entry for each token where the row asked for them; else empty."""
     error_type: str = ""
@@ -70,21 +72,21 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
 
     mode: ForwardMode
     num_decodes: int
-    num_extend_tokens: int
+    num_prefill_tokens: int
     num_sampled: int
     """Tokens for which the LM head was computed."""
     decode_keys: int
-    """Tokens whose keys and values the decode rows attended to, each row's counted; an upper bound where steps before
-    it may have given fewer tokens than they computed logits for."""
-    extend_keys: int
-    """The same for the prefill chunks, each chunk's counted once."""
-    extend_pairs: int
-    """Pairs of a prompt token and a token that it attended to."""
+    """The tokens that each decode row attended to, summed over the rows. It is an upper bound where earlier steps may
+    have given fewer tokens than they computed logits for."""
+    prefill_keys: int
+    """The tokens that each prefill chunk attended to, summed over the chunks."""
+    prefill_pairs: int
+    """The number of pairs of a chunk's token and a token that it attended to."""
     num_used_blocks: int = 0
     """KV blocks held by running requests when the step was scheduled."""
     seconds: float = 0.0
     """The device's time for the step."""
     idle_seconds: float = 0.0
-    """How long the device waited for the host: before the step, and in it."""
+    """The time that the device waited for the host, before the step and in it."""
     is_graph: bool = False
     """Whether the step ran as a CUDA graph."""

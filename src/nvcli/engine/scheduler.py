@@ -42,25 +42,25 @@ from nvcli.messages import StepOutput, unpack
 
 
 class Scheduler:
-    """Requests in, steps out, outputs in, finished requests out."""
+    """Turns requests into steps, and the outputs of steps into finished requests."""
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self.limits = limits
         self._tables = BlockTables(block_manager, limits.kv_groups, limits.block_size)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[RequestState, None] = {}
-        """Every request that holds a slot, in order of admission; each is in one of the next two."""
+        """Every request that holds a slot, in order of admission; each is also in one of the next two."""
         self._prefilling: list[RequestState] = []
-        """Requests of which known tokens are to be computed as prefill chunks."""
+        """Requests with known tokens that are still to be computed, as prefill chunks."""
         self._decoding = DecodeQueue()
         self._by_id: dict[int, RequestState] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
-        """Released since the last step; the ranks hear of it with the next."""
+        """Slots released since the last step; the next step tells the ranks."""
         self._registered: list[int] = []
-        """Blocks, since the last step."""
+        """Blocks registered for reuse since the last step."""
         self._restarts = False
-        """The next step is the first after one that did not run."""
+        """Whether the next step is the first after one that did not run."""
         self._next_step_id = 0
         self._unsent: list[RequestOutput] = []
         self._prompt_tokens = 0
@@ -75,6 +75,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests
 
     def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests behind the waiting ones."""
         for request in requests:
             state = RequestState(request, needs_last_token=self.limits.num_micro_batches > 1)
             assert state.num_prompt > 0
@@ -84,7 +85,7 @@ class Scheduler:
             self._waiting.append(state)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End requests early. Those that are gone already are passed over: their last output is on its way."""
+        """End requests early. Requests that have ended already are skipped: their last output is on its way."""
         for request_id in request_ids:
             state = self._by_id.get(request_id)
             if state is not None:
@@ -92,7 +93,8 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Requests, or outputs that were not taken: an abort may end the last request between two steps."""
+        """Whether requests, or outputs that were not taken, are left: an abort may end the last request between two
+        steps."""
         return bool(self._by_id or self._unsent)
 
     @property
@@ -112,7 +114,7 @@ class Scheduler:
     # ------------------------------------------------------------------ one step
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None when nothing can be computed now."""
+        """Return the next step, or None when nothing can be computed now."""
         draft = StepDraft()
         width = self.limits.decode_width
         num_preemptions = self._num_preemptions
@@ -129,7 +131,7 @@ class Scheduler:
         draft.add_last_tokens([state for state in parked if state.needs_last_token])
         sampling = rows
         for state, length in chunks:
-            self._extend(state, length, draft, sampling)
+            self._add_chunk(state, length, draft, sampling)
             budget -= length
         if chunks:
             self._prefilling = [state for state in self._prefilling if state.num_uncomputed]
@@ -153,7 +155,7 @@ class Scheduler:
         return ScheduledStep(step, sampling, registered)
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
-        """Take the tokens of a step in; finished and streaming requests appear in `take_outputs`."""
+        """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`."""
         assert output.step_id == step.input.step_id
         owners = step.sampling
         if output.counts or len(output.token_ids) > 4 * len(owners):
@@ -180,7 +182,7 @@ class Scheduler:
         self._decoding.unpark(step.sampling)
 
     def _check(self, state: RequestState) -> None:
-        """A token has come back that is not a stop id."""
+        """Finish, register or report, as is due, after a token that is not a stop id has come back."""
         if len(state.token_ids) == state.max_len:
             self._finish(state, "length")
         else:
@@ -189,15 +191,17 @@ class Scheduler:
                 self._unsent.append(state.report())
 
     def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs since the last call."""
         outputs, self._unsent = self._unsent, []
         return outputs
 
     # ------------------------------------------------------------------ steps that did not run
 
     def put_back(self, steps: Sequence[ScheduledStep]) -> None:
-        """These steps, all that are in flight, did not run. Running requests wait, first in line, to be recomputed.
+        """Take back all steps that are in flight, because they did not run.
 
-        Their tokens are the ones that were known: nothing is lost, and nothing that was never computed is reused.
+        The running requests wait again, first in line, with the tokens that are known. No block that was never filled
+        is found for reuse.
         """
         for state in reversed(list(self._running)):
             self._send_to_wait(state)
@@ -207,12 +211,12 @@ class Scheduler:
             self.block_manager.unregister(step.registered)
         self.block_manager.unregister(self._registered)
         self._registered = []
-        # The ranks have not heard of all that the dropped steps freed and filled.
+        # The dropped steps would have told the ranks which slots were freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
         self._restarts = True
 
     def lower_limits(self) -> bool:
-        """Go on with `SchedulerLimits.lowered`; False where there are none. No request may be running."""
+        """Go on with `SchedulerLimits.lowered`, and return whether there are any. No request may be running."""
         assert not self._running
         limits = self.limits.lowered()
         if limits is None:
@@ -222,7 +226,7 @@ class Scheduler:
         return True
 
     def start_anew(self, num_blocks: int) -> None:
-        """The ranks are new ones: their slots are empty, their KV blocks hold nothing. No request may be running."""
+        """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._running
         blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
         self._tables = BlockTables(blocks, self.limits.kv_groups, self.limits.block_size)
@@ -232,7 +236,7 @@ class Scheduler:
     # ------------------------------------------------------------------ decode rows
 
     def _plan_decode_rows(self, width: int, draft: StepDraft) -> list[RequestState]:
-        """The requests that decode in the next step, the first that are ready to, with blocks for their tokens."""
+        """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens."""
         if width > 1:
             for state in self._decoding.leading(len(self._running)):
                 if state.num_computed + width > self.limits.max_model_len:
@@ -247,12 +251,12 @@ class Scheduler:
         return rows if len(self._running) == num_running else [state for state in rows if state.slot is not None]
 
     def _max_decode_rows(self, width: int) -> int:
-        """Decode rows of a step: a micro-batch's share of the running requests, as far as the token budget goes."""
+        """The most decode rows of a step: a micro-batch's share of the running requests, within the token budget."""
         share = -(-len(self._running) // self.limits.num_micro_batches)
         return min(share, self.limits.max_num_batched_tokens // width)
 
     def _set_aside(self, state: RequestState) -> None:
-        """There is no room for a full row: the last token is computed like a prompt's, once it is known."""
+        """Let a request without room for a full decode row compute its last token, once known, as a prefill chunk."""
         if state.num_pending:
             self._decoding.park(state)
         else:
@@ -262,7 +266,7 @@ class Scheduler:
     def _take_back_missing(self, step: ScheduledStep, output: StepOutput) -> list[RequestState]:
         """Lower the bounds of the requests for which the step gave fewer tokens than it computed logits for.
 
-        Gives the request of each token.
+        Returns the request of each token that the step gave.
         """
         counts: Sequence[int] = unpack(output.counts) if output.counts else step.num_logits
         owners = []
@@ -281,7 +285,7 @@ class Scheduler:
     # ------------------------------------------------------------------ prefill chunks
 
     def _plan_chunks(self, budget: int, draft: StepDraft) -> list[tuple[RequestState, int]]:
-        """The next chunks of prompts that are under way, with blocks for them: (request, number of tokens)."""
+        """Choose the next chunks of prompts under way, as (request, number of tokens), and take their blocks."""
         chunks = []
         for state in self._prefilling.copy():
             length = min(state.num_uncomputed, budget)
@@ -293,7 +297,8 @@ class Scheduler:
         return chunks
 
     def _admit(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> None:
-        """First chunks of waiting requests, in order, as far as slots, blocks and budget go."""
+        """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and the token budget
+        go."""
         waiting, limits = self._waiting, self.limits
         prefix_id_limit = limits.max_model_len + limits.max_num_batched_tokens
         while waiting and budget > 0 and self._free_slots:
@@ -328,13 +333,13 @@ class Scheduler:
             length = min(state.num_uncomputed, budget)
             if num_cached + length > state.capacity:
                 length = self._tables.grow(state, length, draft, least=1, reserve=reserve)
-            self._extend(state, length, draft, sampling)
+            self._add_chunk(state, length, draft, sampling)
             if state.num_uncomputed:
                 self._prefilling.append(state)
             budget -= length
 
-    def _extend(self, state: RequestState, length: int, draft: StepDraft, sampling: list[RequestState]) -> None:
-        """Schedule the next chunk of a prompt, for which there are blocks."""
+    def _add_chunk(self, state: RequestState, length: int, draft: StepDraft, sampling: list[RequestState]) -> None:
+        """Schedule the next chunk of a prompt, whose blocks are taken already."""
         state.num_computed += length
         num_counted = min(state.num_computed, state.num_prompt)
         if num_counted > state.num_counted:
@@ -354,11 +359,11 @@ class Scheduler:
     # ------------------------------------------------------------------ room and ends
 
     def _make_room(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
-        """Take blocks for a running request's next tokens: for `num_tokens`, or fewer where there are too few blocks.
+        """Take blocks for a running request's next `num_tokens` tokens; return the number that there is room for.
 
-        Where there are too few even for `least` tokens, the requests admitted last are preempted, it may be this one
-        (then 0). A lone request that has no token on its way gets no blocks then; the number of tokens that it would
-        have room for is given, and where that is 0 it ends with an error.
+        If there are too few blocks even for `least` tokens, the requests admitted last are preempted; if this one is,
+        the result is 0. A lone request with no token on its way takes no blocks then. The result is the number of
+        tokens that it would have room for, and if that is 0, it ends with an error.
         """
         while state.slot is not None:
             room = self._tables.grow(state, num_tokens, draft, least=least)
@@ -374,12 +379,12 @@ class Scheduler:
         return 0
 
     def _preempt(self, state: RequestState) -> None:
-        """Take slot and blocks back, for want of blocks."""
+        """Take back a request's slot and blocks, because other requests need the blocks."""
         self._send_to_wait(state)
         self._num_preemptions += 1
 
     def _send_to_wait(self, state: RequestState) -> None:
-        """Take slot and blocks back; the request waits, first in line, to be recomputed."""
+        """Take back a request's slot and blocks; it waits, first in line, to be recomputed."""
         state.num_owed = state.num_pending
         self._release(state)
         state.num_computed = 0
@@ -409,7 +414,7 @@ class Scheduler:
         self._unsent.append(state.report(reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error))
 
     def _release(self, state: RequestState) -> None:
-        """Give slot and blocks back. Safe while a step that uses them is in flight: steps run in order."""
+        """Give a request's slot and blocks back. Steps in flight may still use them, because steps run in order."""
         assert state.slot is not None
         self._tables.release(state)
         self._freed_slots.append(state.slot)

@@ -30,7 +30,7 @@ class RequestState:
     max_len: int = field(init=False)
     """Tokens, prompt included, at which the answer ends."""
     parks_at: int = field(init=False)
-    """Once so many tokens are computed, tokens must come back before the next decode row is scheduled."""
+    """Once `num_computed` reaches this number, tokens must come back before the next decode row is scheduled."""
     num_reported: int = field(init=False)
     """Leading tokens that the parent has or does not need."""
     stop_ids: frozenset[int] = field(init=False)
@@ -39,20 +39,20 @@ class RequestState:
     num_owed: int = 0
     """The most tokens that steps in flight may still add to a request that was preempted."""
     num_counted: int = 0
-    """Leading prompt tokens that the statistics have: those that are computed again count once."""
+    """Leading prompt tokens that the statistics have counted; tokens that are computed again count once."""
     slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)
-    """For each KV group a column of block ids, set by `BlockTables`: block c holds the tokens from
-    c × block_size on; 0 where the group's window has left it behind."""
+    """The block ids of each KV group, set by `BlockTables`: entry c holds the tokens from c × block_size on. It is 0
+    where the group's window has left the block behind."""
     first_columns: list[int] = field(default_factory=list)
-    """For each KV group the number of leading zeros in `blocks`."""
+    """The number of leading zeros in `blocks` of each KV group."""
     capacity: int = 0
     """Tokens that the blocks of every group have room for."""
     num_hashed_blocks: int = 0
     """Leading blocks that are registered for reuse."""
     checked_at: int = 0
-    """With so many known tokens there is more to do than to take a token in: the answer is as long as it may be,
-    there is a block to register, or tokens to report."""
+    """The number of known tokens from which on an arriving token needs more than to be appended: the answer has its
+    full length, a block may be registered, or tokens are to be reported."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Chained hashes of leading full blocks of known tokens, as far as they were needed."""
     num_cached_tokens: int | None = None
@@ -76,17 +76,18 @@ class RequestState:
 
     @property
     def num_pending(self) -> int:
-        """The most tokens that steps in flight may add."""
+        """The most tokens that the steps in flight may still add."""
         return self.num_owed if self.slot is None else max(0, self.num_computed + 1 - len(self.token_ids))
 
     def require_last_token(self) -> None:
-        """From here on its next row is scheduled only when its last token is known here, and brings it to the ranks."""
+        """Schedule its next rows, from now on, only once its last token is known here; the row brings it to the
+        ranks."""
         self.needs_last_token = True
         self.parks_at = 0
 
     @property
     def must_wait(self) -> bool:
-        """Whether a decoding request has asked for all that it may before tokens come back."""
+        """Whether a decoding request has been scheduled as far as it may be before tokens come back."""
         return self.num_computed >= self.parks_at and self.num_computed >= len(self.token_ids)
 
     @property
@@ -95,12 +96,12 @@ class RequestState:
         return min(self.num_computed, len(self.token_ids) - 1)
 
     def set_hashed_blocks(self, num_blocks: int, block_size: int) -> None:
-        """So many leading blocks are registered for reuse."""
+        """Note that the first `num_blocks` blocks are registered for reuse."""
         self.num_hashed_blocks = num_blocks
         self.checked_at = 0 if self.stream else min(self.max_len, (num_blocks + 1) * block_size)
 
     def hash_leading_blocks(self, num_blocks: int, block_size: int) -> list[BlockHash]:
-        """Hashes of the first `num_blocks` blocks, which must be full of known tokens."""
+        """Return the hashes of the first `num_blocks` blocks, which must be full of known tokens."""
         hashes = self.block_hashes
         if len(hashes) < num_blocks:
             tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size].tobytes()
@@ -115,7 +116,7 @@ class RequestState:
         error_type: str = "",
         error: str = "",
     ) -> RequestOutput:
-        """What the parent is told of the tokens since the last report."""
+        """Make the output that brings the parent the tokens since the last report."""
         token_ids = self.token_ids[self.num_reported :]
         self.num_reported = len(self.token_ids)
         logprobs, self.logprobs = self.logprobs[: len(token_ids)], self.logprobs[len(token_ids) :]

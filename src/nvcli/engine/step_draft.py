@@ -17,7 +17,7 @@ class ScheduledStep:
     sampling: list[RequestState]
     """The requests of the rows that have logits, in batch order."""
     registered: list[int]
-    """Blocks that were registered for reuse since the step before it: it, or the one before it, fills them."""
+    """Blocks registered for reuse since the step before. This step or the one before it fills them."""
 
     @property
     def num_requests(self) -> int:
@@ -34,29 +34,28 @@ class ScheduledStep:
 
 
 class StepDraft:
-    """Collects what the ranks are told: who enters, which blocks are whose, which tokens they lack, what to compute."""
+    """Collects a step's input: requests that enter slots, new blocks, tokens that the ranks lack, and the rows."""
 
     def __init__(self) -> None:
         self.num_prefix_ids = 0
-        """Cached tokens of entering requests that the step carries: a message has room for so many, see
-        `max_step_input_bytes`."""
+        """Cached tokens of entering requests that the step carries; `max_step_input_bytes` bounds their number."""
         self._new_slots: list[NewSlot] = []
         self._blocks: list[tuple[int, int, int, int]] = []
-        """(KV group, slot, column, block)"""
+        """(KV group, slot, column, block) for each block that a slot was given."""
         self._span_slots: list[int] = []
-        """With the next three: spans of tokens."""
+        """This list and the next three hold spans of tokens, as in `StepInput`."""
         self._span_starts: list[int] = []
         self._span_counts: list[int] = []
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
-        """(slot, number of tokens, number of logits, length behind the step)"""
+        """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
 
     @property
     def has_new_slots(self) -> bool:
         return bool(self._new_slots)
 
     def enter(self, state: RequestState, num_prefix_ids: int) -> None:
-        """A request enters its slot, with all its blocks and so many tokens of its cached prefix."""
+        """Let a request enter its slot, with its blocks and the first `num_prefix_ids` tokens of its cached prefix."""
         assert state.slot is not None
         self._new_slots.append(
             NewSlot(slot=state.slot, num_cached_tokens=state.num_computed, sampling=_slot_sampling(state))
@@ -68,7 +67,7 @@ class StepDraft:
             self.num_prefix_ids += num_prefix_ids
 
     def add_blocks(self, group: int, slot: int, first_column: int, blocks: Iterable[int]) -> None:
-        """Blocks that a slot was given, in columns from `first_column` on."""
+        """Add blocks that a slot was given, for its columns from `first_column` on."""
         self._blocks += [(group, slot, column, block) for column, block in enumerate(blocks, first_column)]
 
     def keep_blocks_of(self, slots: set[int | None]) -> None:
@@ -76,7 +75,7 @@ class StepDraft:
         self._blocks = [entry for entry in self._blocks if entry[1] in slots]
 
     def add_tokens(self, state: RequestState, start: int, num_tokens: int) -> None:
-        """A span of known tokens that the ranks do not have."""
+        """Add a span of known tokens that the ranks do not have."""
         assert state.slot is not None
         self._span_slots.append(state.slot)
         self._span_starts.append(start)
@@ -84,14 +83,14 @@ class StepDraft:
         self._token_ids += state.token_ids[start : start + num_tokens].tobytes()
 
     def add_last_tokens(self, states: Sequence[RequestState]) -> None:
-        """The last known token of each of these requests."""
+        """Add the last known token of each of these requests."""
         self._span_slots += [state.slot for state in states]  # type: ignore[misc]
         self._span_starts += [len(state.token_ids) - 1 for state in states]
         self._span_counts += [1] * len(states)
         self._token_ids += pack([state.token_ids[-1] for state in states])
 
     def add_chunk(self, state: RequestState, num_tokens: int, *, num_logits: int) -> None:
-        """A prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""
+        """Add a prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""
         assert state.slot is not None
         self.add_tokens(state, state.num_computed - num_tokens, num_tokens)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
@@ -106,7 +105,7 @@ class StepDraft:
         freed_slots: Sequence[int],
         restarts: bool,
     ) -> StepInput | None:
-        """The input; None where nothing is to be computed.
+        """Return the step's input, or None if nothing is to be computed.
 
         `decode_width`: tokens of each decode row. `decode_lens`: packed lengths of the decode rows behind the step.
         """

@@ -1,4 +1,4 @@
-"""StepRecorder: what each step computed, and how long the device took for it. For benchmarks."""
+"""StepRecorder: it records, for benchmarks, what each step computed and how long the device took for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepRecorder:
         self._records: list[StepRecord] = []
 
     def submitted(self, step: StepInput, *, num_used_blocks: int) -> None:
-        """A step is on its way; `num_used_blocks` are held by running requests."""
+        """Note a step that was submitted while running requests held `num_used_blocks`."""
         num_tokens, num_logits, lens = (
             np.frombuffer(packed, dtype=np.int32).astype(np.int64)
             for packed in (step.num_tokens, step.num_logits, step.seq_lens)
@@ -30,26 +30,26 @@ class StepRecorder:
             StepRecord(
                 mode=step.mode,
                 num_decodes=step.num_decodes,
-                num_extend_tokens=int(chunk_lens.sum()),
+                num_prefill_tokens=int(chunk_lens.sum()),
                 num_sampled=int(num_logits.sum()),
                 decode_keys=int(lens[: step.num_decodes].sum()),
-                extend_keys=int(ends.sum()),
-                extend_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
+                prefill_keys=int(ends.sum()),
+                prefill_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
                 num_used_blocks=num_used_blocks,
             )
         )
 
     def collected(self, output: StepOutput) -> None:
-        """The oldest submitted step is done."""
+        """Complete the record of the oldest submitted step with its output."""
         record = self._in_flight.popleft()
         record.seconds, record.idle_seconds, record.is_graph = output.seconds, output.idle_seconds, output.is_graph
         self._records.append(record)
 
     def dropped(self) -> None:
-        """The submitted steps did not run."""
+        """Forget the submitted steps, which did not run."""
         self._in_flight.clear()
 
     def take(self) -> list[StepRecord]:
-        """The records of the steps that were collected since the last call."""
+        """Return the records of the steps that were collected since the last call."""
         records, self._records = self._records, []
         return records

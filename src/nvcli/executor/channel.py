@@ -1,7 +1,7 @@
 """A message channel over shared memory: one writer, one or more readers, no names.
 
 The memory is an anonymous file (memfd): it has no entry in /dev/shm, is not bounded by that mount's size, and is gone
-when the last process that maps it is gone, however that happens. Messages lie in a ring of slots; each slot begins
+when the last process that maps it is gone, however that happens. Messages lie in a ring of entries; each entry begins
 with the sequence number and length of its message. A reader is woken by a byte in its pipe and then checks the number;
 a reader's last number is written back, so that the writer never overwrites what has not been read. A closed pipe tells
 that the other side is gone.
@@ -32,19 +32,20 @@ class ChannelSpec:
 
     capacity: int
     """Bytes of the largest message."""
-    num_slots: int
-    """Messages that may be unread at a time."""
+    num_entries: int
+    """Entries of the ring: the most messages that may be unread at a time."""
     memory_fd: int
     read_fds: tuple[int, ...]
     """A pipe's reading end for each reader."""
     write_fds: tuple[int, ...]
 
     @staticmethod
-    def create(capacity: int, num_readers: int, *, num_slots: int = 4) -> ChannelSpec:
+    def create(capacity: int, num_readers: int, *, num_entries: int = 4) -> ChannelSpec:
+        """Make the memory and the pipes of a channel."""
         pipes = [os.pipe() for _ in range(num_readers)]
         spec = ChannelSpec(
             capacity=capacity,
-            num_slots=num_slots,
+            num_entries=num_entries,
             memory_fd=os.memfd_create("nvcli-channel"),
             read_fds=tuple(read for read, _ in pipes),
             write_fds=tuple(write for _, write in pipes),
@@ -54,7 +55,7 @@ class ChannelSpec:
         return spec
 
     @property
-    def slot_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         return -(-(_HEADER.size + self.capacity) // _ALIGN) * _ALIGN
 
     @property
@@ -63,21 +64,23 @@ class ChannelSpec:
 
     @property
     def num_bytes(self) -> int:
-        return self.ack_bytes + self.num_slots * self.slot_bytes
+        return self.ack_bytes + self.num_entries * self.entry_bytes
 
-    def slot_offset(self, sequence: int) -> int:
-        return self.ack_bytes + sequence % self.num_slots * self.slot_bytes
+    def entry_offset(self, sequence: int) -> int:
+        """Return the byte at which the entry of a message begins in the memory."""
+        return self.ack_bytes + sequence % self.num_entries * self.entry_bytes
 
     def reader_fds(self, reader: int) -> tuple[int, ...]:
         """The descriptors to pass to the process of this reader."""
         return (self.memory_fd, self.read_fds[reader])
 
     def writer_fds(self) -> tuple[int, ...]:
+        """The descriptors to pass to the process of the writer."""
         return (self.memory_fd, *self.write_fds)
 
 
 def _acks(memory: mmap.mmap, spec: ChannelSpec) -> memoryview:
-    """The number of the last message that each reader has read, one number in every `_ALIGN` bytes.
+    """View the number of the last message that each reader has read: one number in every `_ALIGN` bytes.
 
     An element of a view is written and read in one piece. `struct` is not: it zeroes the bytes before it packs them,
     and a writer that looks in between takes the reader for far behind.
@@ -98,7 +101,7 @@ class ChannelWriter:
     @property
     def has_room(self) -> bool:
         """Whether every reader is far enough for one more message."""
-        return self._sequence < min(self._acks) + self._spec.num_slots
+        return self._sequence < min(self._acks) + self._spec.num_entries
 
     def send(self, message: bytes) -> None:
         """Send a message; there must be room for it. Raises ChannelClosed when a reader is gone."""
@@ -107,7 +110,7 @@ class ChannelWriter:
         if len(message) > spec.capacity:
             raise ValueError(f"message of {len(message)} bytes is larger than the channel's {spec.capacity}")
         assert self.has_room, "it would overwrite a message that was not read"
-        start = spec.slot_offset(sequence) + _HEADER.size
+        start = spec.entry_offset(sequence) + _HEADER.size
         self._memory[start : start + len(message)] = message
         _HEADER.pack_into(self._memory, start - _HEADER.size, sequence, len(message))
         self._sequence = sequence
@@ -148,7 +151,7 @@ class ChannelReader:
             raise ChannelClosed
         spec = self._spec
         expected = self._sequence + 1
-        offset = spec.slot_offset(expected)
+        offset = spec.entry_offset(expected)
         sequence, length = _HEADER.unpack_from(self._memory, offset)
         assert sequence == expected, f"message {sequence} where {expected} was due"
         start = offset + _HEADER.size
@@ -170,5 +173,6 @@ class ChannelReader:
 
 
 def close_fds(fds: tuple[int, ...]) -> None:
+    """Close these file descriptors."""
     for fd in fds:
         os.close(fd)

@@ -17,8 +17,8 @@ from nvcli import errors
 from nvcli.config import EngineConfig
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
-from nvcli.executor.process import ChildProcess
-from nvcli.executor.status import StatusBoard
+from nvcli.executor.child_process import ChildProcess
+from nvcli.executor.status_board import StatusBoard
 from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory, RankStart, StorePort
 from nvcli.messages import (
     MAX_KV_GROUPS,
@@ -31,14 +31,14 @@ from nvcli.messages import (
 
 MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
 
-_SPARE_SLOTS = 2
-"""Messages that a channel holds beside those of the steps in flight: steps whose outputs are being taken in."""
+_SPARE_ENTRIES = 2
+"""Messages that a channel has room for beside the steps in flight: steps whose outputs are being taken in."""
 
 _BEHIND_SECONDS = 0.0005
-"""Seconds between two looks whether a rank that fell behind has caught up."""
+"""Seconds between two checks whether a rank that fell behind has caught up."""
 
 _STOPPED_CHECK_SECONDS = 0.5
-"""Seconds between two looks, while ranks start, whether one was stopped."""
+"""Seconds between two checks, while ranks start, whether one was stopped by a signal."""
 
 _RANK_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
@@ -54,17 +54,19 @@ engine, the parent and each other: a small model's step beside one busy process 
 NVLink multicast stays off: it takes a shared resource of the NVLink switches, which in a container or with a fabric
 manager in a bad state fails or hangs at start, and nothing here needs it.
 
-torch warns of what would be serialised with other messages of a group; each link between stages has its own."""
+torch's warning about messages that are serialised with others of their group is off: each link between stages has a
+group of its own."""
 
 _LEAVING_SECONDS = 0.005
-"""Seconds between two looks whether ranks that were told to leave have left."""
+"""Seconds between two checks whether ranks that were told to leave have left."""
 
 _CULPRIT_SECONDS = 0.3
 """Seconds to listen, after a first failure, for others: a rank that dies takes its peers' collectives with it."""
 
 
 class Executor:
-    """Spawns the ranks of a replica; closes when told to, or with its process."""
+    """Starts the ranks of a replica, sends them steps, collects the outputs, and ends them. They die with its
+    process."""
 
     def __init__(self, config: EngineConfig, runner: str = MODEL_RUNNER) -> None:
         self._config = config
@@ -74,7 +76,7 @@ class Executor:
     def _spawn(self, config: EngineConfig, runner: str) -> None:
         self._timeout = config.step_timeout
         size = config.num_ranks
-        num_slots = config.max_steps_in_flight + _SPARE_SLOTS
+        num_entries = config.max_steps_in_flight + _SPARE_ENTRIES
         steps = ChannelSpec.create(
             max_step_input_bytes(
                 max_num_seqs=config.max_num_seqs,
@@ -83,10 +85,10 @@ class Executor:
                 max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # how many groups, the ranks will say
             ),
             num_readers=size,
-            num_slots=num_slots,
+            num_entries=num_entries,
         )
         outputs = ChannelSpec.create(
-            max_step_output_bytes(max_num_seqs=config.max_num_seqs), num_readers=1, num_slots=num_slots
+            max_step_output_bytes(max_num_seqs=config.max_num_seqs), num_readers=1, num_entries=num_entries
         )
         status_fd = StatusBoard.create(size)
         self._status = StatusBoard(status_fd, size)
@@ -118,9 +120,9 @@ class Executor:
         self._submitted: list[tuple[int, float]] = []
         """(id, time) of each submitted step whose output has not come back."""
         self._collected_at = 0.0
-        """When the last output came: a step waits behind those before it, which is no fault of its ranks."""
+        """The time of the last output. A step's timeout starts no earlier, since the step waits for those before it."""
         self._out_of_memory: RankOutOfMemory | None = None
-        """What the first of several ranks said whose memory ran out; it names the first step that did not run."""
+        """The message, among those of ranks whose memory ran out, that names the earliest step that did not run."""
         self._poll = select.poll()
         self._poll.register(self._outputs.fileno(), select.POLLIN)
         for child in self._ranks:
@@ -129,10 +131,10 @@ class Executor:
     # ------------------------------------------------------------------ start
 
     def wait_ready(self) -> EngineReady:
-        """Wait until all ranks are ready; gives rank 0's report with the memory of every rank.
+        """Wait until all ranks are ready; return rank 0's report with the memory of every rank.
 
-        Loading takes as long as it takes, but a rank that was stopped by a signal is given `step_timeout` only. Raises
-        what a rank failed with, or WorkerError.
+        There is no limit to the time that loading takes, but a rank that was stopped by a signal has `step_timeout`
+        only. Raises the error that a rank failed with, or WorkerError.
         """
         ready: dict[int, EngineReady] = {}
         last_moving = time.monotonic()
@@ -149,7 +151,7 @@ class Executor:
                         ready[rank] = message
                     elif isinstance(message, StorePort):
                         for other in self._ranks[1:]:
-                            with contextlib.suppress(OSError):  # it has ended, and its last words come up below
+                            with contextlib.suppress(OSError):  # it has ended; its last message is read below
                                 other.control.send(message)
         assert len(ready[0].group_windows) <= MAX_KV_GROUPS, "steps may not fit the channel"
         memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
@@ -159,7 +161,7 @@ class Executor:
     # ------------------------------------------------------------------ steps
 
     def submit(self, step: StepInput) -> None:
-        """Send a step to all ranks; returns at once unless a rank is several steps behind."""
+        """Send a step to all ranks. It returns at once unless a rank is several steps behind."""
         deadline = time.monotonic() + self._timeout
         while not self._steps.has_room and self._out_of_memory is None:
             self.check()
@@ -174,7 +176,7 @@ class Executor:
         self._submitted.append((step.step_id, time.monotonic()))
 
     def collect(self) -> StepOutput:
-        """Wait for the output of the oldest submitted step."""
+        """Wait for the output of the oldest submitted step, and return it."""
         step_id, submitted_at = self._submitted[0]
         deadline = max(submitted_at, self._collected_at) + self._timeout
         while True:
@@ -197,7 +199,7 @@ class Executor:
         return self._decoder.decode(message)
 
     def check(self) -> None:
-        """Raise if a rank failed or died. It is called when no step is in flight."""
+        """Raise the error of a rank that failed or died. It is called when no step is in flight."""
         if any(fd != self._outputs.fileno() for fd, _ in self._poll.poll(0)):
             self._poll_ranks()
 
@@ -226,7 +228,7 @@ class Executor:
     def close(self) -> list[int]:
         """End all ranks: they leave when their channel closes, or are killed. Idempotent.
 
-        The result is the `Runner.peak_bytes` of each rank, for those that say it on leaving (`record_steps`), else 0.
+        Returns the `Runner.peak_bytes` of each rank, or 0 for a rank that did not report it (`record_steps`).
         """
         self._steps.close()
         deadline = time.monotonic() + 1.0
@@ -249,7 +251,7 @@ class Executor:
         self._outputs.close()
 
     def _receive_peak_bytes(self, child: ChildProcess, deadline: float) -> int:
-        """What a leaving rank says of its memory until `deadline`; 0 where it says nothing."""
+        """Wait until `deadline` for a leaving rank's most memory, in bytes; 0 if it reports none."""
         with contextlib.suppress(EOFError, OSError):
             while child.control.poll(max(0.0, deadline - time.monotonic())):
                 message = child.control.recv()
@@ -269,7 +271,7 @@ class Executor:
         return message
 
     def _poll_ranks(self) -> None:
-        """Take in what a rank says while steps run: that it ran out of memory, or why it failed, which is raised."""
+        """Read the ranks' messages while steps run: keep those of memory that ran out, raise a rank's error."""
         error = self._find_cause({}, set())
         if error is not None:
             raise error
@@ -279,8 +281,9 @@ class Executor:
         raise error or WorkerError("a rank closed its channel for an unknown reason")
 
     def _find_cause(self, failed: dict[int, RankFailed], dead: set[int]) -> NvcliError | None:
-        """Listen to all ranks for a moment, and find out which one is the cause. None: only memory ran out, which is
-        kept in `_out_of_memory`.
+        """Read the messages of all ranks for a moment, and find out which one is the cause of a failure.
+
+        Returns None if no rank has failed; if one ran out of memory, `_out_of_memory` keeps its message.
 
         An error of the user's (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other
         failures: the ranks that merely lost their peer fail last.

@@ -1,12 +1,12 @@
-"""A rank's process: make the runner, say so, then run every step that the channel brings.
+"""A rank's process: it makes the runner, reports that it is ready, and runs every step that the channel brings.
 
 All ranks run this code. One of them (`EngineConfig.output_rank`) differs in one thing: its runner's outputs are posted
 back, by a thread of their own, so that the next step is launched while the last one's tokens are still on their way
 from the device.
 
-A step that runs out of memory does not end a rank: it says so, and passes over the steps behind that one, which build
-on it. A lone rank goes on with the step that restarts. Of several the others wait in collectives that this one never
-enters, so the executor ends them all.
+A step that runs out of memory does not end a rank: the rank reports it, and skips the steps behind it, which build on
+it. A lone rank goes on with the next step that `restarts`. With several ranks the others wait in collectives that this
+one never enters, so the executor ends them all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 from nvcli.config import EngineConfig
 from nvcli.errors import NvcliError, first_line
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
-from nvcli.executor.status import StatusBoard
+from nvcli.executor.status_board import StatusBoard
 from nvcli.messages import StepInput, StepOutput
 from nvcli.runner.device import open_gpu_context
 from nvcli.runner.interface import PendingOutput, RankContext, Runner

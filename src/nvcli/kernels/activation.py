@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) × up, the two side by side in the last dimension. [T, 2 I] → [T, I]."""
+    """Compute silu(gate) × up (SwiGLU; Shazeer, 2020), the two side by side in the last dimension. [T, 2 I] → [T,
+    I]."""
     if gate_up.is_cuda:
         from nvcli.kernels.triton import activation
 

@@ -15,28 +15,22 @@ from torch import Tensor
 
 from nvcli.kernels.philox import uniforms_at
 from nvcli.kernels.sampling import (
-    MAX_CANDIDATES,
-    SamplingColumns,
     min_kept_scaled,
     noisy_scores,
     pack,
     packed_argmax,
     unpack_argmax,
 )
-
-LIST_WIDTH = 2 * MAX_CANDIDATES + 1
-"""Words of a list, int32: the bits of MAX_CANDIDATES logits (float32, -inf where there is no token), their tokens, and
-the number of tokens that share the last logit. The last entry is the k-th largest logit and the best token that has it;
-the entries before are the tokens above it, in any order."""
+from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 
 
 def shard_candidates(
     logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int
 ) -> tuple[Tensor, Tensor]:
-    """What one rank knows of each row's choice: (packed [N] int64, lists [N, LIST_WIDTH] int32).
+    """Make one rank's part of each row's choice: (packed [N] int64, lists [N, LIST_WIDTH] int32).
 
-    `packed` is that of `packed_argmax`, and counts where the row has no small top-k; the list counts where it has one.
-    The arguments are those of `packed_argmax`.
+    `packed` is the result of `packed_argmax`; it is used for rows without a small top-k, and the list for rows with
+    one. The arguments are those of `packed_argmax`.
     """
     if logits.is_cuda:
         from nvcli.kernels.triton import sampling
@@ -64,10 +58,10 @@ def shard_candidates(
 def choose_candidates(
     packed: Tensor, lists: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor
 ) -> Tensor:
-    """The tokens that `sample` chooses from the whole vocabulary: [N] int32.
+    """Choose the tokens that `sample` chooses from the whole vocabulary: [N] int32.
 
-    packed: [N] int64, the largest of all ranks; lists: [R, N, LIST_WIDTH] int32 of all ranks. Rows of which `packed`
-    counts have to be without limits.
+    packed: [N] int64, the largest of all ranks; lists: [R, N, LIST_WIDTH] int32, those of all ranks. Rows without a
+    small top-k take their token from `packed`, and must have no limits.
     """
     if lists.is_cuda:
         from nvcli.kernels.triton import candidates

@@ -1,4 +1,5 @@
-"""Rows of a part of an embedding. Plain torch is the reference; CUDA tensors take the Triton kernel held to it."""
+"""The look-up of ids in one rank's part of an embedding. Plain torch is the reference; CUDA tensors take the Triton
+kernel that is held to it."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from torch import Tensor
 
 
 def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-    """The rows of `ids` that this part of the embedding has, and zeros for the others, in `out` if that is given.
+    """Look up the rows of `ids` that this part of the embedding has, in `out` if that is given; other ids get zeros.
 
-    ids: [T] int32; weight: [M, H], of the tokens `start` to `start + M` → [T, H].
+    ids: [T] int32; weight: [M, H], the rows of the tokens from `start` up to `start + M` → [T, H].
     """
     if weight.is_cuda:
         from nvcli.kernels.triton import embedding

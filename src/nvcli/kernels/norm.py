@@ -1,7 +1,7 @@
-"""RMSNorm, alone and fused with the addition to the residual stream. Plain torch is the reference; CUDA tensors take
-the Triton kernels that are held to it.
+"""RMSNorm (Zhang and Sennrich, 2019), alone and fused with the addition to the residual stream. Plain torch is the
+reference; CUDA tensors take the Triton kernels that are held to it.
 
-Computed in float32 whatever the storage type, weight included, and rounded once at the end.
+It is computed in float32 whatever the storage type, weight included, and rounded once at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) × weight over the last dimension. x: [..., H], weight: [H] → [..., H]."""
+    """Compute x / sqrt(mean(x²) + eps) × weight over the last dimension. x: [..., H], weight: [H] → [..., H]."""
     if x.is_cuda:
         from nvcli.kernels.triton import norm
 

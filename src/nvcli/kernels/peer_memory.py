@@ -14,10 +14,10 @@ those. So:
 1. When exchange i - 1 has ended here, it has begun everywhere, and exchange i - 2, with all that was queued before it,
    has ended everywhere. What others read in exchange i - 2 or earlier may then be overwritten.
 2. *Parts* are written between exchange i - 1 and i, and read by others in exchange i. By 1 it is enough that no two
-   sums that follow each other have the same buffer. There are three: one for the sum that opens a forward pass (the
+   sums that follow each other have the same buffer. There are three: one for the first sum of a forward pass (the
    embedding's; in a later pipeline stage that of the part that came from the stage before), and two that alternate from
-   there on, starting anew with each pass. (The part that a stage hands over has a place and no sum.) Which one a sum
-   has thus depends on its place in the pass alone; passes may be captured, replayed and mixed at will.
+   there on, starting anew with each pass. (The part that a stage sends to the next has a place and no sum.) Which
+   buffer a sum has thus depends on its place in the pass alone; passes may be captured, replayed and mixed at will.
 3. *Flags* of a row are written by one rank each, in order, and are waited for as "at least": a rank that runs ahead
    (by one exchange at most) cannot make a word unseen.
 4. The *result* of a two-shot sum is written by a row's owner once all ranks have begun that sum, so that whatever read
@@ -39,25 +39,25 @@ from torch import Tensor
 SUPPORTED_RANKS = (2, 4, 8)
 
 _TWO_SHOT_BYTES = {4: 512 << 10, 8: 96 << 10}
-"""By ranks: from parts of this size on (rows × hidden size × bytes) two shots win. One shot makes each of N ranks read
-(N - 1) parts; two shots read and write (N - 1) / N parts each, and cost one more trip over NVLink. Measured on H200s by
-scripts/bench_collectives.py: 4 ranks are even between 256 and 512 KiB. Estimated for 8: a trip of 1.5 µs is worth
-450 KB at 300 GB/s, and they are even at 86 KB. For 2 ranks the bytes are the same either way, and one shot stays ahead
-at every size: 9.5 µs against 11.3 at 2 MiB, 205 against 214 at 64 MiB."""
+"""The size of a part (rows × hidden size × bytes) from which on two shots win, by the number of ranks. One shot makes
+each of N ranks read (N - 1) parts; two shots read and write (N - 1) / N parts each, and cost one more trip over NVLink.
+Measured on H200s by scripts/bench_collectives.py: 4 ranks are even between 256 and 512 KiB. Estimated for 8: a trip of
+1.5 µs is worth 450 KB at 300 GB/s, and they are even at 86 KB. For 2 ranks the bytes are the same either way, and one
+shot stays ahead at every size: 9.5 µs against 11.3 at 2 MiB, 205 against 214 at 64 MiB."""
 
 _ALIGN = 128
 _PARTS = 3
 _FIRST = 2
-"""The buffer of the sum that opens a pass."""
+"""The buffer of the first sum of a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLayout:
-    """What is where in each rank's block. Offsets and sizes in bytes."""
+    """The layout of each rank's block of memory. Offsets and sizes are in bytes."""
 
     num_ranks: int
     max_rows: int
-    """Most rows of a sum or of keys."""
+    """The most rows of a sum or of keys."""
     hidden_size: int
     dtype: torch.dtype
 
@@ -67,22 +67,23 @@ class PeerLayout:
 
     @property
     def out_offset(self) -> int:
-        """[max_rows, hidden_size], behind the parts: results of two-shot sums."""
+        """The offset of the results of two-shot sums, [max_rows, hidden_size], behind the parts."""
         return _PARTS * self.part_bytes
 
     @property
     def flags_offset(self) -> int:
-        """[max_rows, num_ranks] int32: the epoch in which a rank's part of a row was there."""
+        """The offset of the flags, [max_rows, num_ranks] int32: the last epoch in which each rank's part of a row was
+        there."""
         return self.out_offset + self.part_bytes
 
     @property
     def done_offset(self) -> int:
-        """[max_rows] int32: the epoch in which a row's owner had written its result."""
+        """The offset of [max_rows] int32: the last epoch in which each row's owner had written its result."""
         return self.flags_offset + _aligned(self.max_rows * self.num_ranks * 4)
 
     @property
     def words_offset(self) -> int:
-        """[max_rows, num_ranks, 2] int64: keys of all ranks."""
+        """The offset of the keys of all ranks, [max_rows, num_ranks, 2] int64."""
         return self.done_offset + _aligned(self.max_rows * 4)
 
     @property
@@ -91,11 +92,11 @@ class PeerLayout:
 
 
 class PeerMemory:
-    """One rank's end. Its methods are collective: every rank calls them alike."""
+    """One rank's access to the blocks of all ranks. Its methods are collective: every rank calls them alike."""
 
     def __init__(self, layout: PeerLayout, blocks: Sequence[Tensor], rank: int, handle: object = None) -> None:
-        """`blocks`: [layout.num_bytes] uint8 of each rank, as this one reaches them, zeros before any rank goes on.
-        `handle`: what has to live as long as they are used."""
+        """`blocks` are the blocks of all ranks, as this rank reaches them: [layout.num_bytes] uint8 each, filled with
+        zeros before any rank goes on. `handle` is kept alive as long as they are used."""
         assert len(blocks) == layout.num_ranks
         self.layout = layout
         self.rank = rank
@@ -104,7 +105,7 @@ class PeerMemory:
         row_bytes = layout.hidden_size * layout.dtype.itemsize
 
         def matrices(offset: int) -> tuple[Tensor, ...]:
-            """[max_rows, hidden_size] of each rank."""
+            """View a matrix [max_rows, hidden_size] in each rank's block."""
             end = offset + layout.max_rows * row_bytes
             return tuple(block[offset:end].view(layout.dtype).view(-1, layout.hidden_size) for block in blocks)
 
@@ -121,7 +122,7 @@ class PeerMemory:
         self._next = 0
         most_bytes = _TWO_SHOT_BYTES.get(layout.num_ranks)
         self.two_shot_rows = layout.max_rows + 1 if most_bytes is None else max(1, most_bytes // row_bytes)
-        """Sums of this many rows and more take two shots. All ranks have the same number here."""
+        """Sums of this many rows and more take two shots. The number is the same on all ranks."""
 
     @property
     def num_bytes(self) -> int:
@@ -133,9 +134,10 @@ class PeerMemory:
         is_ours = len(shape) == 2 and shape[1] == layout.hidden_size and dtype == layout.dtype
         return is_ours and 0 < shape[0] <= layout.max_rows
 
-    def part(self, num_rows: int, *, opens: bool = False) -> Tensor:
-        """Where this rank's part of the next sum goes: [num_rows, hidden_size]. `opens`: of the pass's first sum."""
-        if opens:
+    def part(self, num_rows: int, *, first: bool = False) -> Tensor:
+        """Return the memory for this rank's part of the next sum, [num_rows, hidden_size]. `first` marks the first sum
+        of a pass."""
+        if first:
             self._next = 0
             return self._parts[_FIRST][self.rank][:num_rows]
         part = self._parts[self._next][self.rank][:num_rows]
@@ -143,23 +145,23 @@ class PeerMemory:
         return part
 
     def sum(self, part: Tensor) -> Tensor:
-        """Sum over the ranks of the part that opens a pass, in a tensor of its own."""
+        """Sum the ranks' first parts of a pass into a new tensor."""
         from nvcli.kernels.triton import peer_memory
 
-        parts = self._parts_of(part, opens=True)
+        parts = self._parts_of(part, first=True)
         out = torch.empty_like(part)
         peer_memory.one_shot(parts, self._flags, self._epochs, None, None, out, 0.0, self.rank)
         return out
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`norm.add_rms_norm` of the sum of the ranks' parts; the result holds until the next sum.
+        """Apply `norm.add_rms_norm` to the sum of the ranks' parts. The result holds until the next sum.
 
-        Of `residual` only rows that this rank will read again are sure to be updated: with two shots those that it
-        owns, which are the same ones for every sum of as many rows.
+        A rank may update only those rows of `residual` that it will read again. With two shots they are the rows that
+        it owns, which are the same ones for every sum of as many rows.
         """
         from nvcli.kernels.triton import peer_memory
 
-        parts = self._parts_of(part, opens=False)
+        parts = self._parts_of(part, first=False)
         if len(part) >= self.two_shot_rows:
             peer_memory.two_shot(
                 parts, self._outs, self._flags, self._done, self._epochs, residual, weight, eps, self.rank
@@ -170,20 +172,21 @@ class PeerMemory:
         return out
 
     def max(self, keys: Tensor) -> Tensor:
-        """Of all ranks, row by row: [N] int64 → [N] int64; N is layout.max_rows at most."""
+        """Find the largest of all ranks' keys, row by row: [N] int64 → [N] int64, N at most layout.max_rows."""
         from nvcli.kernels.triton import peer_memory
 
         assert len(keys) <= self.layout.max_rows
         return peer_memory.max_of_keys(keys, self._words, self._key_epochs, self.rank)
 
-    def _parts_of(self, part: Tensor, *, opens: bool) -> tuple[Tensor, ...]:
-        """Of all ranks, for the sum that `part` is this rank's part of; it is copied if it lies elsewhere."""
+    def _parts_of(self, part: Tensor, *, first: bool) -> tuple[Tensor, ...]:
+        """Return all ranks' parts of the sum that `part` belongs to. It is copied into the block if it lies
+        elsewhere."""
         for parts in self._parts:
             if parts[self.rank].data_ptr() == part.data_ptr():
                 return parts
-        place = self.part(len(part), opens=opens)
+        place = self.part(len(part), first=first)
         place.copy_(part)
-        return self._parts_of(place, opens=opens)
+        return self._parts_of(place, first=first)
 
 
 def _aligned(num_bytes: int) -> int:

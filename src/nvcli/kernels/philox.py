@@ -1,6 +1,6 @@
 """Philox4x32-10, a counter-based random number generator (Salmon et al., SC 2011; the constants are the paper's).
 
-The number is a pure function of key and counter. Sampling uses key = the request's seed and counter =
+A number is a pure function of key and counter. Sampling uses key = the request's seed and counter =
 (token id // 4, position, row, sample): the noise that a token id meets at a position depends on nothing else, not on
 the batch, the slot, or what was sampled before. Token id t takes output word t % 4.
 """
@@ -16,7 +16,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mul_high_low(x: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of x × multiplier; x holds 32-bit values in int64."""
+    """Compute the high and low 32 bits of x × multiplier; x holds 32-bit values in int64."""
     # The 64-bit product would overflow the sign: multiply by halves.
     low_part = (x & 0xFFFF) * multiplier
     high_part = (x >> 16) * multiplier + (low_part >> 16)
@@ -24,7 +24,7 @@ def _mul_high_low(x: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def philox(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 bits, as int64. `key`: int64; `counter`: int64 with values below 2^32; shapes broadcast."""
+    """Make four words of 32 bits, as int64. `key`: int64; `counter`: int64 with values below 2^32; shapes broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK, (key >> 32) & _MASK
     for _ in range(10):
@@ -36,14 +36,14 @@ def philox(key: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple
 
 
 def uniform(words: Tensor) -> Tensor:
-    """32-bit words → float32 in [2^-24, 1 - 2^-24], exactly: the top 23 bits and a half."""
+    """Turn 32-bit words into float32 in [2^-24, 1 - 2^-24], exactly: the top 23 bits and a half."""
     return (words >> 9).to(torch.float32) * 2.0**-23 + 2.0**-24
 
 
 def token_uniforms(
     seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor, vocab_size: int, *, start: int = 0
 ) -> Tensor:
-    """One number for each of `vocab_size` token ids from `start` on: [N] int64 each → [N, vocab_size] float32."""
+    """Make one number for each of `vocab_size` token ids from `start` on: [N] int64 each → [N, vocab_size] float32."""
     first = start // 4
     blocks = torch.arange(first, -(-(start + vocab_size) // 4), device=seeds.device)
     skipped = start - 4 * first
@@ -53,7 +53,8 @@ def token_uniforms(
 
 
 def uniforms_at(seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor, tokens: Tensor) -> Tensor:
-    """The same numbers for tokens in any order: `tokens` [N, T] int64, the others [N] int64 → [N, T] float32."""
+    """Make the numbers of `token_uniforms` for tokens in any order: `tokens` [N, T] int64, the others [N] int64 → [N,
+    T] float32."""
     counter = (tokens // 4, positions[:, None], (rows & _MASK)[:, None], samples[:, None])
     words = torch.stack(philox(seeds[:, None], counter), dim=-1)
     return uniform(words.gather(-1, (tokens % 4)[..., None])[..., 0])

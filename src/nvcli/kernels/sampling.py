@@ -1,4 +1,4 @@
-"""Choosing a token from logits: greedy, by temperature, and with top-k, top-p and min-p.
+"""The choice of a token from logits: greedy, by temperature, and with top-k, top-p and min-p.
 
 CUDA tensors take the Triton kernels, others the plain torch below, which is the definition that the kernels are held
 to. Shapes: N rows, V vocabulary, S slots. Rows are independent: nothing here depends on how rows are batched.
@@ -6,53 +6,15 @@ to. Shapes: N rows, V vocabulary, S slots. Rows are independent: nothing here de
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import torch
 from torch import Tensor
 
 from nvcli.kernels.philox import token_uniforms
-
-MAX_CANDIDATES = 64
-"""A `top_k` up to this number is *small*: the few tokens that it can keep are found without a search over the row."""
+from nvcli.kernels.sampling_columns import SamplingColumns
 
 _MAX_TOKEN = 0x7FFFFFFF
 _WORST_SCORE = -0x80000000
 """Score of a shard that has no token to offer, as an integer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingColumns:
-    """How tokens are chosen for each slot. Every tensor is [S], contiguous."""
-
-    temperature: Tensor
-    """float32; 0 is greedy, and then no limit matters."""
-    top_k: Tensor
-    """int32; 0: off."""
-    top_p: Tensor
-    """float32; 1 and above: off."""
-    min_p: Tensor
-    """float32; 0: off."""
-    seed: Tensor
-    """int64, key of the random numbers (see `nvcli.kernels.philox`)."""
-    row: Tensor
-    """int64, counter word of the random numbers."""
-    sample: Tensor
-    """int64, counter word of the random numbers."""
-
-    def at(self, slots: Tensor) -> SamplingColumns:
-        """The rows of some slots: `slots` [N] int64 → tensors [N]."""
-        return SamplingColumns(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
-
-    @property
-    def is_limited(self) -> Tensor:
-        """[S] bool: slots whose tokens are drawn from a part of the vocabulary."""
-        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
-
-    @property
-    def has_small_top_k(self) -> Tensor:
-        """[S] bool: slots that draw their tokens from at most `MAX_CANDIDATES`, ties aside."""
-        return (self.temperature > 0) & (self.top_k > 0) & (self.top_k <= MAX_CANDIDATES)
 
 
 def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor) -> Tensor:
@@ -109,13 +71,13 @@ def pack(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def unpack_argmax(packed: Tensor) -> Tensor:
-    """The tokens in the numbers of `packed_argmax`: [N] int64 → [N] int32."""
+    """Unpack the tokens from the numbers of `packed_argmax`: [N] int64 → [N] int32."""
     low_words = packed.view(torch.int32).view(-1, 2)[:, 0]  # little-endian
     return _MAX_TOKEN - low_words
 
 
 def min_kept_logit(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """The smallest logit / temperature that top-k, top-p and min-p keep in each row (see `keep_likely`).
+    """Find the smallest logit / temperature that top-k, top-p and min-p keep in each row (see `keep_likely`).
 
     logits: [N, V], not yet divided; `columns` has N rows. → [N] float32, -inf where the temperature is 0 or nothing
     limits.
@@ -129,7 +91,8 @@ def min_kept_logit(logits: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def gumbel_max(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
-    """Sample from softmax(logits / temperature): the largest of logits / temperature + Gumbel noise. [N] int64.
+    """Sample from softmax(logits / temperature): the largest of logits / temperature + Gumbel noise (the Gumbel-max
+    trick; Maddison et al., 2014). → [N] int64.
 
     Where the temperature is 0 the largest logit is taken; limits are not looked at; `columns` has N rows. The noise of
     a token is a function of (seed, position, row, sample, token) alone, so that removing other tokens (top-k and the
@@ -139,7 +102,8 @@ def gumbel_max(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> T
 
 
 def noisy_scores(logits: Tensor, columns: SamplingColumns, positions: Tensor, *, start: int) -> Tensor:
-    """Scores of the tokens from `start` on, of which the largest is sampled: [N, M] → [N, M]; `columns` has N rows."""
+    """Compute the scores of the tokens from `start` on; the token with the largest is sampled. [N, M] → [N, M];
+    `columns` has N rows."""
     is_greedy = (columns.temperature == 0)[:, None]
     if is_greedy.all():
         return logits
@@ -152,8 +116,9 @@ def noisy_scores(logits: Tensor, columns: SamplingColumns, positions: Tensor, *,
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set to -inf the tokens that top-k, top-p and min-p leave out. `logits` are divided by the temperature already.
 
-    top_k: [N], 0 is off. top_p: [N], the smallest set of most likely tokens (after top-k) whose probability reaches
-    it. min_p: [N], tokens less likely than min_p × the likeliest. Each limit is a threshold on the logit: tokens of
+    top_k: [N], 0 is off (Fan et al., 2018). top_p: [N], keep the smallest set of most likely tokens, after top-k, whose
+    probability reaches it (Holtzman et al., 2019). min_p: [N], leave out tokens less likely than min_p × the likeliest
+    (Nguyen et al., 2024). Each limit is a threshold on the logit: tokens of
     equal logit are kept or dropped together, so no order among them is needed.
     """
     threshold = min_kept_scaled(logits, top_k, top_p, min_p)
@@ -163,9 +128,9 @@ def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 def min_kept_scaled(
     scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, counts: Tensor | None = None
 ) -> Tensor:
-    """The smallest logit that is kept in each row: [N, T] logits, divided by the temperature → [N].
+    """Find the smallest logit that is kept in each row: [N, T] logits, divided by the temperature → [N].
 
-    counts: [N, T] float32, how many tokens of the vocabulary have each of these logits; None: one each.
+    counts: [N, T] float32, the number of tokens of the vocabulary that have each of these logits; None: one each.
     """
     descending, order = scaled.sort(dim=-1, descending=True)
     counts = torch.ones_like(scaled) if counts is None else counts.gather(1, order)
@@ -188,9 +153,9 @@ def apply_penalties(
     logits: Tensor, token_ids: Tensor, lengths: Tensor, prompt_lens: Tensor, presence: Tensor, frequency: Tensor,
     repetition: Tensor
 ) -> Tensor:  # fmt: skip
-    """Penalise tokens that a request has seen; returns new logits [N, V].
+    """Penalise the tokens that a request has seen, in new logits [N, V].
 
-    token_ids: [N, L] each request's tokens, of which the first `lengths` count. Repetition (Keskar et al., 2019)
+    token_ids: [N, L], each request's tokens, of which the first `lengths` count. Repetition (Keskar et al., 2019)
     covers prompt and output; presence and frequency cover the output, `prompt_lens` and on (OpenAI's definition).
     """
     column = torch.arange(token_ids.shape[1], device=logits.device)[None, :]

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionSpec
 from nvcli.distributed.tensor_parallel import StageState
 from nvcli.models.config import ModelConfig
 from nvcli.models.layers import Attention

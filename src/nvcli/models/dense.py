@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionSpec
 from nvcli.distributed.tensor_parallel import StageState
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig

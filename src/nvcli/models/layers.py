@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from nvcli.attention.backend import AttentionSpec
 from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.rotary import qk_norm_rope_store
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear

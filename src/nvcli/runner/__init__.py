@@ -1,1 +1,1 @@
-"""What runs in a rank: the ModelRunner and its parts."""
+"""The ModelRunner, which runs in a rank, and its parts."""

@@ -1,4 +1,4 @@
-"""The device that a rank works on, and slow parts of its start that run beside others, on threads of their own.
+"""The device that a rank works on, and slow parts of a rank's start, which run on threads beside other parts.
 
 This module imports torch only where a device is opened: the GPU's context is made while torch is imported.
 """
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
-    """A GPU of the rank's own, or its share of the CPU. Raises ConfigError where there is no such GPU."""
+    """Open a GPU of the rank's own, or give it its share of the CPU's cores. Raises ConfigError if there is no such
+    GPU."""
     import torch
 
     if config.device == "cuda":
@@ -53,9 +54,9 @@ def _open_gpu(index: int) -> torch.device:
 
 
 def open_gpu_context(index: int) -> None:
-    """Make GPU number `index`'s primary context, which torch will use, on a thread: while torch is imported.
+    """Make the primary context of GPU number `index`, which torch will use, on a thread, while torch is imported.
 
-    Where the driver is missing or refuses, nothing happens: torch will meet it too, and say so.
+    If the driver is missing or refuses, nothing happens here: torch meets the same error and reports it.
     """
 
     def open_context() -> None:
@@ -71,7 +72,7 @@ def open_gpu_context(index: int) -> None:
 
 
 def import_kernels() -> None:
-    """Import Triton and the modules that declare kernels, on a thread: while weights are read."""
+    """Import Triton and the modules that declare kernels, on a thread, while weights are read."""
 
     def import_all() -> None:
         package = importlib.import_module("nvcli.kernels.triton")

@@ -1,4 +1,4 @@
-"""GraphRunner: steps as CUDA graphs, by the shape of their batch.
+"""GraphRunner: it captures steps as CUDA graphs, by the shape of their batch, and replays them.
 
 A graph covers the whole step on the device, from its rows in the input buffers to the sampled ids in the slot table. A
 step is padded to the captured shape that computes the fewest tokens; padding touches nothing that belongs to a request.
@@ -20,11 +20,10 @@ from nvcli.attention.forward_batch import BatchShape
 
 
 class GraphOutput(Protocol):
-    """Tensors that a step leaves behind."""
+    """The tensors that a step leaves behind on the device."""
 
     def unowned(self) -> Self:
-        """The same with large tensors replaced by `unowned` ones."""
-        ...
+        """Return the same output with its large tensors replaced by `unowned` ones."""
 
 
 T = TypeVar("T", bound=GraphOutput)
@@ -40,8 +39,8 @@ class GraphRunner(Generic[T]):
         *,
         prepare: Callable[[BatchShape], None] = lambda shape: None,
     ) -> None:
-        """`shapes`: what to capture, those with the most tokens first. `run` launches a step of a shape on static
-        tensors; `prepare` makes ready for it, outside the graph."""
+        """`shapes` are to be captured, those with the most tokens first. `run` launches a step of a shape on static
+        tensors; `prepare` makes them ready, outside the graph."""
         self.shapes = list(shapes)
         self._run, self._prepare = run, prepare
         self._graphs: dict[BatchShape, torch.cuda.CUDAGraph] = {}
@@ -50,17 +49,17 @@ class GraphRunner(Generic[T]):
         self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
-        """Capture these shapes (None: all), in their order."""
+        """Capture the graphs of these shapes (None: of all), in their order."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # One for all: the allocator keeps what was freed for the stream that used it.
+        # All graphs share one stream: the allocator keeps what was freed for the stream that used it.
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for shape in self.shapes if shapes is None else shapes:
             self._graphs[shape], self._outputs[shape] = self._capture(shape, stream)
         torch.cuda.synchronize()
 
     def padded_shape(self, shape: BatchShape) -> BatchShape | None:
-        """The shape of the graph that serves a batch; None: no graph does."""
+        """Return the shape of the graph that serves a batch, or None if no graph does."""
         for candidate in self._smallest_first:
             if (
                 candidate.decode_rows >= shape.decode_rows
@@ -111,8 +110,9 @@ class _DeviceMemory:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory, not kept from the graphs that are captured next: they may use it, and none runs beside another.
+    """Return a tensor over the same memory that does not keep it allocated.
 
-    A large output of every graph, kept, would add up to more than all graphs together take otherwise.
+    Graphs that are captured later may then use the memory too, since no two graphs run at the same time. If every graph
+    kept its large output, the outputs would add up to more memory than all else in the graphs.
     """
     return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache
-from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows
+from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 from nvcli.messages import StepInput
 from nvcli.runner.slot_table import unpack_ids
 
@@ -25,13 +25,13 @@ _ALIGN = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """A step over the buffers. N rows are kept for logits; the first `num_sampled` are the step's, in batch order."""
+    """Views of the buffers for one step. N rows are kept for logits; the step uses the first `num_sampled` of them."""
 
     rows: StepRows
     inputs: StepInputs
     forward: ForwardBatch
     sampled_slots: np.ndarray
-    """[num_sampled] on the host: the slot whose token each of the first rows of logits gives."""
+    """[num_sampled] on the host, in batch order: the slot whose token each of the first rows of logits gives."""
 
     @property
     def num_sampled(self) -> int:
@@ -39,7 +39,7 @@ class StepBatch:
 
 
 def exact_shape(step: StepInput) -> BatchShape:
-    """The shape of a step without padding."""
+    """Return the shape of a step without padding."""
     num_tokens = unpack_ids(step.num_tokens)
     num_decodes = step.num_decodes
     return BatchShape(
@@ -51,7 +51,7 @@ def exact_shape(step: StepInput) -> BatchShape:
 
 
 class InputBuffers:
-    """Memory for steps of up to `max_rows` rows, `max_tokens` tokens and `max_logits` rows of logits."""
+    """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens and `max_logits` rows of logits."""
 
     def __init__(
         self, state: SlotState, *, max_rows: int, max_tokens: int, max_logits: int, steps_in_flight: int
@@ -81,7 +81,7 @@ class InputBuffers:
         ]
 
     def num_logits(self, shape: BatchShape) -> int:
-        """Rows kept for logits in a padded batch: no more requests sample than there are slots for."""
+        """Return the rows kept for logits in a padded batch: at most one for each slot."""
         return min(shape.decode_tokens + shape.prefill_rows, self._max_logits)
 
     def batch(
@@ -93,7 +93,7 @@ class InputBuffers:
         *,
         needs_all_logits: bool,
     ) -> StepBatch:
-        """Views of the buffers for a batch of this shape; its host values are those of padding alone.
+        """Make views of the buffers for a batch of this shape, whose host values are those of padding alone.
 
         needs_all_logits: every token needs logits, so that the N rows are the T tokens, in order.
         """
@@ -129,12 +129,7 @@ class InputBuffers:
             kv_cache=kv_cache,
             backend=backend,
         )
-        return StepBatch(
-            rows=rows,
-            inputs=inputs,
-            forward=forward,
-            sampled_slots=np.zeros(0, dtype=np.int32),
-        )
+        return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, dtype=np.int32))
 
     def stage(self, step: StepInput, batch: StepBatch) -> StepBatch:
         """Lay the step's rows out for the batch, on the host; `load` brings them to the device."""

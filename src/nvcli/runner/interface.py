@@ -1,4 +1,4 @@
-"""What a rank's process expects of a runner, and what it gives to one."""
+"""The interface between a rank's process and its runner."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ class PendingOutput(Protocol):
     """A launched step's output, which may still be on its way from the device."""
 
     def result(self) -> StepOutput:
-        """Waits for the step's tokens. Called on another thread than `Runner.launch`."""
-        ...
+        """Wait for the step's tokens. It is called on another thread than `Runner.launch`."""
 
 
 class Runner(Protocol):
@@ -22,34 +21,31 @@ class Runner(Protocol):
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine needs to know once the runner is made."""
-        ...
+        """The runner's report to the engine, complete once the runner is made."""
 
     def launch(self, step: StepInput) -> PendingOutput | None:
-        """Run a step, or start it on the device. None on every rank but `EngineConfig.output_rank`.
+        """Run a step, or start it on the device. Every rank but `EngineConfig.output_rank` returns None.
 
-        Raises MemoryError where the step does not fit the memory: it may have been run in part, and the runner is as
-        good as before for a step that fills every slot anew.
+        Raises MemoryError if the step does not fit the memory. The step may then have run in part; the runner can go on
+        with a step that fills every slot anew.
         """
-        ...
 
     def peak_bytes(self) -> int:
-        """The most memory that the rank has held."""
-        ...
+        """Return the most memory that the rank has held, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What a runner knows of the process it is in."""
+    """The facts and functions that a rank's process gives to its runner."""
 
     rank: int
     report_phase: Callable[[str], None]
-    """Says what the rank is doing, for messages about a rank that stops answering."""
+    """Notes what the rank is doing, for messages about a rank that stops answering."""
     publish_port: Callable[[int], None]
-    """Rank 0: tell the other ranks where the rendezvous store listens."""
+    """Rank 0 calls it to tell the other ranks on which port the rendezvous store listens."""
     wait_for_port: Callable[[], int]
-    """Other ranks: wait for that."""
+    """The other ranks call it to wait for that port."""
     spawned_at: float = 0.0
-    """`time.time()` when the process was asked for."""
+    """The `time.time()` at which the executor started the process."""
     started_at: float = 0.0
-    """The same when it ran its first line of ours."""
+    """The `time.time()` at which the process began to run nvcli's code."""

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take, and how much memory is in use: measured on this rank's device."""
+"""The memory that the KV cache may take, and the memory that is in use, as measured on this rank's device."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def plan_memory(
     max_blocks: int,
     shared: int = 0,
 ) -> MemoryPlan:
-    """Share a budget out over what a rank needs.
+    """Divide a rank's memory budget among the items that need memory; what is left is the KV cache's.
 
-    max_blocks: more than these, the null block included, no job could use. shared: bytes of `buffers` that torch's
-    allocator does not know, being memory that other GPUs reach.
+    All sizes are in bytes. `max_blocks` is the most blocks, the null block included, that a job could use. `shared` is
+    the part of `buffers` that torch's allocator does not know, because other GPUs reach that memory.
 
-    Ranks that follow others (`kv_blocks_before`) are not held to the budget, in which other programs count: a cache as
-    large as before did fit, and what these have taken since is not free. Of what is free they leave the same share as
-    others leave of the whole, for what no plan counts: kernels that load later, links that open later, holes.
+    Ranks that replace others (`kv_blocks_before`) are not held to the budget, because it counts what other programs
+    hold. A cache as large as before did fit; what other programs have taken since is not free. Of the free memory these
+    ranks leave the share that others leave of all memory, for what no plan counts: kernels that load later, links that
+    open later, and gaps between allocations.
 
-    Raises LimitsTooHigh when not even one block beside the null block fits.
+    Raises LimitsTooHigh if not even one block beside the null block fits.
     """
     if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
@@ -79,7 +80,7 @@ def plan_memory(
 
 
 def check_weights_fit(num_bytes: int, device: torch.device) -> None:
-    """Raises CapacityError where a GPU has less memory free than the weights take."""
+    """Raise CapacityError if a GPU has less free memory than the weights take."""
     if device.type == "cpu":
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -94,14 +95,14 @@ def check_weights_fit(num_bytes: int, device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a GPU has left, with torch's own cache given back."""
+    """Return the bytes that a GPU has free, after torch's own cache was given back."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def other_bytes(device: torch.device, weights: int) -> int:
-    """What is held on the device and not by torch's tensors; on a CPU by this process, beside its weights."""
+    """Return the bytes on the device that torch does not hold; on a CPU, those of this process beside its weights."""
     if device.type == "cpu":
         with open("/proc/self/statm") as statm:
             return max(0, int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") - weights)
@@ -110,11 +111,12 @@ def other_bytes(device: torch.device, weights: int) -> int:
 
 
 def total_ram() -> int:
+    """Return the size of the machine's RAM in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that was in use: of the whole GPU (other programs' share as it is now), or this process's RAM."""
+    """Return the most bytes that were in use: of the GPU, with other programs' as they are now, or of this process."""
     if device.type == "cpu":
         with open("/proc/self/status") as status:
             return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0)
@@ -124,7 +126,7 @@ def peak_bytes(device: torch.device) -> int:
 
 @contextmanager
 def peak_allocated(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Bytes that torch's allocator took at most within, over what it held before; 0 on a CPU."""
+    """Measure the most bytes that torch's allocator takes within the block, over what it held before; 0 on a CPU."""
     if device.type == "cpu":
         yield lambda: 0
         return
@@ -143,9 +145,12 @@ def _available_ram() -> int:
 
 
 def out_of_memory_line(error: BaseException) -> str | None:
-    """What it says of too little memory, if it does: torch's allocators, the CUDA driver, Triton, NCCL and cuBLAS have
-    words of their own. What it was raised in the handling of counts too: a capture of a graph that ran out of memory
-    cannot be ended without another error."""
+    """Return the line of an error's message that says that memory ran out, or None if there is none.
+
+    Torch's allocators, the CUDA driver, Triton, NCCL and cuBLAS say it in words of their own. If this error was raised
+    while another was handled, that one is searched too: ending the capture of a graph that ran out of memory raises a
+    second error.
+    """
     lines = str(error).strip().splitlines()
     line = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
     if line is None and error.__context__ is not None:
@@ -155,7 +160,7 @@ def out_of_memory_line(error: BaseException) -> str | None:
 
 @contextmanager
 def oom_as_limits_error(part: str) -> Iterator[None]:
-    """Too little memory within, for a part of the start, is a LimitsTooHigh."""
+    """Raise LimitsTooHigh if memory runs out within the block, which is the named part of a rank's start."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """ModelRunner: one rank of a replica. It is made in the order below, then runs steps (`step_runner.py`).
 
-Every rank runs the same code and comes to know the same token ids, on the device. A step's ids feed the next step
-through the slot table, never through the host. With pipeline stages only the ranks of the last one choose ids, and the
-first one gets them with the next step's input.
+Every rank runs the same code and has the same token ids on its device. A step's ids feed the next step through the
+slot table, never through the host. With pipeline stages only the ranks of the last stage choose ids, and the first
+stage gets them with the next step's input.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 import torch
 
-from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
+from nvcli.attention.spec import AttentionCase
 from nvcli.config import EngineConfig
 from nvcli.distributed.peer_memory import share_memory
 from nvcli.distributed.process_group import divide_ranks, join_process_group
@@ -56,12 +56,12 @@ _CPU_WARM_UP_TOKENS = 16
 
 
 def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
-    """The runner that `Executor` starts by default."""
+    """Make the runner that `Executor` starts by default."""
     return ModelRunner(config, context)
 
 
 class ModelRunner:
-    """One rank of a replica."""
+    """One rank of a replica: its model, its tables, its KV cache, and the steps over them."""
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         self.config = config
@@ -145,7 +145,7 @@ class ModelRunner:
             self._world.meet("weights are loaded")
 
     def _select_attention(self) -> None:
-        """The backend that serves all kinds of attention in the model, and what the cache holds for them."""
+        """Select the backend that serves all kinds of attention in the model, and define the shape of the KV cache."""
         config, layers = self.config, self.model.attention_layers
         case = AttentionCase(
             device=self.device,
@@ -167,7 +167,7 @@ class ModelRunner:
         )
 
     def _choose_graphs(self) -> None:
-        """The shapes of steps that are captured; none on a CPU."""
+        """Choose the shapes of steps that are captured; there are none on a CPU."""
         config = self.config
         self._graph_shapes: list[BatchShape] = []
         if self.device.type == "cuda" and not config.enforce_eager:
@@ -176,7 +176,8 @@ class ModelRunner:
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
 
     def _make_slots(self) -> None:
-        """Tables and buffers of the steps, empty. Padded to a graph, a step has up to `max_num_decodes` rows more."""
+        """Make the empty tables and buffers of the steps. Padding to a graph adds up to `max_num_decodes` rows to a
+        step."""
         config = self.config
         max_tokens = config.max_num_batched_tokens + config.max_num_decodes
         self.link = StageLink(self._groups, max_tokens, self.model_config.hidden_size, self.dtype)
@@ -191,7 +192,7 @@ class ModelRunner:
         )
 
     def _warm_up(self) -> None:
-        """Run the largest batches once, on the null block, and measure what they need over the weights."""
+        """Run the largest batches once, on the null block, and measure the memory that they need beside the weights."""
         with self._phase("warm up"):
             self._use_kv_cache(1)
             with peak_allocated(self.device) as peak:
@@ -214,7 +215,7 @@ class ModelRunner:
                 ) from None
 
     def _measure_graphs(self) -> None:
-        """Capture the largest graphs and a small one on the null block, to know what all will take together."""
+        """Capture the largest graphs and the smallest one on the null block, to estimate the memory of all graphs."""
         self._graph_bytes = 0
         if self._graph_shapes:
             with self._phase("measure graphs"):
@@ -278,7 +279,7 @@ class ModelRunner:
                 self._graph_bytes = before - free_bytes(self.device)
 
     def _measure_memory(self) -> None:
-        """What was planned, and where that is asked for what it came to: with the largest batches run once more."""
+        """Record the planned memory; if asked to, run the largest batches once more and record the memory in use."""
         on_gpu = self.device.type == "cuda"
         measured: dict[str, int] = {}
         if self.config.measure_memory:
@@ -307,14 +308,16 @@ class ModelRunner:
         )
 
     def _allocated_bytes(self) -> int:
-        """Of tensors on this rank's device, those that other ranks reach included; on a CPU of the two large ones."""
+        """Count the bytes of tensors on the device, with those that other ranks reach; on a CPU, of weights and KV
+        cache."""
         if self.device.type == "cpu":
             return self._weight_bytes + self.kv_cache.num_bytes
         return torch.cuda.memory_allocated(self.device) + self._shared_bytes
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Names what the rank is doing, and keeps the time it took. Too little memory for it is a LimitsTooHigh."""
+        """Note what the rank is doing, and the seconds that it takes. Raises LimitsTooHigh if memory runs out
+        meanwhile."""
         self._context.report_phase(name)
         start = time.perf_counter()
         with oom_as_limits_error(name):
@@ -325,9 +328,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> PendingStep | None:
-        """Run one step; on a GPU it is queued. None on ranks whose output nobody waits for.
+        """Run one step; on a GPU it is queued. Ranks whose output nobody waits for return None.
 
-        Raises MemoryError where there is too little (see `Runner.launch`).
+        Raises MemoryError if memory runs out (see `Runner.launch`).
         """
         try:
             pending = self.steps.run(step)
@@ -340,11 +343,11 @@ class ModelRunner:
         raise MemoryError(reason)
 
     def _free_after_oom(self) -> None:
-        """Wait for what a step launched before it ran out of memory, and give back what it had taken."""
+        """Wait for the work that a step launched before it ran out of memory, and free the memory that it had taken."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what it uploaded is still being read
             torch.cuda.empty_cache()
 
     def peak_bytes(self) -> int:
-        """The most memory that was in use."""
+        """Return the most memory that was in use, in bytes."""
         return peak_bytes(self.device)

@@ -34,7 +34,7 @@ _CHANGES_AND_LOGPROBS = SamplingFlag.PENALTIES | SamplingFlag.ADJUSTED | Samplin
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """What the rows of a batch ask for, as the host knows it."""
+    """The demands of a batch's rows on the sampler, as the host knows them."""
 
     slots: np.ndarray
     """[N], the slot of each row."""
@@ -68,8 +68,8 @@ class PendingLogprobs:
     """[n, K] float32 on the host."""
 
     def result(self) -> list[TokenLogprobs | None]:
-        """What each row of the batch asked for, None where it asked for nothing. Call it when the step is over; any
-        thread may."""
+        """Return each row's log-probabilities, None for rows that did not ask. Call it when the step is over, on any
+        thread."""
         found: list[TokenLogprobs | None] = [None] * self.num_rows
         chosen, top_ids, top_values = self.chosen.tolist(), self.top_ids.tolist(), self.top_values.tolist()
         for i, (row, count) in enumerate(zip(self.rows.tolist(), self.counts.tolist(), strict=True)):
@@ -83,7 +83,7 @@ class Sampler:
     """Samples for the slots of one table. `sample` and `sample_fully` are collective: every rank calls them alike."""
 
     def __init__(self, table: SamplingTable, slots: SlotTable, group: TensorParallelGroup, vocab_size: int) -> None:
-        """`slots` has the tokens that penalties count."""
+        """`slots` holds the tokens that penalties count."""
         self._table = table
         self._slots = slots
         self._group = group
@@ -94,7 +94,7 @@ class Sampler:
         self._full_flags = int(_CHANGES_AND_LOGPROBS | with_ranks)
 
     def needs(self, slots: np.ndarray) -> SamplingNeeds:
-        """What the rows of these slots [N] ask for."""
+        """Look up what the rows of these slots [N] ask for."""
         flags = self._table.flags_host[slots]
         asked = int(np.bitwise_or.reduce(flags))
         return SamplingNeeds(
@@ -119,11 +119,11 @@ class Sampler:
     def sample_fully(
         self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds, longest: int, upload: Uploader
     ) -> tuple[Tensor, PendingLogprobs | None]:
-        """Choose ids [N] int32 for any batch, on every rank the same; and on rank 0 the log-probabilities that rows
-        asked for, None where none did.
+        """Choose ids [N] int32 for any batch, on every rank the same. Rank 0 also returns the log-probabilities that
+        rows asked for, or None if none did.
 
-        The first three arguments are those of `sample`; needs: of the same rows; longest: no row is at a position
-        above it; upload: takes the numbers of the rows that few ask something for.
+        The first three arguments are those of `sample`. needs: what these rows ask for; longest: the highest position
+        that a row may have; upload: brings the numbers of rows with penalties and the like to the device.
         """
         if not needs.needs_whole_logits:
             return self._sample_limited(logits, slots, positions, needs), None
@@ -150,7 +150,8 @@ class Sampler:
         return ids, _find_logprobs(whole, ids, asking, at_asking, counts)
 
     def _sample_limited(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
-        """Choose by temperature and limits; with several ranks the only limits are small top-k's."""
+        """Choose by temperature and limits. With several ranks the only limits here are those of rows with a small
+        top-k."""
         if self._group.size == 1 or needs.is_simple:
             return self.sample(logits, slots, positions)
         columns = self._table.columns
@@ -159,13 +160,13 @@ class Sampler:
         return choose_candidates(self._group.max(packed), self._group.all_gather(lists), columns, slots, positions)
 
     def _shard(self, logits: Tensor) -> tuple[Tensor, int]:
-        """This rank's logits without padding, and the first token that they are for."""
+        """Return this rank's logits without padding, and the first token that they belong to."""
         size = logits.shape[1]
         start = min(self._group.rank * size, self._vocab_size)
         return logits[:, : min(size, self._vocab_size - start)], start
 
     def _share(self, slots: Tensor, ids: Tensor | None) -> Tensor:
-        """Rank 0's ids on every rank."""
+        """Bring rank 0's ids to every rank. The other ranks give None."""
         if ids is None:
             ids = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
         return self._group.broadcast(ids)
@@ -195,7 +196,7 @@ class Sampler:
 
 
 def _find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray) -> PendingLogprobs:
-    """Start what brings log-probabilities to the host.
+    """Compute log-probabilities and start their copies to the host.
 
     logits: [N, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives.
     """

@@ -1,9 +1,9 @@
-"""SamplingTable: how each slot chooses its tokens, on the device, with a row for each slot.
+"""SamplingTable: the sampling parameters of each slot, on the device, with a row for each slot.
 
-Slots are filled with one upload however many they are, and nothing here waits for the device. The host keeps for each
-slot what decides which way a batch goes, as numpy arrays that are read for a whole batch at once.
+All slots that are filled in a step are filled by one upload, and nothing here waits for the device. The host keeps the
+values that decide how a batch is sampled, as numpy arrays that are read for a whole batch at once.
 
-The last row is the padding slot: it is greedy, and nothing limits it.
+The last row is the padding slot's. It is greedy and has no limits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
 from nvcli.messages import MAX_STOP_IDS, NewSlot, SlotSampling
 from nvcli.runner.uploader import Uploader
 
@@ -25,7 +25,7 @@ _LONGS = ("seed", "row", "sample")
 
 
 class SamplingFlag(IntFlag):
-    """What a slot asks for beyond greedy or temperature."""
+    """The demands of a slot on the sampler beyond greedy or temperature."""
 
     SMALL_TOP_K = 1
     """A top-k up to MAX_CANDIDATES, alone or with top-p and min-p."""
@@ -104,8 +104,8 @@ class SamplingTable:
         self.adjusted_values[at, :longest] = self._to_device(values)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        """A copy without waiting, of arrays that may be too large for the uploader. The allocator of pinned memory
-        keeps it until the copy is over."""
+        """Copy an array that may be too large for the uploader, without waiting. The allocator of pinned memory keeps
+        the host's memory until the copy is over."""
         tensor, device = torch.from_numpy(array), self._words.device
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""SlotTable: what a rank remembers of the requests it serves, on the device (SGLang's request-to-token pool).
+"""SlotTable: the state of the requests that a rank serves, on the device (SGLang's request-to-token pool).
 
 A slot is one request's row, from admission to release. The last row is the padding slot: it belongs to no request and
 its blocks are all the null block.
@@ -12,25 +12,27 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
-from nvcli.kernels.prepare_inputs import SlotState, write_tokens
+from nvcli.kernels.prepare_inputs import write_tokens
+from nvcli.kernels.step_tensors import SlotState
 from nvcli.messages import NewSlot, StepInput
 from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.uploader import Uploader
 
 _INTS_PER_NEW_SLOT = 64
-"""More than a slot's row, length and sampling parameters take, and the rows that the sampler names."""
+"""An upper bound of the int32 words that are uploaded for a new slot: its number, its length, its sampling parameters
+and the rows that the sampler names."""
 
 
 def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Packed int32 of a message as an array, without a copy."""
+    """Read packed int32 numbers of a message as an array, without a copy."""
     return np.frombuffer(data, dtype=np.int32)
 
 
 class SlotTable:
-    """The tables of all slots, and what changes them between steps."""
+    """The tables of all slots on the device, and the methods that change them between steps."""
 
     def __init__(self, config: EngineConfig, num_groups: int, device: torch.device) -> None:
-        """`num_groups`: KV groups of the model."""
+        """`num_groups` is the number of the model's KV groups."""
         num_rows = config.max_num_seqs + 1
         self.padding_slot = config.max_num_seqs
         self.state = SlotState(
@@ -47,7 +49,7 @@ class SlotTable:
         self.upload = Uploader(
             tokens + config.max_num_seqs * per_slot, device, steps_in_flight=config.max_steps_in_flight
         )
-        """For what changes between steps, and what the sampler needs of few rows."""
+        """Uploads the changes between steps, and the row numbers that the sampler needs."""
 
     def apply(self, step: StepInput) -> None:
         """Take in what changed since the last step: new slots, blocks, and tokens that this rank does not have."""

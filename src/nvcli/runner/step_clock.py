@@ -1,9 +1,9 @@
-"""StepClock: how long a step's work took the device, and how long the device waited for the host.
+"""StepClock: it measures how long a step's work took the device, and how long the device waited for the host.
 
 The time between two steps is known from events around them. Within a graph the device waits for nobody. Within an
-eager step it may wait for each launch, which events around the step do not show. That it did is seen by the host: when
-the last launch is done, the device is done too. How long its work would have taken is then found out by one step in a
-while that is held back, behind a kernel that spins, until all of it is launched.
+eager step it may wait for each launch, which events around the step do not show. The host can tell that it did: the
+device is then done as soon as the last launch is. To learn how long the work alone takes, one such step in a while is
+held back behind a spinning kernel until all of its work is launched.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 
 _HELD_EVERY = 128
-"""Of so many eager steps that waited for launches one is held back to be timed."""
+"""One in this many eager steps that waited for launches is held back to be timed."""
 _HOLD_MARGIN = 1.5
 _CYCLES_PER_SECOND = 2.0e9
-"""At most, of the GPUs that there are: the spinning kernel counts cycles."""
+"""The most that a GPU has; the spinning kernel counts cycles."""
 _LAUNCH_BOUND = 0.1
-"""A step waited for launches if the device was done so small a part of the launching time after the last launch."""
+"""A step waited for launches if the device was done within this part of the launching time after the last launch."""
 
 
 class StepTime:
@@ -28,7 +28,7 @@ class StepTime:
     seconds = 0.0
     """The device's time for the step, without the time it waited."""
     idle_seconds = 0.0
-    """How long the device waited for the host, before the step and in it."""
+    """The time that the device waited for the host, before the step and in it."""
 
     def wait(self) -> None:
         """Return once the device is done with the step."""
@@ -36,14 +36,15 @@ class StepTime:
 
 @dataclass(slots=True)
 class _Launches:
-    """What is known of eager steps. The rank's main thread holds steps back; the thread that posts outputs learns."""
+    """The measurements of eager steps. The thread that posts outputs takes them; the rank's main thread decides by them
+    which steps to hold back."""
 
     busy_per_token: float = 0.0
     """Seconds, from the last step that was held back; 0 before the first."""
     seconds: float = 0.0
-    """How long the host took to launch the last step that waited for it; 0 before the first."""
+    """The time that the host took to launch the last step that waited for it; 0 before the first."""
     until_hold: int = 0
-    """Steps that wait for launches until one is held back again."""
+    """The number of steps that still wait for launches before one is held back again."""
 
 
 class _HostTime(StepTime):
@@ -53,7 +54,7 @@ class _HostTime(StepTime):
 
 class _DeviceTime(StepTime):
     def __init__(self, previous_end: torch.cuda.Event | None, launches: _Launches | None, num_tokens: int) -> None:
-        """`launches`: where eager steps are looked into."""
+        """`launches` is given for eager steps whose waiting for launches is to be found out."""
         self.started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.launch_started = self.launch_ended = 0.0

@@ -1,4 +1,4 @@
-"""StepRunner: one step of a rank, from the engine's message to the ids on their way back.
+"""StepRunner: it runs one step of a rank, from the engine's message to the ids on their way back.
 
 There is one way for all steps. The host lays the rows out and plans; the slot table takes in what changed; one kernel
 prepares the inputs; the model runs; the rows that need it get logits and a token. A CUDA graph holds all that the
@@ -28,12 +28,12 @@ from nvcli.runner.slot_table import SlotTable, unpack_ids
 from nvcli.runner.step_clock import StepClock, StepTime
 
 _STEPS_POSTED = 2
-"""Steps that may be with the thread that posts them, beside those in flight."""
+"""Steps, beside those in flight, whose ids the thread that posts outputs may still read."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """What a step of the last stage leaves behind, for the N rows that are kept for logits."""
+    """The output of a step of the last stage, for the N rows that are kept for logits."""
 
     logits: Tensor
     """[N, M] of this rank's part of the vocabulary."""
@@ -46,7 +46,7 @@ class StepLogits:
 
 @dataclass(frozen=True, slots=True)
 class StageOutput:
-    """What a step leaves behind in a stage that is not the last."""
+    """The output of a step in a stage that is not the last."""
 
     state: StageState
 
@@ -67,7 +67,7 @@ class PendingStep:
     is_graph: bool
 
     def result(self) -> StepOutput:
-        """Wait for the step; what it gave."""
+        """Wait for the step, and return its output."""
         self.time.wait()
         return StepOutput(
             step_id=self.step_id,
@@ -96,7 +96,7 @@ class StepRunner:
         steps_in_flight: int,
         max_sampled: int,
     ) -> None:
-        """`max_sampled`: most tokens that a step gives."""
+        """`max_sampled` is the most tokens that a step gives."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
         self._sampler, self._link, self._clock = sampler, link, clock
@@ -109,10 +109,10 @@ class StepRunner:
         ]
 
     def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
-        """Graphs of these shapes, not captured yet."""
+        """Make the graphs of these shapes, which are not captured yet."""
 
         def prepare(shape: BatchShape) -> None:
-            """A batch of nothing but padding."""
+            """Load a batch of nothing but padding."""
             batch = self._buffers.stage(StepInput(step_id=-1), self._padded_batch(shape))
             self._backend.prepare_capture(batch.forward)
             self._backend.plan(batch.forward)
@@ -121,16 +121,16 @@ class StepRunner:
         return GraphRunner(shapes, self.run_padded, prepare=prepare)
 
     def run_padded(self, shape: BatchShape) -> StepLogits | StageOutput:
-        """What a graph holds: a step over the rows that were loaded for the shape."""
+        """Launch a step over the rows that were loaded for the shape. A graph holds the same."""
         return self._compute(self._padded_batch(shape), sample=True)
 
     def use_graphs(self, graphs: GraphRunner[StepLogits | StageOutput]) -> None:
-        """From here on steps run as graphs where one serves them."""
+        """Run steps, from now on, as graphs where one serves them."""
         self._graphs = graphs
 
     def run(self, step: StepInput) -> PendingStep | None:
-        """Run one step, or queue it on the GPU: nothing here waits for the device. None from a stage that is not the
-        last."""
+        """Run one step, or queue it on the GPU: nothing here waits for the device. A stage that is not the last returns
+        None."""
         shape = exact_shape(step)
         padded = None if self._graphs is None else self._graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
@@ -167,8 +167,8 @@ class StepRunner:
         return PendingStep(step.step_id, host_ids, logprobs, step_time, is_graph=padded is not None)
 
     def _compute(self, batch: StepBatch, *, sample: bool) -> StepLogits | StageOutput:
-        """What the device does in a step, behind the rows. With `sample` tokens are chosen and kept, by the last
-        stage."""
+        """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
+        and puts them into the slot table."""
         forward = batch.forward
         prepare_inputs(batch.rows, self._slots.state, batch.inputs)
         self._backend.plan_on_device(forward)
@@ -186,14 +186,14 @@ class StepRunner:
         return StepLogits(logits, ids)
 
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
-        """Views for a step without padding."""
+        """Make views for a step without padding."""
         num_logits = int(unpack_ids(step.num_logits).sum())
         return self._buffers.batch(
             shape, num_logits, self._kv_cache, self._backend, needs_all_logits=num_logits == shape.num_tokens
         )
 
     def _padded_batch(self, shape: BatchShape) -> StepBatch:
-        """Views for the graph of a shape, made once."""
+        """Return the views for the graph of a shape, which are made once."""
         batch = self._graph_batches.get(shape)
         if batch is None:
             num_logits = self._buffers.num_logits(shape)
@@ -204,7 +204,7 @@ class StepRunner:
         return batch
 
     def _to_host(self, ids: Tensor) -> Tensor:
-        """A copy that is complete when the step is."""
+        """Start a copy to the host, which is complete when the step is."""
         if not self._on_gpu:
             return ids
         self._pinned_ids = self._pinned_ids[1:] + self._pinned_ids[:1]

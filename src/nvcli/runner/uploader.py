@@ -1,4 +1,4 @@
-"""Uploader: small host arrays to the device, many in one copy, without waiting for the device.
+"""Uploader: it brings small host arrays to the device, many in one copy, without waiting for the device.
 
 A GPU's copy reads the host memory later, when the stream gets there, so arrays are staged in pinned memory that is used
 round and round: it holds the arrays of as many steps as may be in flight, and of two more.
@@ -15,12 +15,12 @@ IntArray = np.ndarray
 
 _ALIGN = 32  # int32 words: views start at 128 bytes, so that kernels see one alignment
 _ARRAYS = 64
-"""More than a step uploads; each may be padded by _ALIGN words."""
+"""More arrays than a step uploads; each may be padded by up to _ALIGN words."""
 _STEPS_BESIDE = 2
 
 
 class Uploader:
-    """`capacity`: most int32 words of all the arrays of a step."""
+    """Uploads the arrays of steps; `capacity` is the most int32 words that the arrays of one step have together."""
 
     def __init__(self, capacity: int, device: torch.device, *, steps_in_flight: int = 2) -> None:
         self._device = device
@@ -34,7 +34,7 @@ class Uploader:
         self._next = 0
 
     def __call__(self, *arrays: IntArray) -> tuple[Tensor, ...]:
-        """int32 tensors on the device, valid until some steps later."""
+        """Copy arrays to the device as int32 tensors, which stay valid until the step that uses them is over."""
         if self._device.type == "cpu":
             return tuple(torch.from_numpy(array.astype(np.int32)) for array in arrays)
         padded = [-(-len(array) // _ALIGN) * _ALIGN for array in arrays]

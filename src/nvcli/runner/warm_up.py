@@ -11,7 +11,7 @@ _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
 
 
 def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int) -> Iterator[StepInput]:
-    """A prompt batch of `num_tokens` tokens in as few requests as may be, then one token for each of `num_seqs`."""
+    """Yield a step with `num_tokens` prompt tokens in as few requests as possible, then one that decodes `num_seqs`."""
     longest = config.max_model_len - 1
     num_prompts = min(-(-num_tokens // longest), config.max_num_seqs)
     lens = [min(longest, num_tokens - i * longest) for i in range(num_prompts)]

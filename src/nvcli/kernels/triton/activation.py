@@ -1,4 +1,4 @@
-"""SiLU·mul: a program for each row and stretch of columns."""
+"""SiLU·mul (SwiGLU) in Triton. Each program takes one row and one stretch of its columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, gate_up_row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    gate_up_ptr,  # [T, 2 × SIZE], rows gate_up_row_stride apart
+    out_ptr,  # [T, SIZE], written
+    gate_up_row_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, chunk of BLOCK columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE

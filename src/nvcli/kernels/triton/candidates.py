@@ -17,38 +17,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.candidates import LIST_WIDTH
-from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 from nvcli.kernels.triton.philox import gumbel, quad_uniforms, uniforms_at
 from nvcli.kernels.triton.top_k_top_p import min_kept, smallest_value
 
 GROUP_TOKENS = 64
+"""Tokens of a group."""
 _MAX_CANDIDATES = tl.constexpr(MAX_CANDIDATES)
 _LIST_WIDTH = tl.constexpr(LIST_WIDTH)
 _GROUP_QUADS = tl.constexpr(GROUP_TOKENS // 4)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SCAN_QUADS = tl.constexpr(1024)
+"""Quads (groups of four tokens) of a whole row that a program looks at in one go."""
 _DRAWN_QUADS = tl.constexpr(256)
-"""Quads looked at in one go: of a whole row, and of the listed groups, one for each thread."""
+"""Quads of the listed groups that a program looks at in one go."""
 
 
 @triton.jit
 def has_small_top_k(temperature, top_k):
-    """Whether a row's token is drawn from candidates."""
+    """Say whether a row's token is drawn from candidates. Both arguments are scalars."""
     return (temperature > 0) & (top_k > 0) & (top_k <= _MAX_CANDIDATES)
 
 
 @triton.jit
 def better(score, token, other_score, other_token):
-    """The better of two (score, token): the larger score, of equal scores the first token."""
+    """Choose the better of two (score, token): the larger score, and of equal scores the smaller token."""
     wins = (other_score > score) | ((other_score == score) & (other_token < token))
     return tl.where(wins, other_score, score), tl.where(wins, other_token, token)
 
 
 @triton.jit
 def _best(scores, tokens, is_allowed):
-    """The best (score, token) of the allowed ones; (-inf, NO_TOKEN) where none is."""
+    """Find the best (score, token) of the allowed ones, three tensors of one shape; (-inf, NO_TOKEN) where none is."""
     scores = tl.where(is_allowed, scores, -float("inf"))
     best = tl.max(scores)
     return best, tl.min(tl.where(is_allowed & (scores == best), tokens, NO_TOKEN))
@@ -56,7 +57,8 @@ def _best(scores, tokens, is_allowed):
 
 @triton.jit
 def _load_quads(row_ptr, quads, exists, start, end):
-    """Logits and tokens of quads of a row that holds the tokens `start` to `end`: ([Q, 4] float32, [Q, 4] int32).
+    """Load the quads [Q] that exist [Q] of a row with the tokens `start` to `end`: → logits [Q, 4] float32, tokens
+    int32.
 
     Where a token is not there, or its logit is NaN, the logit is -inf.
     """
@@ -68,7 +70,8 @@ def _load_quads(row_ptr, quads, exists, start, end):
 
 @triton.jit
 def _ties_of_row(row_ptr, level, temperature, seed, position, row, sample, start, end, APPROXIMATE: tl.constexpr):
-    """The number of tokens whose logit equals `level`, and the best of them: (count float32, score, token)."""
+    """Count the tokens whose logit equals `level`, and find the best of them: → (count float32, score, token),
+    scalars."""
     count = tl.full([], 0.0, tl.float32)
     best = tl.full([], -float("inf"), tl.float32)
     best_token = tl.full([], NO_TOKEN, tl.int32)
@@ -87,7 +90,7 @@ def _ties_of_row(row_ptr, level, temperature, seed, position, row, sample, start
 
 @triton.jit
 def _listed_quads(groups_ptr, lanes, num_listed, start):
-    """The quads of the listed groups, by lane, and which lanes have one: [Q] int32, [Q] bool."""
+    """Find each lane's quad of the listed groups, and whether it has one: lanes [Q] → [Q] int32, [Q] bool."""
     place = lanes // _GROUP_QUADS
     is_listed = place < num_listed
     groups = tl.load(groups_ptr + place, mask=is_listed, other=0)
@@ -96,22 +99,22 @@ def _listed_quads(groups_ptr, lanes, num_listed, start):
 
 @triton.jit
 def best_listed(
-    row_ptr,
-    groups_ptr,
+    row_ptr,  # [end - start], one row of logits
+    groups_ptr,  # [LISTED_GROUPS] int32, of which num_listed count
     num_listed,
     least,
-    temperature,
+    temperature,  # with the next four, the row's values of `SamplingColumns` and its position
     seed,
     position,
     row,
     sample,
-    start,
+    start,  # first token of the row
     end,
     TIES_ONLY: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """The best (score, token) in the listed groups of those whose logit / temperature is at least `least`, or with
-    TIES_ONLY of those whose logit equals `least`. The noise is made here, for few tokens at a time."""
+    """Find the best (score, token) in the listed groups, among tokens whose logit / temperature is at least `least`, or
+    with TIES_ONLY among those whose logit equals `least`. The noise is made here, for few tokens at a time."""
     best = tl.full([], -float("inf"), tl.float32)
     best_token = tl.full([], NO_TOKEN, tl.int32)
     for first in range(0, num_listed * _GROUP_QUADS, _DRAWN_QUADS):
@@ -128,16 +131,15 @@ def best_listed(
 
 @triton.jit
 def list_groups(
-    maxima_ptr,
-    groups_ptr,
+    maxima_ptr,  # [number of groups] of the logits' type
+    groups_ptr,  # [LISTED_GROUPS] int32, written
     top_k,
     start,
     end,
     MAX_GROUPS: tl.constexpr,
     LISTED_GROUPS: tl.constexpr,
 ):
-    """Write the numbers of the groups that hold what a small top-k may keep to `groups_ptr`, LISTED_GROUPS words of
-    scratch memory, int32.
+    """Write the numbers of the groups that hold what a small top-k may keep to the scratch memory `groups_ptr`.
 
     maxima_ptr: the maxima of the groups of the tokens `start` to `end`, counted from the quad of `start`. → (how many
     groups are listed, the level, the row's largest logit, whether all groups whose maximum equals the level are
@@ -166,13 +168,13 @@ def list_groups(
 
 @triton.jit
 def top_k_candidates(
-    row_ptr,
-    groups_ptr,
-    num_listed,
+    row_ptr,  # [end - start], one row of logits
+    groups_ptr,  # [LISTED_GROUPS] int32, of which num_listed count
+    num_listed,  # with the next three, the results of `list_groups`
     level,
     top,
     all_fit,
-    temperature,
+    temperature,  # with the next five, the row's values of `SamplingColumns` and its position
     top_k,
     seed,
     position,
@@ -183,8 +185,8 @@ def top_k_candidates(
     LISTED_GROUPS: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """The tokens that a small top-k may keep, from what `list_groups` gives; row_ptr: the logits of the tokens `start`
-    to `end`.
+    """Find the tokens that a small top-k may keep, from what `list_groups` gives; row_ptr: the logits of the tokens
+    `start` to `end`.
 
     → values [Q, 4] of the listed groups, kth: the k-th largest logit of the row (-inf where it has fewer),
     and (count, score, token) of the tokens that equal `kth` where those are not among the values; count 0 otherwise.
@@ -207,7 +209,8 @@ def top_k_candidates(
 
 @triton.jit
 def min_kept_of_candidates(values, kth, top, tie_count, temperature, top_p, min_p, dtype: tl.constexpr):
-    """The smallest logit / temperature that is kept, from what `top_k_candidates` gives."""
+    """Find the smallest logit / temperature that is kept, from what `top_k_candidates` gives: values [Q, 4], the others
+    scalars."""
     scale = _LOG2_E / temperature
     weights = tl.where(values >= kth, tl.exp2((values - top) * scale), 0.0)
     mass = tl.sum(weights)
@@ -218,7 +221,8 @@ def min_kept_of_candidates(values, kth, top, tie_count, temperature, top_p, min_
 
 @triton.jit
 def store_list(list_ptr, row_ptr, groups_ptr, num_listed, kth, tie_count, tie_token, start, end):
-    """Write a rank's list, from what `list_groups` and `top_k_candidates` give.
+    """Write a rank's list for one row to `list_ptr` [LIST_WIDTH] int32, from what `list_groups` and `top_k_candidates`
+    give.
 
     tie_count: how many tokens of the row equal `kth`, or 0: those of the listed groups are all there are; tie_token:
     the best of all that equal it.
@@ -248,24 +252,24 @@ def store_list(list_ptr, row_ptr, groups_ptr, num_listed, kth, tie_count, tie_to
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_candidates_kernel(
-    packed_ptr,
-    lists_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    row_ptr,
-    sample_ptr,
-    slots_ptr,
-    positions_ptr,
-    out_ptr,
+    packed_ptr,  # [N] int64
+    lists_ptr,  # [NUM_RANKS, N, LIST_WIDTH] int32
+    temperature_ptr,  # [S] float32, with the next six the fields of `SamplingColumns`
+    top_k_ptr,  # [S] int32
+    top_p_ptr,  # [S] float32
+    min_p_ptr,  # [S] float32
+    seed_ptr,  # [S] int64
+    row_ptr,  # [S] int64
+    sample_ptr,  # [S] int64
+    slots_ptr,  # [N] int64
+    positions_ptr,  # [N]
+    out_ptr,  # [N] int32, written
     num_rows,
     NUM_RANKS: tl.constexpr,
     RANKS: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """Program (row). packed: [N] int64; lists: [NUM_RANKS, N, LIST_WIDTH] int32; columns: [S]; out: [N] int32."""
+    """Program (row). RANKS is the next power of two of NUM_RANKS."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index)
     temperature = tl.load(temperature_ptr + slot)

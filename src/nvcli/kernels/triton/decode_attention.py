@@ -28,7 +28,7 @@ _TILE_BYTES = 16 << 10
 def decode_attention_kernel(
     q,  # [B, H, D], rows q_stride apart
     k_cache,  # [num_blocks, BLOCK_SIZE, KV, D]
-    v_cache,
+    v_cache,  # [num_blocks, BLOCK_SIZE, KV, D]
     out,  # [B, H, D], contiguous
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
     items,  # [capacity, ITEM_FIELDS] int32
@@ -49,6 +49,7 @@ def decode_attention_kernel(
     ITEM_FIELDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    """Program (KV head, entry of the work list)."""
     kv_head = tl.program_id(0)
     index = tl.program_id(1)
     if index >= tl.load(num_items):
@@ -131,10 +132,10 @@ def decode_attention_kernel(
 
 @triton.jit
 def _reduce_chunks(
-    out_row,
-    partial_out,
-    partial_lse,
-    first_partial,
+    out_row,  # [H, D], contiguous, written
+    partial_out,  # [chunks of cut rows, KV, G, D] float32
+    partial_lse,  # [chunks of cut rows, KV, G] float32, base 2
+    first_partial,  # the row's chunks are the partial results from here on
     num_chunks,
     kv_head,
     NUM_KV_HEADS: tl.constexpr,
@@ -207,8 +208,8 @@ class DecodeAttention:
         self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
 
     def plan(self, seq_lens: Tensor, slots: Tensor) -> None:
-        """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64, each row's
-        row of the block tables."""
+        """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64, the slot of
+        each row, by which its block table is found."""
         for work_list in self._lists.values():
             work_list.plan(seq_lens, slots)
 

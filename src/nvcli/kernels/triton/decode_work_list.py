@@ -16,19 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 ITEM_FIELDS = 8
-"""int32 of a list entry: row, first key, end, chunks of the row, its first partial result, which chunk, the row's slot,
-the first key that the row sees (the first chunk may begin before it, where a tile of keys does)."""
+"""The int32 words of a list entry: row, first key, end of the keys, number of the row's chunks, the row's first partial
+result, number of this chunk, the row's slot, and the first key that the row sees (the first chunk may begin before it,
+at the beginning of a tile of keys)."""
 MIN_CHUNK = 128
-"""Fewest keys of a chunk that is cut: shorter chunks cost more in reduction than they gain."""
+"""The fewest keys of a chunk of a row that is cut: shorter chunks cost more in reduction than they gain."""
 FEW_ROWS = 8
-"""Up to so many rows fewer programs with deeper pipelines are faster; above, programs enough for all (on an H200)."""
+"""Up to this many rows, fewer programs with deeper pipelines are faster; above, more programs (measured on an H200)."""
 _ROWS, _COLUMNS = 16, 256
 """A program of the planning kernel places _ROWS rows, and compares them with _COLUMNS others at a time."""
 
 
 @triton.jit
 def _first_keys(lens, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
-    """The first key to attend of each row, rounded down to a multiple of ALIGN."""
+    """Find the first key that each row attends to, rounded down to a multiple of ALIGN: [R] int32 → [R] int32."""
     first_keys = tl.zeros_like(lens)
     if HAS_WINDOW:
         first_keys = tl.maximum(lens - window, 0) // ALIGN * ALIGN
@@ -37,7 +38,8 @@ def _first_keys(lens, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def _cut(spans, chunk, TILE: tl.constexpr):
-    """(keys in a chunk, number of chunks) of spans of keys; an empty one (padding) makes one empty chunk."""
+    """Cut spans of keys [R] int32 into chunks of about `chunk` keys: → keys in a chunk [R] and number of chunks [R]. An
+    empty span (padding) makes one empty chunk."""
     num_chunks = tl.maximum(tl.cdiv(spans, chunk), 1)
     size = tl.maximum(tl.cdiv(tl.cdiv(spans, num_chunks), TILE) * TILE, TILE)
     return size, tl.maximum(tl.cdiv(spans, size), 1)
@@ -64,7 +66,8 @@ def plan_decode_kernel(
     COLUMNS: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
 ):
-    """Program i places the chunks of ROWS rows: behind those of all rows with longer chunks, ties by row."""
+    """Program i lists the chunks of ROWS rows: behind those of all rows with longer chunks, and of rows before them
+    with chunks of equal length."""
     columns = tl.arange(0, COLUMNS)
     tokens = tl.zeros([COLUMNS], tl.int64)
     for start in range(0, num_rows, COLUMNS):
@@ -113,8 +116,8 @@ def plan_decode_kernel(
 class DecodeWorkList:
     """The chunks of a step for one window (None: full attention), in memory that is allocated once.
 
-    align: what the first key of a row is rounded down to; keys that share a multiple of it must share a block.
-    tile: keys that the attention kernel takes at a time.
+    align: the first key of a row is rounded down to a multiple of it, so that a tile of keys lies in one block.
+    tile: the number of keys that the attention kernel takes at a time.
     """
 
     def __init__(
@@ -127,12 +130,12 @@ class DecodeWorkList:
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         )
         self.items = torch.zeros(self.capacity(max_rows) + 1, ITEM_FIELDS, dtype=torch.int32, device=device)
-        """[capacity, ITEM_FIELDS] int32."""
+        """[capacity, ITEM_FIELDS] int32, the chunks, longest first."""
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
-        """[1] int32."""
+        """[1] int32, the number of chunks."""
 
     def capacity(self, num_rows: int) -> int:
-        """The most chunks that so many rows are cut into: target / KV heads + rows."""
+        """The most chunks that `num_rows` rows are cut into: target / KV heads + rows."""
         return self._target(num_rows) // self._num_kv_heads + num_rows
 
     @property
@@ -165,5 +168,5 @@ class DecodeWorkList:
         )
 
     def _target(self, num_rows: int) -> int:
-        """Programs to aim for."""
+        """The number of programs to aim for."""
         return self._num_processors * 5 // 2 if num_rows <= FEW_ROWS else self._num_processors * 4

@@ -1,4 +1,4 @@
-"""Rows of a part of an embedding: one program for each, zeros where another rank has the row."""
+"""Look-up in one rank's part of an embedding, in Triton: one program for each token, zeros for other ranks' tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ _THREAD_ELEMENTS = 16
 
 
 @triton.jit
-def _embed_part_kernel(ids_ptr, weight_ptr, out_ptr, start, num_tokens, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _embed_part_kernel(
+    ids_ptr,  # [T] int32
+    weight_ptr,  # [num_tokens, SIZE], the rows of the tokens from `start` on
+    out_ptr,  # [T, SIZE], written
+    start,
+    num_tokens,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row); BLOCK is the next power of two of SIZE."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids_ptr + row).to(tl.int64) - start
     columns = tl.arange(0, BLOCK)

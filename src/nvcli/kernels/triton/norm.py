@@ -1,4 +1,4 @@
-"""RMSNorm and add+RMSNorm: one program for each row, the whole row in registers."""
+"""RMSNorm and add+RMSNorm in Triton: one program for each row, which it holds in registers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _THREAD_ELEMENTS = 16
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
+    x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
+    residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD
+    weight_ptr,  # [SIZE]
+    out_ptr,  # [T, SIZE], written
     eps,
     x_part_stride,
     x_row_stride,
@@ -25,8 +25,8 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     NUM_PARTS: tl.constexpr,
 ):
-    """out = norm(x) × weight; with ADD: residual += x, rounded as it is stored, and the norm is that of the sum.
-    x is the sum of NUM_PARTS parts."""
+    """Program (row). out = norm(x) × weight; with ADD: residual += x, rounded as it is stored, and the norm is that of
+    the sum. x is the sum of NUM_PARTS parts. BLOCK is the next power of two of SIZE."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE

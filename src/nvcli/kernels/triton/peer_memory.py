@@ -3,13 +3,15 @@
 One program for each row. A rank's part of row r lies in its own memory, finished by the kernel before. Programs tell
 each other so by flags: a word of every (row, writing rank) in the memory of the rank that waits for it. A row's *epoch*
 is the number of sums it took part in, kept on the device by each rank and alike on all of them; a flag holds the
-writer's epoch, only ever grows, and "at least mine" is what is waited for. Programs of lower rows start first on every
-rank and say their word before they wait for another's, so that those that run can finish.
+writer's epoch and only grows, and a program waits until it is at least the program's own. Programs of lower rows start
+first on every rank, and each sets its flags before it waits for others, so that the programs that run can finish.
 
 Kernels get the ranks' matrices as a tuple of pointers, which lie among their arguments: nothing has to be looked up
 once the wait is over. Where the flags of each rank lie is in tables of int64 addresses, [ranks] each.
 
-Parts are added in the order of ranks, in float32, so that all ranks get the same bits, by either way of summing.
+A sum takes *one shot*, in which every rank reads all parts, or *two shots*, in which each row's owner sums it and
+writes the result to all ranks; TensorRT-LLM's and vLLM's all-reduce kernels have the same two. Parts are added in the
+order of ranks, in float32, so that all ranks get the same bits, by either way.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from torch import Tensor
 
 _THREAD_ELEMENTS = 16
 _KEY_ROWS = 32
-"""Of one program of `max_of_keys`: a row for each lane of its one warp."""
-
+"""The rows of one program of `max_of_keys`: one for each lane of its only warp."""
 
 _SET = """{
     .reg .pred first;
@@ -59,8 +60,8 @@ def _signal(addresses, epoch, RELEASE: tl.constexpr, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _wait(addresses, epoch, ON_GPU: tl.constexpr):
-    """Until the flags at `addresses` [R] int64 are `epoch` or later; one warp looks, and all of the program waits for
-    it. Interpreted, they have to be so already."""
+    """Wait until the flags at `addresses` [R] int64 are `epoch` or later. One warp looks, and the whole program waits
+    for it. In the interpreter they must be so already."""
     if ON_GPU:
         words = epoch + tl.zeros_like(addresses).to(tl.int32)
         tl.inline_asm_elementwise(
@@ -92,6 +93,7 @@ def _wait(addresses, epoch, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _sum_of_parts(parts, row_start, columns, inside, NUM_RANKS: tl.constexpr):
+    """Sum the ranks' parts of the row that begins at element `row_start`: columns [BLOCK] → [BLOCK] float32."""
     total = tl.zeros_like(columns).to(tl.float32)
     for rank in tl.static_range(NUM_RANKS):
         # Past the L1: another rank wrote it, and it is read once.
@@ -102,17 +104,18 @@ def _sum_of_parts(parts, row_start, columns, inside, NUM_RANKS: tl.constexpr):
 
 @triton.jit
 def _normed(x, weight, eps, SIZE: tl.constexpr):
+    """Norm one row: x, weight: [BLOCK] float32, 0 behind SIZE → [BLOCK] float32."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
-    parts,
-    flags_ptr,
-    epochs_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
+    parts,  # a tuple with each rank's [T, SIZE]
+    flags_ptr,  # [NUM_RANKS] int64, addresses of each rank's flags [T, NUM_RANKS] int32
+    epochs_ptr,  # [T] int32, advanced
+    residual_ptr,  # [T, SIZE], updated with NORM
+    weight_ptr,  # [SIZE], with NORM
+    out_ptr,  # [T, SIZE], written
     eps,
     rank,
     NUM_RANKS: tl.constexpr,
@@ -121,7 +124,8 @@ def _one_shot_kernel(
     NORM: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Every rank reads all parts of every row. out = sum; with NORM: residual += sum, out = norm(residual) × weight."""
+    """Program (row). Every rank reads all parts of every row. out = sum; with NORM: residual += sum and
+    out = norm(residual) × weight."""
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, NUM_RANKS)
     epoch = tl.load(epochs_ptr + row) + 1
@@ -147,13 +151,13 @@ def _one_shot_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def _two_shot_kernel(
-    parts,
-    outs,
-    flags_ptr,
-    done_ptr,
-    epochs_ptr,
-    residual_ptr,
-    weight_ptr,
+    parts,  # a tuple with each rank's [T, SIZE]
+    outs,  # a tuple with each rank's [T, SIZE], written
+    flags_ptr,  # [NUM_RANKS] int64, addresses of each rank's flags [T, NUM_RANKS] int32
+    done_ptr,  # [NUM_RANKS] int64, addresses of each rank's [T] int32
+    epochs_ptr,  # [T] int32, advanced
+    residual_ptr,  # [T, SIZE], updated in the rows that this rank owns
+    weight_ptr,  # [SIZE]
     eps,
     rank,
     NUM_RANKS: tl.constexpr,
@@ -161,8 +165,8 @@ def _two_shot_kernel(
     BLOCK: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Rank r % NUM_RANKS owns row r: it alone reads the row's parts, keeps its residual, and writes the normed sum to
-    all ranks' memory; the others tell it when their part is there, and wait for its word."""
+    """Program (row). Rank r % NUM_RANKS owns row r: it alone reads the row's parts, keeps its residual, and writes the
+    normed sum to all ranks' memory. The others flag when their part is there, and wait for the owner's flag."""
     row = tl.program_id(0).to(tl.int64)
     owner = row % NUM_RANKS
     ranks = tl.arange(0, NUM_RANKS)
@@ -192,7 +196,7 @@ def _two_shot_kernel(
 
 @triton.jit
 def _put(addresses, words, inside, ON_GPU: tl.constexpr):
-    """Words [R] int64, each written as one, to `addresses` [R] int64 as far as `inside`."""
+    """Write words [R] int64, each in one piece, to `addresses` [R] int64 where `inside` [R] holds."""
     if ON_GPU:
         tl.inline_asm_elementwise(
             """{
@@ -213,7 +217,8 @@ def _put(addresses, words, inside, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _take(addresses, epoch, inside, ON_GPU: tl.constexpr):
-    """The lower halves [R] int32 of the words at `addresses`, once their upper halves are `epoch` [R] int32."""
+    """Wait until the upper halves of the words at `addresses` [R] int64 are `epoch` [R] int32; return the lower halves
+    [R] int32."""
     if ON_GPU:
         half = tl.inline_asm_elementwise(
             """{
@@ -246,18 +251,18 @@ def _take(addresses, epoch, inside, ON_GPU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def _max_kernel(
-    keys_ptr,
-    out_ptr,
-    words_ptr,
-    epochs_ptr,
+    keys_ptr,  # [num_rows] int64
+    out_ptr,  # [num_rows] int64, written
+    words_ptr,  # [NUM_RANKS] int64, addresses of each rank's words [max_rows, NUM_RANKS, 2] int64
+    epochs_ptr,  # [max_rows] int32, advanced
     num_rows,
     rank,
     NUM_RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Each key goes to every rank as two words that hold half of it and the epoch: what has arrived shows by itself,
-    and needs no flag and no fence (as NCCL's LL protocol does it)."""
+    """Program (ROWS rows). Each key goes to every rank as two words, each with half of the key and the epoch. A word
+    that has arrived shows by its epoch, without a flag or a fence (as in NCCL's LL protocol)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     epoch = tl.load(epochs_ptr + rows, mask=inside, other=0) + 1
@@ -289,8 +294,9 @@ def one_shot(
     eps: float,
     rank: int,
 ) -> None:
-    """The sum of all ranks' `parts` into `out` [T, H]; with a residual [T, H] it is added to that, in place, and `out`
-    is the norm of the result. parts: [at least T, H] of each rank; epochs: [at least T] int32."""
+    """Sum all ranks' `parts` into `out` [T, H]. With a residual [T, H] and a weight [H], the sum is added to the
+    residual, in place, and `out` is the norm of the result. parts: [at least T, H] of each rank; flags: [ranks] int64
+    addresses; epochs: [at least T] int32."""
     num_rows, size = out.shape
     assert out.is_contiguous()
     assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
@@ -324,8 +330,9 @@ def two_shot(
     eps: float,
     rank: int,
 ) -> None:
-    """As `one_shot` with a residual, but the result goes to `outs` of all ranks, and only the rows of `residual` that
-    this rank owns (those with row % ranks == rank) are read and updated."""
+    """Sum, add and norm as `one_shot` with a residual does, but write the result to `outs`, [at least T, H] of each
+    rank. Only the rows of `residual` that this rank owns (with row % ranks == rank) are read and updated. done: [ranks]
+    int64 addresses."""
     num_rows, size = residual.shape
     assert residual.is_contiguous()
     block = triton.next_power_of_2(size)
@@ -348,7 +355,8 @@ def two_shot(
 
 
 def max_of_keys(keys: Tensor, words: Tensor, epochs: Tensor, rank: int) -> Tensor:
-    """The largest of all ranks' keys, row by row: [N] int64 → [N] int64. words: each rank's [at least N, ranks, 2]."""
+    """Find the largest of all ranks' keys, row by row: [N] int64 → [N] int64. words: [ranks] int64, the addresses of
+    each rank's words [at least N, ranks, 2] int64; epochs: [at least N] int32."""
     out = torch.empty_like(keys)
     _max_kernel[(triton.cdiv(len(keys), _KEY_ROWS),)](
         keys,

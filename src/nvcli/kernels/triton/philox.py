@@ -10,14 +10,14 @@ from torch import Tensor
 
 @triton.jit
 def _uniform(word):
-    """32 random bits → float32. The top 23 bits are the mantissa of a number in [1, 2); the subtraction leaves them and
-    a half, exactly."""
+    """Turn 32 random bits into float32. The top 23 bits are the mantissa of a number in [1, 2); the subtraction leaves
+    them and a half, exactly."""
     return ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
 
 
 @triton.jit
 def quad_uniforms(quads, seed, position, row, sample):
-    """Uniform numbers of the tokens 4 q to 4 q + 3 for each q of `quads` [Q] int32 → [Q, 4] float32.
+    """Make the uniform numbers of the tokens 4 q to 4 q + 3 for each q of `quads`: [Q] int32 → [Q, 4] float32.
 
     The other arguments are scalars. `tl.philox` is Philox4x32-10 with the same order of key and counter words as ours.
     """
@@ -32,7 +32,7 @@ def quad_uniforms(quads, seed, position, row, sample):
 
 @triton.jit
 def uniforms_at(tokens, seed, position, row, sample):
-    """The same numbers for tokens in any order: [T] int32 → [T] float32."""
+    """Make the same numbers for tokens in any order: [T] int32 → [T] float32. The other arguments are scalars."""
     quads = (tokens // 4).to(tl.uint32, bitcast=True)
     words = tl.philox(seed, quads, position.to(tl.uint32), row.to(tl.uint32), sample.to(tl.uint32))
     place = tokens % 4
@@ -43,7 +43,8 @@ def uniforms_at(tokens, seed, position, row, sample):
 
 @triton.jit
 def _log2(x, APPROXIMATE: tl.constexpr):
-    """With APPROXIMATE by the GPU's own instruction, right to 2^-22, where libdevice takes 25 instructions."""
+    """Compute log2(x) of any shape; with APPROXIMATE by the GPU's own instruction, right to 2^-22, instead of the 25
+    instructions of libdevice."""
     if APPROXIMATE:
         y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -53,8 +54,9 @@ def _log2(x, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gumbel(uniform, APPROXIMATE: tl.constexpr):
-    """-log(-log(uniform)), to about 1e-6. The largest noise, which wins, comes from numbers next to 1, of which an
-    approximate logarithm says nothing: there it is the series of -log(1 - rest), and `rest` is exact."""
+    """Compute -log(-log(uniform)) of any shape, to about 1e-6. The largest noise, which wins, comes from numbers next
+    to 1, of which an approximate logarithm says nothing: there it is the series of -log(1 - rest), and `rest` is
+    exact."""
     LOG_2: tl.constexpr = 0.6931471805599453
     rest = 1.0 - uniform
     series = 1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5 + rest * (1 / 6 + rest * (1 / 7)))))
@@ -63,7 +65,15 @@ def gumbel(uniform, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def _token_uniforms_kernel(seeds_ptr, positions_ptr, rows_ptr, samples_ptr, out_ptr, vocab_size, QUADS: tl.constexpr):
+def _token_uniforms_kernel(
+    seeds_ptr,  # [N] int64, as the next three
+    positions_ptr,
+    rows_ptr,
+    samples_ptr,
+    out_ptr,  # [N, vocab_size] float32, written
+    vocab_size,
+    QUADS: tl.constexpr,
+):
     """Program (row, chunk of QUADS quads)."""
     index = tl.program_id(0)
     quads = tl.program_id(1) * QUADS + tl.arange(0, QUADS)

@@ -1,4 +1,4 @@
-"""The inputs of a step in one launch, a program for each row; and spans of tokens into the table of all requests."""
+"""The preparation of a step's inputs in one launch, and the writing of tokens into the slot table, in Triton."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nvcli.kernels.prepare_inputs import SlotState, StepInputs, StepRows
+    from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 
 _TOKENS = 512
-"""Tokens that a program takes at once; rows of one token are the many."""
+"""Tokens that a program takes at once. Few rows have more than one."""
 _LOGITS = 16
+"""Logits rows that a program takes at once."""
 
 
 @triton.jit(
@@ -22,11 +23,11 @@ _LOGITS = 16
     ]
 )  # fmt: skip
 def _prepare_inputs_kernel(
-    slots_ptr,  # [R + 1] int32, as the next four: see StepRows
-    num_tokens_ptr,
-    num_logits_ptr,
-    query_start_loc_ptr,  # [R + 2]
-    logits_start_loc_ptr,  # [R + 2]
+    slots_ptr,  # [R + 1] int32, the fields of StepRows, as the next four
+    num_tokens_ptr,  # [R + 1] int32
+    num_logits_ptr,  # [R + 1] int32
+    query_start_loc_ptr,  # [R + 2] int32
+    logits_start_loc_ptr,  # [R + 2] int32
     lengths_ptr,  # [S] int32, advanced
     token_ids_ptr,  # [S, ...] int32, rows token_ids_stride apart
     block_tables_ptr,  # [G, S, ...] int32, rows block_table_stride apart, groups group_stride
@@ -48,6 +49,7 @@ def _prepare_inputs_kernel(
     TOKENS: tl.constexpr,
     LOGITS: tl.constexpr,
 ):
+    """Program (row)."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     num_tokens = tl.load(num_tokens_ptr + row)
@@ -129,10 +131,11 @@ def _write_tokens_kernel(
     slots_ptr,  # [n] int32
     starts_ptr,  # [n] int32
     offsets_ptr,  # [n + 1] int32
-    ids_ptr,  # int32
+    ids_ptr,  # [offsets[n]] int32
     stride,
     TOKENS: tl.constexpr,
 ):
+    """Program (span)."""
     span = tl.program_id(0)
     first, end = tl.load(offsets_ptr + span), tl.load(offsets_ptr + span + 1)
     target = token_ids_ptr + tl.load(slots_ptr + span).to(tl.int64) * stride + tl.load(starts_ptr + span) - first

@@ -1,4 +1,4 @@
-"""Sampling in one pass over the logits: greedy, Gumbel-max, and what limits need, row by row, and no softmax.
+"""Sampling in one pass over the logits, without a softmax: greedy, Gumbel-max, and with limits, as each row asks.
 
 Three kernels, in this order: thresholds for the rows whose limits may keep many tokens (`top_k_top_p.py`); a pass over
 all logits in chunks, which leaves the best token of each chunk, or for rows with a small top-k the maxima of groups;
@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.candidates import LIST_WIDTH
-from nvcli.kernels.sampling import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 from nvcli.kernels.triton.candidates import (
     GROUP_TOKENS,
     NO_TOKEN,
@@ -34,29 +33,29 @@ from nvcli.kernels.triton.philox import gumbel, quad_uniforms
 from nvcli.kernels.triton.top_k_top_p import min_kept_logit
 
 _QUADS = 512
-"""Groups of four tokens that one program of the pass looks at."""
+"""Quads (groups of four tokens) that one program of the pass looks at."""
 _LISTED_GROUPS = 128
-"""Most groups whose tokens a row's program holds: MAX_CANDIDATES, and as many again for equal logits."""
+"""The most groups whose tokens a row's program holds: MAX_CANDIDATES, and as many again for equal logits."""
 _ROW_WARPS = 16
 _MAX_REGISTERS = 64
-"""A thread may use so many; left alone the compiler takes more, and too few programs run at a time."""
+"""The registers that a thread may use. Without a limit the compiler takes more, and too few programs run at a time."""
 _WORST_SCORE = tl.constexpr(-0x80000000)
 
 
 @triton.jit
 def _sample_chunk_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    seed_ptr,
-    row_ptr,
-    sample_ptr,
-    slots_ptr,
-    positions_ptr,
-    min_kept_ptr,
-    best_score_ptr,
-    best_token_ptr,
-    maxima_ptr,
+    logits_ptr,  # [N, M], rows logits_row_stride apart
+    temperature_ptr,  # [S] float32, with the next four the fields of `SamplingColumns`
+    top_k_ptr,  # [S] int32
+    seed_ptr,  # [S] int64
+    row_ptr,  # [S] int64
+    sample_ptr,  # [S] int64
+    slots_ptr,  # [N] int64
+    positions_ptr,  # [N]
+    min_kept_ptr,  # [N] float32, with HAS_MIN_KEPT
+    best_score_ptr,  # [N, num_chunks] float32, written
+    best_token_ptr,  # [N, num_chunks] int32, written
+    maxima_ptr,  # [N, num_chunks × groups of a chunk] of the logits' type, written with HAS_CANDIDATES
     logits_row_stride,
     start,
     end,
@@ -68,8 +67,8 @@ def _sample_chunk_kernel(
     SHARDED: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """Program (row, chunk): the best score of the chunk's tokens, and the first token that has it; for a row with a
-    small top-k the maxima of the chunk's groups instead. Without SHARDED, `start` is 0."""
+    """Program (row, chunk) finds the best score of the chunk's tokens, and the first token that has it; for a row with
+    a small top-k the maxima of the chunk's groups instead. Without SHARDED, `start` is 0."""
     index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(slots_ptr + index)
@@ -117,22 +116,22 @@ def _sample_chunk_kernel(
 
 @triton.jit
 def _sample_row_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seed_ptr,
-    row_ptr,
-    sample_ptr,
-    slots_ptr,
-    positions_ptr,
-    best_score_ptr,
-    best_token_ptr,
-    maxima_ptr,
-    groups_ptr,
-    out_ptr,
-    lists_ptr,
+    logits_ptr,  # [N, M], rows logits_row_stride apart
+    temperature_ptr,  # [S] float32, with the next six the fields of `SamplingColumns`
+    top_k_ptr,  # [S] int32
+    top_p_ptr,  # [S] float32
+    min_p_ptr,  # [S] float32
+    seed_ptr,  # [S] int64
+    row_ptr,  # [S] int64
+    sample_ptr,  # [S] int64
+    slots_ptr,  # [N] int64
+    positions_ptr,  # [N]
+    best_score_ptr,  # [N, num_chunks] float32
+    best_token_ptr,  # [N, num_chunks] int32
+    maxima_ptr,  # [N, num_chunks × CHUNK_GROUPS] of the logits' type
+    groups_ptr,  # [N, LISTED_GROUPS] int32, scratch memory
+    out_ptr,  # [N] int32, or with SHARDED int64; written
+    lists_ptr,  # [N, LIST_WIDTH] int32, written with SHARDED and HAS_CANDIDATES
     logits_row_stride,
     start,
     end,
@@ -145,8 +144,9 @@ def _sample_row_kernel(
     SHARDED: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """Program (row): the best of its chunks, the first token where several are equal; for a row with a small top-k the
-    choice among its candidates. With SHARDED, the number of `packed_argmax`, and the list of candidates."""
+    """Program (row) chooses the best of its chunks, the first token where several are equal; for a row with a small
+    top-k it chooses among the candidates. With SHARDED it gives the number of `packed_argmax`, and the list of
+    candidates."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index)
     temperature = tl.load(temperature_ptr + slot)
@@ -263,8 +263,8 @@ def _launch(
     *,
     start: int | None,
 ) -> None:
-    """`start`: the first token of a shard, of which `out` gets packed numbers; None: `logits` is the whole vocabulary,
-    and `out` gets tokens."""
+    """Launch the pass and the choice. `start` is the first token of a shard, and `out` gets packed numbers; with None,
+    `logits` is the whole vocabulary, and `out` gets tokens."""
     num_rows, num_tokens = logits.shape
     assert logits.stride(1) == 1
     device = logits.device

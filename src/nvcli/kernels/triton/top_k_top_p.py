@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.sampling import SamplingColumns
+from nvcli.kernels.sampling_columns import SamplingColumns
 
 _LANES = 1024
 """A program looks at this many lanes at once, one in each thread: as many neighbouring logits as one load brings."""
@@ -24,7 +24,8 @@ _LOAD_BYTES = 16
 
 @triton.jit
 def to_key(value, dtype: tl.constexpr):
-    """Bits of a value of type `dtype` (held in float32) as a number that grows with it. Scalar float32 → int64."""
+    """Turn a value of type `dtype` (held in float32) into an integer of the same order, from its bits: float32 →
+    int64."""
     if dtype == tl.float32:
         bits = value.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -36,7 +37,7 @@ def to_key(value, dtype: tl.constexpr):
 
 @triton.jit
 def from_key(key, dtype: tl.constexpr):
-    """The inverse of `to_key`."""
+    """Turn a key of `to_key` back into its value: int64 → float32."""
     bits = key.to(tl.int32)
     if dtype == tl.float32:
         value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -47,7 +48,7 @@ def from_key(key, dtype: tl.constexpr):
 
 @triton.jit
 def smallest_value(values, weights, lowest, highest, limit, dtype: tl.constexpr):
-    """The smallest value v, from `lowest` to `highest`, for which the tokens above v weigh less than `limit`.
+    """Find the smallest value v, from `lowest` to `highest`, for which the tokens above v weigh less than `limit`.
 
     values and weights: float32 of one shape, in registers; the values are of type `dtype`, and so is v. Nothing may be
     above `highest`.
@@ -63,7 +64,7 @@ def smallest_value(values, weights, lowest, highest, limit, dtype: tl.constexpr)
 
 @triton.jit
 def min_kept(values, weights, mass, kth, top, temperature, top_p, min_p, dtype: tl.constexpr):
-    """The smallest logit / temperature that top-k, top-p and min-p keep, for tokens in registers.
+    """Find the smallest logit / temperature that top-k, top-p and min-p keep, for tokens in registers.
 
     values: float32 logits of type `dtype`; weights: of the same shape, their probabilities times any factor, 0 where
     top-k leaves a token out; mass: the sum of all weights, of tokens elsewhere too, which are not above `kth`; kth: the
@@ -79,14 +80,14 @@ def min_kept(values, weights, mass, kth, top, temperature, top_p, min_p, dtype: 
 
 @triton.jit
 def _load(row_ptr, start, vocab_size, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """[LANES, WIDTH] float32 logits from `start` on, -inf behind the vocabulary's end."""
+    """Load the logits from `start` on, -inf behind the vocabulary's end: → [LANES, WIDTH] float32."""
     tokens = start + tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
 def _lane_maxima(row_ptr, vocab_size, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """[LANES]: the largest logit that each lane meets."""
+    """Find the largest logit that each lane meets: → [LANES] float32."""
     # Reduced behind the loop, not in it: for that Triton 3.6 has an optimisation that fails on this kernel.
     maxima = tl.full([LANES, WIDTH], -float("inf"), tl.float32)
     for start in range(0, vocab_size, LANES * WIDTH):
@@ -96,7 +97,8 @@ def _lane_maxima(row_ptr, vocab_size, LANES: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _mass_from(row_ptr, vocab_size, value, top, scale, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Weight of the tokens of at least `value`: the sum of exp((logit - top) / temperature)."""
+    """Sum exp((logit - top) / temperature) over the tokens with a logit of at least `value`; `scale` is log2(e) over
+    the temperature. → scalar float32."""
     mass = tl.zeros([LANES], tl.float32)
     for start in range(0, vocab_size, LANES * WIDTH):
         logits = _load(row_ptr, start, vocab_size, LANES, WIDTH)
@@ -106,20 +108,20 @@ def _mass_from(row_ptr, vocab_size, value, top, scale, LANES: tl.constexpr, WIDT
 
 @triton.jit
 def _smallest_value_of_row(
-    row_ptr,
+    row_ptr,  # [vocab_size], one row of logits
     vocab_size,
-    lowest,
-    highest,
+    lowest,  # key (`to_key`)
+    highest,  # key
     limit,
-    top,
-    scale,
+    top,  # the row's largest logit
+    scale,  # log2(e) / temperature
     BY_MASS: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The smallest value v, between two keys, for which the tokens of the row above v weigh less than `limit`.
+    """Find the smallest value v, between two keys, for which the tokens of the row above v weigh less than `limit`.
 
-    Nothing may be above the value of `highest`.
+    BY_MASS, a token weighs exp((logit - top) / temperature), else 1. Nothing may be above the value of `highest`.
     """
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     while lowest < highest:
@@ -145,20 +147,20 @@ def _smallest_value_of_row(
 
 @triton.jit
 def _min_kept_logit_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
+    logits_ptr,  # [N, vocab_size], rows logits_row_stride apart
+    temperature_ptr,  # [S] float32, as top_p and min_p (`SamplingColumns`)
+    top_k_ptr,  # [S] int32
     top_p_ptr,
     min_p_ptr,
-    slots_ptr,
-    out_ptr,
+    slots_ptr,  # [N] int64
+    out_ptr,  # [N] float32, written
     logits_row_stride,
     vocab_size,
     EXCEPT_TOP_K: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Program (row)."""
+    """Program (row). Rows whose top-k is on and at most EXCEPT_TOP_K get -inf."""
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index)
@@ -200,7 +202,7 @@ def _min_kept_logit_kernel(
 
 
 def min_kept_logit(logits: Tensor, columns: SamplingColumns, slots: Tensor, *, except_top_k: int = 0) -> Tensor:
-    """The smallest logit / temperature that top-k, top-p and min-p keep in each row.
+    """Find the smallest logit / temperature that top-k, top-p and min-p keep in each row.
 
     logits: [N, V], rows may lie apart; slots: [N] int64, the row of `columns` that each row of logits takes. → [N]
     float32, -inf where the temperature is 0, where nothing limits, and where top-k is on and at most `except_top_k`.

@@ -73,7 +73,7 @@ def _serve(
     inbox: queue.SimpleQueue[ToEngine | None],
     send: Callable[[FromEngine], None],
 ) -> None:
-    """Run the engine's loop until the parent says that it is enough."""
+    """Make the scheduler once the ranks are ready, and run the engine's loop until the parent ends it."""
     ready = executor.wait_ready()
     send(ReadyReport(ready))
     limits = SchedulerLimits(
@@ -110,7 +110,7 @@ def _make_recorder() -> StepRecorder:
 def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
     """Read the socket on a thread of its own, so that neither side ever waits for the other to read.
 
-    None in the queue: the parent is gone.
+    A None in the queue says that the parent is gone.
     """
     inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
     decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -126,7 +126,7 @@ def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
 
 
 def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, executor: Executor) -> bool:
-    """Hand waiting messages to the core; wait for one when there is nothing to do. False when it is time to end."""
+    """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine."""
     while True:
         try:
             message = inbox.get(block=not core.has_work, timeout=_IDLE_CHECK_SECONDS)

@@ -1,4 +1,4 @@
-"""ChildProcess: a Python process of ours, tied to its parent's life.
+"""ChildProcess: a Python process that nvcli starts, and that dies with its parent.
 
 Children are fresh interpreters (no fork of threads or CUDA state, no re-import of the parent's main module). Each has
 one socket to its parent: its first message is the child's argument, and its end of file tells either side at once that
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess:
-    """A running child; `control` is the parent's end of its socket."""
+    """A child process. `control` is the parent's end of its socket."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ChildProcess:
             search_path = os.pathsep.join(p for p in sys.path if p)
             # -P: the user's folder must not shadow modules. Chatter must not go to standard output.
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nvcli.executor.process", target, str(fd), str(os.getpid())],
+                [sys.executable, "-P", "-m", "nvcli.executor.child_process", target, str(fd), str(os.getpid())],
                 pass_fds=(fd, *pass_fds),
                 stdin=subprocess.DEVNULL,
                 stdout=output_fd,
@@ -85,7 +85,7 @@ class ChildProcess:
             return False
 
     def describe_exit(self, timeout: float = 1.0) -> str:
-        """How the process ended, for messages; waits a little for one that is just ending."""
+        """Say how the process ended, for messages. It waits up to `timeout` seconds for one that is just ending."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
         code = self._popen.poll()

@@ -1,0 +1,37 @@
+"""The kinds of attention of a model's layers, and the run that a backend is asked to serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One kind of attention on this rank. Layers that attend alike have equal specs and share the plans of a step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Scores are multiplied by it before the softmax; positive."""
+    window: int | None = None
+    """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
+    kv_group: int = 0
+    """Index of the KV group whose blocks hold its keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    """The run that a backend is asked to serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    specs: tuple[AttentionSpec, ...]
+    """The distinct kinds of attention of this rank's layers."""
+    block_size: int
+    max_num_seqs: int = 256
+    """The most rows of a step, padding included; workspaces are sized by it."""
+    max_num_batched_tokens: int = 8192
+    """The most tokens of a step, padding included."""

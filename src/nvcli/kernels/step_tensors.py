@@ -1,0 +1,70 @@
+"""The tensors that `prepare_inputs` reads and fills: a step's rows, the slots' state and the inputs of the model.
+
+Shapes: R rows and T tokens, padding included; N rows of hidden states that need logits; G KV groups; S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The rows of a step. All tensors are int32, and every row of the padding slot is padding.
+
+    The last row is one more than the batch has. It belongs to the padding slot, and its tokens fill the batch up.
+    """
+
+    slots: Tensor
+    """[R + 1], the slot of each row."""
+    num_tokens: Tensor
+    """[R + 1], tokens that each row computes."""
+    num_logits: Tensor
+    """[R + 1], the number of each row's last tokens that need logits."""
+    query_start_loc: Tensor
+    """[R + 2], the first token of each row; the last entry is T."""
+    logits_start_loc: Tensor
+    """[R + 2], the first of the N logits rows that are kept for each row: as many as it has logits, or more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotState:
+    """The tables with a row for each slot. The last row is the padding slot's."""
+
+    lengths: Tensor
+    """[S] int32, the number of tokens whose keys and values are in the cache: the position of the next token to
+    compute."""
+    token_ids: Tensor
+    """[S, max_model_len] int32, each request's tokens by position."""
+    block_tables: Tensor
+    """[G, S, max_blocks] int32, each slot's block ids by KV group."""
+    block_size: int
+
+    @property
+    def padding_slot(self) -> int:
+        return len(self.lengths) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """The buffers that are filled: fields of `ForwardBatch`, and what to sample. They may be larger than a step
+    needs."""
+
+    input_ids: Tensor
+    """[T] int32, the id of each token."""
+    positions: Tensor
+    """[T] int32, the position of each token; 0 for padding."""
+    slot_mapping: Tensor
+    """[G, T] int64, the place of each token in the KV cache; in the null block for padding."""
+    slots: Tensor
+    """[R + 1] int64, the slot of each row."""
+    seq_lens: Tensor
+    """[R + 1] int32, the length of each row's request behind this step; for padding, the number of the row's tokens."""
+    logits_rows: Tensor
+    """[N] int64, the token that each logits row belongs to; 0 for one that is kept and not used."""
+    sample_slots: Tensor
+    """[N] int64, the slot whose next token each logits row gives; the padding slot for one that is not used."""
+    sample_positions: Tensor
+    """[N] int32, the position of that next token."""
