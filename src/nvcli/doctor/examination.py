@@ -17,7 +17,7 @@ from nvcli.doctor.findings import Finding, Section, note, ok, problem
 from nvcli.doctor.fit import check_fit
 from nvcli.doctor.folders import check_folders
 from nvcli.doctor.gpus import check_gpus, free_bytes
-from nvcli.doctor.machine import check_machine, read_meminfo
+from nvcli.doctor.machine import check_machine
 from nvcli.doctor.model_files import ModelFiles, check_model_files
 from nvcli.doctor.model_probe import ModelTask
 from nvcli.doctor.probe import Probe, ProbeFailed
@@ -113,7 +113,7 @@ def _free_gpus(report: DeviceReport, smi: SmiReport, layout: Layout) -> list[Gpu
 
 
 def _fit(config: EngineConfig, model: ModelConfig, layout: Layout, gpus: list[GpuReport]) -> Finding:
-    ram = read_meminfo()["MemAvailable"]
+    ram = available_ram()
     return check_fit(config, model, num_replicas=layout.data_parallel_size, gpus=gpus, ram=ram)
 
 

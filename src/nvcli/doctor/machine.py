@@ -57,12 +57,6 @@ def check_ram(device: Literal["cpu", "cuda"], meminfo: Path = Path("/proc/meminf
     return note("RAM", found)
 
 
-def read_meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Return the bytes of each entry of /proc/meminfo, by name."""
-    fields = (line.split() for line in path.read_text().splitlines())
-    return {name.rstrip(":"): int(rest[0]) * 1024 for name, *rest in fields if rest}
-
-
 def container_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes of RAM that the container may use, by either version of cgroups; None without a limit."""
     for file in ("memory.max", "memory/memory.limit_in_bytes"):

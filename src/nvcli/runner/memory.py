@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ import torch
 from nvcli.attention.kv_cache import KVCacheSpec
 from nvcli.config import EngineConfig, format_bytes
 from nvcli.errors import CapacityError, LimitsTooHigh
+from nvcli.host_memory import available_ram, peak_resident_bytes, resident_bytes, total_ram
 from nvcli.sizing.memory_plan import MemoryPlan
 
 _CPU_SHARE = 0.25
@@ -45,7 +45,7 @@ def plan_memory(
     if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
         budget, other = total_ram(), other_bytes(device, weights)
-        kv_cache = int(_available_ram() * _CPU_SHARE) // config.num_ranks
+        kv_cache = int(available_ram() * _CPU_SHARE) // config.num_ranks
     else:
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
         total = torch.cuda.mem_get_info(device)[1]
@@ -104,22 +104,15 @@ def free_bytes(device: torch.device) -> int:
 def other_bytes(device: torch.device, weights: int) -> int:
     """Return the bytes on the device that torch does not hold; on a CPU, those of this process beside its weights."""
     if device.type == "cpu":
-        with open("/proc/self/statm") as statm:
-            return max(0, int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") - weights)
+        return max(0, resident_bytes() - weights)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
-
-
-def total_ram() -> int:
-    """Return the size of the machine's RAM in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_bytes(device: torch.device) -> int:
     """Return the most bytes that were in use: of the GPU, with other programs' as they are now, or of this process."""
     if device.type == "cpu":
-        with open("/proc/self/status") as status:
-            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0)
+        return peak_resident_bytes()
     free, total = torch.cuda.mem_get_info(device)
     return total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
 
@@ -134,14 +127,6 @@ def peak_allocated(device: torch.device) -> Iterator[Callable[[], int]]:
     before = torch.cuda.memory_allocated(device)
     yield lambda: torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-
-
-def _available_ram() -> int:
-    with open("/proc/meminfo") as meminfo:
-        for line in meminfo:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return total_ram()
 
 
 def out_of_memory_line(error: BaseException) -> str | None:

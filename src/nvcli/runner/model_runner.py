@@ -23,6 +23,7 @@ from nvcli.distributed.process_group import divide_ranks, join_process_group
 from nvcli.distributed.stage import Stage
 from nvcli.distributed.stage_link import StageLink
 from nvcli.errors import LimitsTooHigh
+from nvcli.host_memory import total_ram
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
@@ -40,7 +41,6 @@ from nvcli.runner.memory import (
     peak_allocated,
     peak_bytes,
     plan_memory,
-    total_ram,
 )
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable

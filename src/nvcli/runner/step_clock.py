@@ -48,8 +48,7 @@ class _Launches:
 
 
 class _HostTime(StepTime):
-    started = 0.0
-    ended = 0.0
+    started = ended = 0.0
 
 
 class _DeviceTime(StepTime):
