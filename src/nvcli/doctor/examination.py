@@ -23,6 +23,7 @@ from nvcli.doctor.model_probe import ModelTask
 from nvcli.doctor.probe import Probe, ProbeFailed
 from nvcli.doctor.software import check_software
 from nvcli.errors import CapacityError, ConfigError
+from nvcli.host_memory import available_ram
 from nvcli.job_run.planning.layout import Layout
 from nvcli.job_run.resolve import (
     attention_choice,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
+from nvcli.host_memory import read_meminfo
 
 _MIN_OPEN_FILES = 256
 _GOOD_OPEN_FILES = 1024

@@ -28,9 +28,9 @@ import msgspec
 from nvcli.config import EngineConfig
 from nvcli.errors import NvcliError, first_line
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
+from nvcli.executor.gpu_context import open_gpu_context
 from nvcli.executor.status_board import StatusBoard
 from nvcli.messages import StepInput, StepOutput
-from nvcli.runner.device import open_gpu_context
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
 
 _MAX_REASON = 200

@@ -1,30 +1,22 @@
-"""The device that a rank works on, and slow parts of a rank's start, which run on threads beside other parts.
-
-This module imports torch only where a device is opened: the GPU's context is made while torch is imported.
-"""
+"""The device that a rank works on, and its kernels, which are imported while weights are read."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import pkgutil
 import threading
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+
+import torch
 
 from nvcli.config import EngineConfig
 from nvcli.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
     """Open a GPU of the rank's own, or give it its share of the CPU's cores. Raises ConfigError if there is no such
     GPU."""
-    import torch
-
     if config.device == "cuda":
         return _open_gpu(config.gpu_index(rank))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -34,8 +26,6 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def _open_gpu(index: int) -> torch.device:
-    import torch
-
     if not torch.cuda.is_available():
         build = "was built without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no GPU"
         raise ConfigError(
@@ -51,24 +41,6 @@ def _open_gpu(index: int) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
-
-
-def open_gpu_context(index: int) -> None:
-    """Make the primary context of GPU number `index`, which torch will use, on a thread, while torch is imported.
-
-    If the driver is missing or refuses, nothing happens here: torch meets the same error and reports it.
-    """
-
-    def open_context() -> None:
-        try:
-            driver = ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            return
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-
-    threading.Thread(target=open_context, name="open-gpu-context", daemon=True).start()
 
 
 def import_kernels() -> None:
