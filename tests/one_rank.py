@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fake_runners import engine_config
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.messages import unpack
 from nvcli.runner.interface import RankContext
 from nvcli.runner.model_runner import ModelRunner
 
@@ -40,3 +43,18 @@ def make_scheduler(runner: ModelRunner) -> Scheduler:
         kv_groups=tuple(KVGroup(window) for window in runner.ready.group_windows),
     )
     return Scheduler(limits, BlockManager(runner.ready.num_blocks))
+
+
+def run_requests(runner: ModelRunner, requests: Iterable[Request]) -> dict[int, list[int]]:
+    """Answer requests one step after the other: the tokens by request id."""
+    scheduler = make_scheduler(runner)
+    scheduler.add(requests)
+    answers: dict[int, list[int]] = {}
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        assert step is not None
+        pending = runner.launch(step.input)
+        assert pending is not None
+        scheduler.process(step, pending.result())
+        answers.update({o.request_id: unpack(o.token_ids).tolist() for o in scheduler.take_outputs()})
+    return answers

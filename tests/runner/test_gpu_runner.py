@@ -15,11 +15,11 @@ from checkpoints import write_tiny_model, write_tiny_qwen3
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.demo import demo_path
 from nvcli.kernels.prepare_inputs import prepare_inputs
-from nvcli.messages import StepInput, pack, unpack
+from nvcli.messages import StepInput, pack
 from nvcli.runner.input_buffers import exact_shape
 from nvcli.runner.model_runner import ModelRunner
 from nvcli.sampling_params import SamplingParams
-from one_rank import make_runner, make_scheduler
+from one_rank import make_runner, make_scheduler, run_requests
 from requests_factory import make_request
 
 pytestmark = pytest.mark.gpu
@@ -45,20 +45,14 @@ def memory_is_given_back() -> Iterator[None]:
 def generate(
     runner: ModelRunner, prompts: list[list[int]], max_tokens: int, stop_ids: Sequence[int] = (), **sampling: Any
 ) -> list[list[int]]:
-    scheduler = make_scheduler(runner)
     params = SamplingParams(**{"temperature": 0.0, **sampling})
-    scheduler.add(
-        make_request(i, prompt, max_tokens, sampling=params, stop_ids=list(stop_ids))
-        for i, prompt in enumerate(prompts)
+    answers = run_requests(
+        runner,
+        [
+            make_request(i, prompt, max_tokens, sampling=params, stop_ids=list(stop_ids))
+            for i, prompt in enumerate(prompts)
+        ],
     )
-    answers: dict[int, list[int]] = {}
-    while scheduler.has_unfinished:
-        step = scheduler.schedule()
-        assert step is not None
-        pending = runner.launch(step.input)
-        assert pending is not None
-        scheduler.process(step, pending.result())
-        answers.update({o.request_id: unpack(o.token_ids).tolist() for o in scheduler.take_outputs()})
     return [answers[i] for i in range(len(prompts))]
 
 

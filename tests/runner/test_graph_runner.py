@@ -11,14 +11,14 @@ import pytest
 
 from checkpoints import write_tiny_qwen3
 from nvcli.attention.forward_batch import BatchShape
-from nvcli.messages import StepInput, unpack
+from nvcli.messages import StepInput
 from nvcli.runner.graph_runner import GraphRunner
 from nvcli.runner.input_buffers import StepBatch
 from nvcli.runner.model_runner import ModelRunner
 from nvcli.runner.step_runner import StepRunner
 from nvcli.sampling_params import SamplingParams
 from nvcli.sizing.graph_sizes import decode_sizes, graph_sizes
-from one_rank import make_runner, make_scheduler
+from one_rank import make_runner, run_requests
 from requests_factory import make_request
 
 
@@ -50,28 +50,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(runner: ModelRunner) -> dict[int, list[int]]:
     """Requests of all kinds that come and go, so that steps hold any number of decode rows, chunks and tokens."""
-    scheduler = make_scheduler(runner)
     rng = random.Random(3)
     kinds = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.9, top_k=8, top_p=0.9),
         SamplingParams(temperature=0.0, repetition_penalty=1.2, logprobs=1),
     ]
-    scheduler.add(
+    requests = [
         make_request(
             i, [rng.randrange(2, 97) for _ in range(rng.randrange(1, 60))], rng.randrange(1, 12), sampling=kinds[i % 3]
         )
         for i in range(40)
-    )
-    done: dict[int, list[int]] = {}
-    while scheduler.has_unfinished:
-        step = scheduler.schedule()
-        assert step is not None
-        pending = runner.launch(step.input)
-        assert pending is not None
-        scheduler.process(step, pending.result())
-        done.update({o.request_id: unpack(o.token_ids).tolist() for o in scheduler.take_outputs()})
-    return done
+    ]
+    return run_requests(runner, requests)
 
 
 def test_padded_steps_answer_like_exact_ones(path: Path) -> None:
