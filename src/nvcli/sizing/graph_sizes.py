@@ -20,6 +20,9 @@ _MATRIX_RATE = 550e12
 _MIN_PREFILL_ROWS = 32
 _TOKENS_PER_PREFILL_ROW = 16
 """A captured step holds one chunk for each so many prompt tokens, or the minimum."""
+_MANY_SEQS = 64
+"""With fewer requests, steps with many prompt tokens are too rare for their graphs to be worth the time that it takes
+to capture them; a lone request has one."""
 
 GraphSize = tuple[int, int, int]
 """Decode rows, prefill rows, prompt tokens."""
@@ -70,17 +73,17 @@ def graph_sizes(
         prefill_rows = min(max_num_seqs, num_tokens, max(_MIN_PREFILL_ROWS, num_tokens // _TOKENS_PER_PREFILL_ROW))
         sizes.add((decode_rows, prefill_rows, num_tokens))
 
-    for num_tokens in _PREFILL_TOKENS:
+    for num_tokens in _PREFILL_TOKENS if max_num_seqs > 1 else ():
         if num_tokens < max_num_batched_tokens:
             add(max_num_decodes, num_tokens)
     most = min(max_num_batched_tokens, max(launch_bound_tokens, _PREFILL_TOKENS[-1]))
-    decode_rows = sorted({max(1, max_num_decodes // 4), max(1, max_num_decodes // 2), max_num_decodes})
-    for num_tokens in _MORE_PREFILL_TOKENS:
-        if num_tokens < most:
-            add(decode_rows[0], num_tokens)
-            add(max_num_decodes, num_tokens)
-    if most == max_num_batched_tokens:
-        for fewer, more in pairwise([0, *decode_rows]):
-            if most > fewer:
+    if max_num_seqs >= _MANY_SEQS:
+        decode_rows = [max_num_decodes // 4, max_num_decodes // 2, max_num_decodes]
+        for num_tokens in _MORE_PREFILL_TOKENS:
+            if num_tokens < most:
+                add(decode_rows[0], num_tokens)
+                add(max_num_decodes, num_tokens)
+        if most == max_num_batched_tokens:
+            for fewer, more in pairwise([0, *decode_rows]):
                 add(more, most - fewer)
     return sorted(sizes, key=lambda size: (size[0] + size[2], size), reverse=True)
