@@ -423,10 +423,11 @@ def test_with_keep_going_the_other_copy_takes_over(tmp_path: Path) -> None:
     """Sampled answers are those of an untouched run, though an engine was killed in the middle of its rows."""
     rows = [
         {"prompt": f"a b c {number}", "sampling": {"max_tokens": 120 if number > 3 else 5, "ignore_eos": True}}
-        for number in range(40)
+        for number in range(80)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
-    settings = ["--dp", "2", "--set", "device=cpu", "--set", "max_num_seqs=4"]
+    # Rows are seen in the file soon after they are answered, so that many are left when the engine dies.
+    settings = ["--dp", "2", "--set", "device=cpu", "--set", "max_num_seqs=4", "--set", "job.sync_seconds=0.05"]
     command = [*COMMAND, str(path), "-m", "demo", *settings, "--keep-going"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output = tmp_path / "in.out.jsonl"
