@@ -223,7 +223,7 @@ class ModelRunner:
                 graphs = self.steps.make_graphs(self._graph_shapes)
                 before = free_bytes(self.device)
                 decode_only = [shape for shape in graphs.shapes if shape.prefill_rows == 0]
-                graphs.capture([graphs.shapes[0], decode_only[0]])
+                graphs.capture(list(dict.fromkeys([graphs.shapes[0], decode_only[0]])))
                 largest = before - free_bytes(self.device)
                 graphs.capture(decode_only[-1:])
                 smallest = before - largest - free_bytes(self.device)
