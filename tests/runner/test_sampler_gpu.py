@@ -36,7 +36,7 @@ class Rank:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slots = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), 1, device)
-        self.sampler = Sampler(self.slots.sampling, self.slots, TensorParallelGroup.single(), VOCAB_SIZE)
+        self.sampler = Sampler(self.slots, TensorParallelGroup.single(), VOCAB_SIZE)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
@@ -57,7 +57,7 @@ def test_nothing_waits_and_the_tokens_are_the_cpus() -> None:
             rank.slots.apply(entering)
             needs = rank.sampler.needs(host_slots)
             assert not needs.is_simple
-            found, pending = rank.sampler.sample_fully(here, slots, positions, needs, NUM_SLOTS, rank.slots.upload)
+            found, pending = rank.sampler.sample_fully(here, slots, positions, needs, NUM_SLOTS)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

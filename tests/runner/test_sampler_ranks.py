@@ -12,9 +12,7 @@ from fake_runners import engine_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.messages import NewSlot
 from nvcli.runner.sampler import Sampler
-from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.slot_table import SlotTable
-from nvcli.runner.uploader import Uploader
 from slot_sampling import entering_step, slot_sampling
 from tensor_parallel_ranks import run_ranks
 
@@ -57,14 +55,13 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
     results = {}
     for case, kinds in SAMPLINGS.items():
         slot_table = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), 1, CPU)
-        upload = slot_table.upload
         slot_table.apply(entering_step([slot_sampling(i * 7, **kinds[i % len(kinds)]) for i in range(NUM_SLOTS)]))
-        sampler = Sampler(slot_table.sampling, slot_table, group, VOCAB_SIZE)
+        sampler = Sampler(slot_table, group, VOCAB_SIZE)
         slots = torch.arange(NUM_SLOTS).flip(0)
         positions = slots.int()
         gathered.clear()
         needs = sampler.needs(slots.numpy())
-        ids, logprobs = sampler.sample_fully(shard, slots, positions, needs, NUM_SLOTS, upload)
+        ids, logprobs = sampler.sample_fully(shard, slots, positions, needs, NUM_SLOTS)
         assert ids.dtype == torch.int32
         if needs.is_simple:
             assert torch.equal(ids, sampler.sample(shard, slots, positions))
@@ -113,9 +110,8 @@ def test_log_probabilities_are_of_the_unmodified_logits_and_of_the_rows_that_ask
 
 def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_request() -> None:
     """The greedy token by hand; a slot that is filled again keeps nothing of its last request."""
-    table, slot_table = SamplingTable(4, CPU), SlotTable(engine_config(max_num_seqs=4), 1, CPU)
-    upload, group = Uploader(0, CPU), TensorParallelGroup.single()
-    sampler = Sampler(table, slot_table, group, 50)
+    slot_table = SlotTable(engine_config(max_num_seqs=4), 1, CPU)
+    sampler = Sampler(slot_table, TensorParallelGroup.single(), 50)
     logits = torch.arange(50.0).expand(4, 50)
     slots, positions = torch.arange(4), torch.tensor([9, 9, 10, 9], dtype=torch.int32)
 
@@ -124,11 +120,11 @@ def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_re
             NewSlot(slot=i, num_cached_tokens=0, sampling=slot_sampling(i, temperature=0.0, **kind))
             for i, kind in enumerate(kinds)
         ]
-        table.fill(new, upload)
+        slot_table.sampling.fill(new, slot_table.upload)
 
     def choose() -> list[int]:
         needs = sampler.needs(slots.numpy())
-        ids, logprobs = sampler.sample_fully(logits, slots, positions, needs, 10, upload)
+        ids, logprobs = sampler.sample_fully(logits, slots, positions, needs, 10)
         assert logprobs is None
         return ids.tolist()  # type: ignore[no-any-return]
 

@@ -69,8 +69,8 @@ def test_the_padding_slot_is_greedy_and_asks_for_nothing() -> None:
 def test_a_batch_is_simple_where_all_of_its_rows_are(num_ranks: int) -> None:
     group = TensorParallelGroup.single()
     group.size = num_ranks
-    table = SamplingTable(len(FLAGS), CPU)
-    sampler = Sampler(table, SlotTable(engine_config(max_num_seqs=len(FLAGS)), 1, CPU), group, 100)
+    slot_table = SlotTable(engine_config(max_num_seqs=len(FLAGS)), 1, CPU)
+    table, sampler = slot_table.sampling, Sampler(slot_table, group, 100)
     for round_ in range(2):  # the second round gives each slot other flags
         kinds = FLAGS[round_:] + FLAGS[:round_]
         table.fill([new_slot(i, **kind) for i, (kind, _) in enumerate(kinds)], Uploader(0, CPU))

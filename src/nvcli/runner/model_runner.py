@@ -182,7 +182,7 @@ class ModelRunner:
         max_tokens = config.max_num_batched_tokens + config.max_num_decodes
         self.link = StageLink(self._groups, max_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
-        self.sampler = Sampler(self.slots.sampling, self.slots, self.group, self.model_config.vocab_size)
+        self.sampler = Sampler(self.slots, self.group, self.model_config.vocab_size)
         self.buffers = InputBuffers(
             self.slots.state,
             max_rows=config.max_num_seqs + config.max_num_decodes,

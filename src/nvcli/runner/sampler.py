@@ -25,9 +25,8 @@ from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.candidates import choose_candidates, shard_candidates
 from nvcli.kernels.sampling import apply_penalties, packed_argmax, sample, unpack_argmax
 from nvcli.messages import TokenLogprobs
-from nvcli.runner.sampling_table import SamplingFlag, SamplingTable
+from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable
-from nvcli.runner.uploader import Uploader
 
 _CHANGES_AND_LOGPROBS = SamplingFlag.PENALTIES | SamplingFlag.ADJUSTED | SamplingFlag.LOGPROBS
 
@@ -82,10 +81,8 @@ class PendingLogprobs:
 class Sampler:
     """Samples for the slots of one table. `sample` and `sample_fully` are collective: every rank calls them alike."""
 
-    def __init__(self, table: SamplingTable, slots: SlotTable, group: TensorParallelGroup, vocab_size: int) -> None:
-        """`slots` holds the tokens that penalties count."""
-        self._table = table
-        self._slots = slots
+    def __init__(self, slots: SlotTable, group: TensorParallelGroup, vocab_size: int) -> None:
+        self._slots, self._table = slots, slots.sampling
         self._group = group
         self._vocab_size = vocab_size
         with_ranks = SamplingFlag.OTHER_LIMITS if group.size > 1 else SamplingFlag(0)
@@ -117,13 +114,13 @@ class Sampler:
         return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
     def sample_fully(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds, longest: int, upload: Uploader
+        self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds, longest: int
     ) -> tuple[Tensor, PendingLogprobs | None]:
         """Choose ids [N] int32 for any batch, on every rank the same. Rank 0 also returns the log-probabilities that
         rows asked for, or None if none did.
 
         The first three arguments are those of `sample`. needs: what these rows ask for; longest: the highest position
-        that a row may have; upload: brings the numbers of rows with penalties and the like to the device.
+        that a row may have.
         """
         if not needs.needs_whole_logits:
             return self._sample_limited(logits, slots, positions, needs), None
@@ -134,7 +131,7 @@ class Sampler:
         penalised, adjusted, asking = (
             needs.rows(flag) for flag in (SamplingFlag.PENALTIES, SamplingFlag.ADJUSTED, SamplingFlag.LOGPROBS)
         )
-        at_penalised, at_adjusted, at_asking = (rows.long() for rows in upload(penalised, adjusted, asking))
+        at_penalised, at_adjusted, at_asking = (rows.long() for rows in self._slots.upload(penalised, adjusted, asking))
         logits = whole
         if len(penalised) or len(adjusted):
             logits = whole.float().clone()

@@ -34,7 +34,6 @@ class SlotTable:
     def __init__(self, config: EngineConfig, num_groups: int, device: torch.device) -> None:
         """`num_groups` is the number of the model's KV groups."""
         num_rows = config.max_num_seqs + 1
-        self.padding_slot = config.max_num_seqs
         self.state = SlotState(
             lengths=torch.zeros(num_rows, dtype=torch.int32, device=device),
             token_ids=torch.zeros(num_rows, config.max_model_len, dtype=torch.int32, device=device),

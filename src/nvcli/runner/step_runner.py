@@ -158,9 +158,7 @@ class StepRunner:
             slots = batch.inputs.sample_slots[:num_sampled]
             positions = batch.inputs.sample_positions[:num_sampled]
             longest = int(batch.forward.seq_lens_host.max())
-            ids, logprobs = self._sampler.sample_fully(
-                output.logits[:num_sampled], slots, positions, needs, longest, self._slots.upload
-            )
+            ids, logprobs = self._sampler.sample_fully(output.logits[:num_sampled], slots, positions, needs, longest)
             self._slots.keep(slots, positions, ids)
         host_ids = self._to_host(ids)
         self._clock.stop(step_time)
