@@ -194,6 +194,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.max_num_seqs // self.pipeline_parallel_size)
 
     @property
+    def max_padded_rows(self) -> int:
+        """Most rows of a step that is padded to the shape of a CUDA graph."""
+        return self.max_num_seqs + self.max_num_decodes
+
+    @property
+    def max_padded_tokens(self) -> int:
+        """Most tokens of a step that is padded to the shape of a CUDA graph."""
+        return self.max_num_batched_tokens + self.max_num_decodes
+
+    @property
     def max_steps_in_flight(self) -> int:
         """One that runs and one that waits behind it, so that the device goes from step to step without waiting for us;
         with stages, one for each."""

@@ -152,8 +152,8 @@ class ModelRunner:
             dtype=self.dtype,
             specs=tuple(dict.fromkeys(layers)),
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs + config.max_num_decodes,
-            max_num_batched_tokens=config.max_num_batched_tokens + config.max_num_decodes,
+            max_num_seqs=config.max_padded_rows,
+            max_num_batched_tokens=config.max_padded_tokens,
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
@@ -176,17 +176,15 @@ class ModelRunner:
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
 
     def _make_slots(self) -> None:
-        """Make the empty tables and buffers of the steps. Padding to a graph adds up to `max_num_decodes` rows to a
-        step."""
+        """Make the empty tables and buffers of the steps, large enough for padded ones."""
         config = self.config
-        max_tokens = config.max_num_batched_tokens + config.max_num_decodes
-        self.link = StageLink(self._groups, max_tokens, self.model_config.hidden_size, self.dtype)
+        self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
         self.sampler = Sampler(self.slots, self.group, self.model_config.vocab_size)
         self.buffers = InputBuffers(
             self.slots.state,
-            max_rows=config.max_num_seqs + config.max_num_decodes,
-            max_tokens=max_tokens,
+            max_rows=config.max_padded_rows,
+            max_tokens=config.max_padded_tokens,
             max_logits=config.max_num_seqs,
             steps_in_flight=config.max_steps_in_flight,
         )

@@ -98,5 +98,5 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
         sums = _NUM_SHARED_SUM_BUFFERS * shared_sum_rows(config.max_num_batched_tokens, row_bytes) * row_bytes
     ends = 2 - stage.is_first - stage.is_last if stage is not None else min(2, config.pipeline_parallel_size - 1)
     tensors = 1 if config.tensor_parallel_size == 1 else 2
-    links = ends * tensors * config.max_num_batched_tokens * row_bytes
+    links = ends * tensors * config.max_padded_tokens * row_bytes
     return tokens + tables + sums + links + config.max_model_len * model.head_dim * 4 + _WORKSPACE_BYTES
