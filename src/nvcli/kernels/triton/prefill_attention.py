@@ -3,7 +3,9 @@
 FlashAttention-2's algorithm (Dao, 2023) over keys and values read through block tables. A program takes a tile of
 one chunk's queries (`prefill_tiles.py`) and one KV head. The query heads that share the KV head stand beside each other
 in the tile: short chunks fill tiles better, and keys are read once for all. Key tiles that every row sees are attended
-without masks, the others with them: those at the diagonal and, with a window, those that hold a row's first key.
+without masks, the others with them: those at the diagonal and, with a window, those that hold a row's first key. Tiles
+with masks are smaller, for less of them is in vain. Tiles of queries that see few keys attend all of them with masks:
+filling a second pipeline of loads would cost more than the masks do.
 
 Launch parameters are the same for all lengths, so nothing is compiled twice, and the grid depends on the batch's shape
 alone: programs behind the list's end leave at once.
@@ -119,9 +121,12 @@ def prefill_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr,  # of a tile without masks
+    MASKED_KEYS: tl.constexpr,  # of a tile with masks; divides KEYS
+    FEW_KEYS: tl.constexpr,  # up to so many are attended with masks alone
     TILE_FIELDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     index = tl.program_id(0) // NUM_KV_HEADS
@@ -158,7 +163,8 @@ def prefill_attention_kernel(
     if HAS_WINDOW:
         # Where blocks hold whole tiles the first tile is rounded down within its block; else it begins where the first
         # row's window does, for what is before may lie in a block that was given back.
-        ALIGN: tl.constexpr = KEYS if BLOCK_SIZE % KEYS == 0 else 1
+        MASKED_ALIGN: tl.constexpr = MASKED_KEYS if BLOCK_SIZE % MASKED_KEYS == 0 else 1
+        ALIGN: tl.constexpr = KEYS if BLOCK_SIZE % KEYS == 0 else MASKED_ALIGN
         begin = tl.maximum(prefix + first_row // GROUP - window + 1, 0) // ALIGN * ALIGN
         last_begin = tl.maximum(prefix + last_token - window + 1, 0)
         middle = begin + tl.cdiv(last_begin - begin, KEYS) * KEYS  # every row's window has begun
@@ -166,11 +172,11 @@ def prefill_attention_kernel(
         highest, weight_sum, acc = _attend(
             query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, begin, tl.minimum(middle, seen_by_any),
             last_key, prefix + token, window, scale_log2, True, True,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MASKED_KEYS, MASKED_STAGES,
         )  # fmt: skip
     else:
         middle = 0
-        diagonal = seen_by_all // KEYS * KEYS
+        diagonal = tl.where(seen_by_any > FEW_KEYS, seen_by_all // KEYS * KEYS, 0)
     highest, weight_sum, acc = _attend(
         query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, middle, diagonal,
         last_key, prefix + token, window, scale_log2, False, HAS_WINDOW,
@@ -179,7 +185,7 @@ def prefill_attention_kernel(
     highest, weight_sum, acc = _attend(
         query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
         last_key, prefix + token, window, scale_log2, True, HAS_WINDOW,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MASKED_KEYS, MASKED_STAGES,
     )  # fmt: skip
     # Tokens that attend to nothing get zeros.
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
@@ -187,28 +193,35 @@ def prefill_attention_kernel(
     tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=in_chunk[:, None])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Launch:
+    """Tile sizes and how a program works; the kernel's arguments of these names say more."""
+
     rows: int
     keys: int
+    masked_keys: int
+    few_keys: int = 0
     num_warps: int
     num_stages: int
+    masked_stages: int
 
 
 def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _Launch:
     """Measured on an H200; GPUs with less shared memory get smaller tiles or fewer stages, which fit in 99 KiB."""
     if dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
-        return _Launch(rows=32, keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
+        keys = 32 if head_dim <= 128 else 16
+        return _Launch(rows=32, keys=keys, masked_keys=16, few_keys=64, num_warps=4, num_stages=2, masked_stages=2)
     capability = torch.cuda.get_device_capability(device)
     # KiB for each program: 227 on data-centre Hopper and Blackwell, 163 on the A100, 99 on the rest.
     shared_memory = 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
     if head_dim > 128:
         if shared_memory >= 192:
-            return _Launch(rows=128, keys=64, num_warps=8, num_stages=2)
-        return _Launch(rows=64, keys=32, num_warps=4, num_stages=2)
+            return _Launch(rows=128, keys=64, masked_keys=64, num_warps=8, num_stages=2, masked_stages=2)
+        return _Launch(rows=64, keys=32, masked_keys=32, num_warps=4, num_stages=2, masked_stages=2)
     if head_dim <= 64:
-        return _Launch(rows=128, keys=64, num_warps=4, num_stages=3)
-    return _Launch(rows=64, keys=64, num_warps=4, num_stages=3 if shared_memory >= 112 else 2)
+        return _Launch(rows=128, keys=64, masked_keys=64, num_warps=4, num_stages=3, masked_stages=3)
+    stages = 3 if shared_memory >= 112 else 2
+    return _Launch(rows=64, keys=64, masked_keys=32, num_warps=4, num_stages=stages, masked_stages=stages)
 
 
 class PrefillAttention:
@@ -273,8 +286,11 @@ class PrefillAttention:
             HAS_WINDOW=window is not None,
             ROWS=launch.rows,
             KEYS=launch.keys,
+            MASKED_KEYS=launch.masked_keys,
+            FEW_KEYS=launch.few_keys,
             TILE_FIELDS=TILE_FIELDS,
             NUM_STAGES=launch.num_stages,
+            MASKED_STAGES=launch.masked_stages,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )
