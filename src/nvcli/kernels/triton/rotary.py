@@ -17,7 +17,7 @@ def _norm_and_turn(
 ):
     """Both halves of some heads: [heads, D/2] float32 each → the same, normed where NORM and turned by the angles."""
     if NORM:
-        mean_square = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / HEAD_DIM
+        mean_square = tl.sum(first * first + second * second, axis=1) / HEAD_DIM
         scale = tl.rsqrt(mean_square + eps)[:, None]
         weight = weight_ptr + halves
         first = first * scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -46,19 +46,17 @@ def _qk_norm_rope_store_kernel(
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
 ):
-    """Program (token, group of heads); groups of q come first, then those of k, then those of v."""
+    """Program (token, group of heads); groups of q come first, then those of k and v."""
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
-    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS_PER_PROGRAM - 1) // HEADS_PER_PROGRAM
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     halves = tl.arange(0, BLOCK_HALF)
     inside = halves < HALF
-    lanes = tl.arange(0, HEADS_PER_PROGRAM)
     angles = cos_sin_ptr + token * HEAD_DIM + halves
     qkv_row = qkv_ptr + token * qkv_row_stride
     if group < Q_GROUPS:
-        heads = group * HEADS_PER_PROGRAM + lanes
+        heads = group * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
         offsets = heads[:, None] * HEAD_DIM + halves[None, :]
         first = tl.load(qkv_row + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -70,30 +68,26 @@ def _qk_norm_rope_store_kernel(
         tl.store(target, first.to(q_out_ptr.dtype.element_ty), mask=mask)
         tl.store(target + HALF, second.to(q_out_ptr.dtype.element_ty), mask=mask)
     else:
-        is_key = group < Q_GROUPS + KV_GROUPS
-        heads = (group - Q_GROUPS) % KV_GROUPS * HEADS_PER_PROGRAM + lanes
-        mask = (heads < NUM_KV_HEADS)[:, None] & inside[None, :]
-        offsets = heads[:, None] * HEAD_DIM + halves[None, :]
-        cached = tl.load(slot_mapping_ptr + token) * cache_slot_stride + offsets
-        if is_key:
-            source = qkv_row + NUM_HEADS * HEAD_DIM + offsets
-            first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-            cos = tl.load(angles, mask=inside, other=0.0)[None, :]
-            sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
-            first, second = _norm_and_turn(first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_K)
-            # Rounded once, to the model's type; the cache may hold another.
-            k_first, k_second = first.to(qkv_ptr.dtype.element_ty), second.to(qkv_ptr.dtype.element_ty)
-            tl.store(source, k_first, mask=mask)
-            tl.store(source + HALF, k_second, mask=mask)
-            tl.store(k_cache_ptr + cached, k_first.to(k_cache_ptr.dtype.element_ty), mask=mask)
-            tl.store(k_cache_ptr + cached + HALF, k_second.to(k_cache_ptr.dtype.element_ty), mask=mask)
-        else:
-            source = qkv_row + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + offsets
-            v_first = tl.load(source, mask=mask, other=0.0).to(v_cache_ptr.dtype.element_ty)
-            v_second = tl.load(source + HALF, mask=mask, other=0.0).to(v_cache_ptr.dtype.element_ty)
-            tl.store(v_cache_ptr + cached, v_first, mask=mask)
-            tl.store(v_cache_ptr + cached + HALF, v_second, mask=mask)
+        # Heads of k and behind them those of v, which stay as they are.
+        heads = (group - Q_GROUPS) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
+        mask = (heads < 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
+        is_key = heads < NUM_KV_HEADS
+        source = qkv_row + (NUM_HEADS + heads)[:, None] * HEAD_DIM + halves[None, :]
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        cos = tl.load(angles, mask=inside, other=0.0)[None, :]
+        sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
+        slot = tl.load(slot_mapping_ptr + token)
+        k_first, k_second = _norm_and_turn(first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_K)
+        # Rounded once, to the model's type; the cache may hold another.
+        stored_first = tl.where(is_key[:, None], k_first, first).to(qkv_ptr.dtype.element_ty)
+        stored_second = tl.where(is_key[:, None], k_second, second).to(qkv_ptr.dtype.element_ty)
+        tl.store(source, stored_first, mask=mask & is_key[:, None])
+        tl.store(source + HALF, stored_second, mask=mask & is_key[:, None])
+        cache = tl.where(is_key, k_cache_ptr, v_cache_ptr)[:, None]
+        cached = cache + (slot * cache_slot_stride + heads % NUM_KV_HEADS * HEAD_DIM)[:, None] + halves[None, :]
+        tl.store(cached, stored_first.to(k_cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(cached + HALF, stored_second.to(k_cache_ptr.dtype.element_ty), mask=mask)
 
 
 def qk_norm_rope_store(
@@ -117,9 +111,9 @@ def qk_norm_rope_store(
     assert v_cache.is_contiguous()
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     heads_per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-    kv_groups = triton.cdiv(num_kv_heads, heads_per_program)
+    num_groups = triton.cdiv(num_heads, heads_per_program) + triton.cdiv(2 * num_kv_heads, heads_per_program)
     block_half = triton.next_power_of_2(head_dim // 2)
-    _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(num_heads, heads_per_program) + 2 * kv_groups)](
+    _qk_norm_rope_store_kernel[(num_tokens, num_groups)](
         qkv,
         cos_sin,
         qkv if q_weight is None else q_weight,
