@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import linear
 from nvcli.kernels.activation import silu_and_mul
-from nvcli.kernels.triton.gated_linear import gated_linear
+from nvcli.kernels.triton.gated_linear import choose_launch, gated_linear
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 DTYPES = [torch.bfloat16, torch.float16] if HAS_GPU else [torch.float32]
@@ -43,8 +43,28 @@ def test_gated_linear(shape: tuple[int, int], num_rows: int, dtype: torch.dtype)
     torch.testing.assert_close(out.float(), reference(x, weight), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("rows_together", [1, 2, 3])
+def test_every_tile_is_computed_whatever_the_order(rows_together: int) -> None:
+    """More tiles of rows than are taken together, the last few fewer than that; no program may pass one over."""
+    x, weight = inputs((768, 64), 600, DTYPES[0])
+    out = gated_linear(x, weight, choose_launch(64)._replace(rows_together=rows_together))
+    tolerance = TOLERANCE[DTYPES[0]]
+    torch.testing.assert_close(out.float(), reference(x, weight), atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [100, 1023, 1024, 4099])
+def test_weights_that_do_not_divide_into_tiles_are_multiplied_in_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's shard may have any number of rows: Qwen2.5-0.5B's has 1216 of each projection on four ranks."""
+    monkeypatch.setattr(linear, "_MANY_ROWS", 64)
+    for shape in ((2 * 1216, 896), (256, 96)):
+        x, weight = inputs(shape, 200, DTYPES[0])
+        tolerance = TOLERANCE[DTYPES[0]]
+        out = linear.gated_linear(x, weight)
+        torch.testing.assert_close(out.float(), reference(x, weight), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [100, 2047, 2048, 4099])
 def test_few_and_many_rows_agree_with_two_steps(num_rows: int) -> None:
     """Whichever kernel the number of rows chooses, the result is that of a product and an activation."""
     x, weight = inputs((6144, 1024), num_rows, torch.bfloat16)

@@ -16,8 +16,10 @@ from nvcli.kernels.activation import silu_and_mul
 _SMALL_WEIGHT = 8 << 20
 """Elements. Qwen3-0.6B's largest layer has 6.3 M, and gains; Qwen3-8B's smallest has 16.8 M, and does not."""
 _FEW_ROWS = 128
-_MANY_ROWS = 1024
-"""From so many rows on, products are bound by arithmetic, and the activation is fused with them on Hopper."""
+_MANY_ROWS = 2048
+"""From so many rows on, the activation is fused with the products on Hopper. Measured on an H200 under sustained load,
+in microseconds, fused against two steps: Qwen3-0.6B's layer 29.6 against 26.6 for 1,024 rows, 47.8 against 52.0 for
+2,048 and 188 against 204 for 8,192; Qwen3-8B's 653 against 663 for 2,048 and 2,565 against 2,625 for 8,192."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

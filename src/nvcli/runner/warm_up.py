@@ -1,4 +1,5 @@
-"""Steps that exercise a rank before it serves: the largest batches, on the null block."""
+"""Steps that exercise a rank before it serves, on the null block: the largest batches, and one of a middling size, for
+which other kernels are loaded or compiled than for the largest."""
 
 from __future__ import annotations
 
@@ -8,16 +9,25 @@ from nvcli.config import EngineConfig
 from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
 
 _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
+_MIDDLING_TOKENS = 512
+"""A number between the few and the many rows of `kernels/linear.py`, each of which have a product of their own."""
 
 
 def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int) -> Iterator[StepInput]:
-    """Yield a step with `num_tokens` prompt tokens in as few requests as possible, then one that decodes `num_seqs`."""
-    longest = config.max_model_len - 1
-    num_prompts = min(-(-num_tokens // longest), config.max_num_seqs)
-    lens = [min(longest, num_tokens - i * longest) for i in range(num_prompts)]
-    yield _step(-2, lens, num_decodes=0)
+    """Yield steps with `num_tokens` and with at most 512 prompt tokens, each in as few requests as possible, then one
+    that decodes `num_seqs` requests."""
+    yield _step(-3, _prompt_lens(config, num_tokens), num_decodes=0)
+    if num_tokens > _MIDDLING_TOKENS:
+        yield _step(-2, _prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
     # Slots filled again start at length 0: every request decodes its first token.
     yield _step(-1, [1] * num_seqs, num_decodes=num_seqs)
+
+
+def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
+    """Return the lengths of as few prompts as hold `num_tokens` tokens."""
+    longest = config.max_model_len - 1
+    num_prompts = min(-(-num_tokens // longest), config.max_num_seqs)
+    return [min(longest, num_tokens - i * longest) for i in range(num_prompts)]
 
 
 def _step(step_id: int, lens: list[int], *, num_decodes: int) -> StepInput:

@@ -6,7 +6,7 @@ The programs stay on their multiprocessors and take tile after tile. Tiles that 
 and weights, which are then found in the L2 cache. The tensor memory accelerator fetches them and fills up missing rows.
 
 Descriptors are made on the host and travel as arguments of the launch, so a call may be captured in a CUDA graph. The
-number of rows is an argument, too: no other number compiles anew.
+number of rows is an argument, too, for which nothing is specialised: no other number compiles anew.
 
 The order of the tiles is that of Triton's tutorial on matrix products. Shapes: T rows, `in` and `out` features.
 """
@@ -36,15 +36,26 @@ class Launch(NamedTuple):
     programs_per_multiprocessor: int
 
 
-LAUNCH = Launch(
-    row_tile=128,
-    out_tile=128,
-    in_tile=64,
-    rows_together=8,
-    num_stages=4,
-    num_warps=8,
-    programs_per_multiprocessor=1,
-)
+_FEW_FEATURES = 2048
+_ROWS_TOGETHER_FOR_FEW = 8
+"""With fewer than _FEW_FEATURES input features. Qwen3-0.6B's layer (1,024 features) takes 188 us for 8,192 rows on an
+H200 under sustained load; cuBLAS and the activation take 204."""
+_ROWS_TOGETHER_FOR_MANY = 16
+"""Qwen3-8B's layer (4,096 features) takes 2,565 us for 8,192 rows; cuBLAS and the activation take 2,625. With 4 tiles
+of rows together the kernel takes 2,677."""
+
+
+def choose_launch(in_features: int) -> Launch:
+    """The fastest launch of those measured on an H200, for weights of so many input features."""
+    return Launch(
+        row_tile=128,
+        out_tile=128,
+        in_tile=64,
+        rows_together=_ROWS_TOGETHER_FOR_FEW if in_features < _FEW_FEATURES else _ROWS_TOGETHER_FOR_MANY,
+        num_stages=4,
+        num_warps=8,
+        programs_per_multiprocessor=1,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -86,12 +97,15 @@ def _gated_linear_kernel(
         tl.store(target, product.to(dtype), mask=(rows < num_rows)[:, None])
 
 
-def gated_linear(x: Tensor, weight: Tensor, launch: Launch = LAUNCH) -> Tensor:
-    """See `nvcli.kernels.linear.gated_linear`. x, weight: contiguous; `out` is a multiple of the tile's features, and
-    rows of both begin at multiples of 16 bytes."""
+def gated_linear(x: Tensor, weight: Tensor, launch: Launch | None = None) -> Tensor:
+    """See `nvcli.kernels.linear.gated_linear`. x, weight: contiguous; `in` and `out` are multiples of the tile's
+    features, and rows of both tensors begin at multiples of 16 bytes. Without `launch` the measured one is taken."""
     num_rows, in_features = x.shape
     out_features = weight.shape[0] // 2
+    if launch is None:
+        launch = choose_launch(in_features)
     assert out_features % launch.out_tile == 0
+    assert in_features % launch.in_tile == 0
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     num_tiles = triton.cdiv(num_rows, launch.row_tile) * (out_features // launch.out_tile)
     num_programs = launch.programs_per_multiprocessor * _num_multiprocessors(x.device)
