@@ -121,6 +121,7 @@ def bench_layers(model: str) -> None:
                         q_weight=head_weight,  # noqa: B023
                         k_weight=head_weight,  # noqa: B023
                         eps=1e-6,
+                        keep_keys=False,
                     )
                 ),
                 microseconds(torch_rope),
@@ -271,6 +272,7 @@ def tune_layers() -> None:
                             q_weight=weight,  # noqa: B023
                             k_weight=weight,  # noqa: B023
                             eps=1e-6,
+                            keep_keys=False,
                         )
                     )
                 )

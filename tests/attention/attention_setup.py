@@ -176,8 +176,9 @@ class Step:
 
     def forward(self) -> list[Tensor]:
         """What each kind of attention gives."""
+        backend = self.bench.backend
         return [
-            self.bench.backend.forward(spec, layer, q, k, v, self.batch)
+            backend.forward(spec, layer, q, k if backend.reads_new_keys else None, v, self.batch)
             for spec, layer, (q, k, v) in zip(self.bench.specs, self.bench.layers, self.inputs, strict=True)
         ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from attention_setup import Bench, History
@@ -129,3 +131,18 @@ def test_a_hybrid_sends_each_half_to_its_own() -> None:
     bench.step((a, 30), (b, 5))
     bench.step((a, 1), (b, 17))
     bench.step((a, 1), (b, 1))
+
+
+def test_a_hybrid_reads_new_keys_where_its_prefill_half_does() -> None:
+    class FromCache(TorchBackend):
+        reads_new_keys = False
+
+    assert HybridBackend(TorchBackend(CASE), FromCache(CASE)).reads_new_keys
+    assert not HybridBackend(FromCache(CASE), TorchBackend(CASE)).reads_new_keys
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_only_torch_reads_new_keys(name: str) -> None:
+    """The others read the cache: the layers need not keep the step's keys for them."""
+    module_name, _, class_name = BACKENDS[name].partition(":")
+    assert getattr(import_module(module_name), class_name).reads_new_keys == (name == "torch")

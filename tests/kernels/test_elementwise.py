@@ -64,7 +64,9 @@ def test_qk_norm_rope_store_cuts_norms_rotates_and_stores(normed: bool) -> None:
         q_weight=q_weight,
         k_weight=k_weight,
         eps=1e-6,
+        keep_keys=True,
     )
+    assert k is not None
     heads = qkv.view(3, 8, 8)
     raw_q, raw_k = heads[:, :4], heads[:, 4:6]
     if q_weight is not None and k_weight is not None:

@@ -69,12 +69,15 @@ def test_parts_of_an_embedding_add_up_to_it(size: int, dtype: torch.dtype) -> No
         assert torch.equal(embed_part(ids, part, start), expected)
 
 
+@pytest.mark.parametrize("keep_keys", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [(2, 1, 8), (4, 4, 64), (14, 2, 64), (40, 20, 16), (5, 5, 80), (6, 3, 96), (16, 8, 128), (8, 1, 128), (2, 1, 256)],
 )
-def test_qk_norm_rope_store(num_heads: int, num_kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+def test_qk_norm_rope_store(
+    num_heads: int, num_kv_heads: int, head_dim: int, normed: bool, keep_keys: bool, dtype: torch.dtype
+) -> None:
     num_tokens, num_blocks, block_size = 5, 4, 16
     qkv = rand(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = torch.rand(num_tokens, head_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
@@ -97,6 +100,7 @@ def test_qk_norm_rope_store(num_heads: int, num_kv_heads: int, head_dim: int, no
             q_weight=q_weight,
             k_weight=k_weight,
             eps=1e-6,
+            keep_keys=keep_keys,
         )
         return q, k, v, moved
 
@@ -104,12 +108,15 @@ def test_qk_norm_rope_store(num_heads: int, num_kv_heads: int, head_dim: int, no
     expected_q, expected_k, expected_v, expected_stored = call(rotary_reference.qk_norm_rope_store, "cpu")
     assert q.is_contiguous()
     assert_close(q, expected_q)
-    assert_close(k, expected_k)
+    assert (k is not None) == (expected_k is not None) == keep_keys
+    if k is not None:
+        assert_close(k, expected_k)
+        # What attention reads later is what it is given now.
+        assert torch.equal(stored[0].flatten(0, 1)[slots.to(DEVICE)], k)
     assert torch.equal(v.cpu(), expected_v)
     assert_close(stored, expected_stored)
     assert torch.equal(stored.cpu()[1], expected_stored[1])
-    # What attention reads later is what it is given now, and no other slot was touched.
-    assert torch.equal(stored[0].flatten(0, 1)[slots.to(DEVICE)], k)
+    # No other slot was touched.
     others = torch.ones(num_blocks * block_size, dtype=torch.bool)
     others[slots] = False
     assert torch.equal(stored.cpu().flatten(1, 2)[:, others], caches.flatten(1, 2)[:, others])

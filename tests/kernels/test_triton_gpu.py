@@ -297,7 +297,9 @@ def test_layer_kernels(hidden: int, heads: int, kv_heads: int, intermediate: int
             q_weight=head_weights[0],
             k_weight=head_weights[1],
             eps=1e-6,
+            keep_keys=True,
         )
+        assert stored[1] is not None
         normed = norm.add_rms_norm(delta, residual, weight, 1e-6)
         alone = norm.rms_norm(delta, weight, 1e-6)
         return [normed, alone, residual, activation.silu_and_mul(gate_up), *stored, cache]

@@ -30,6 +30,10 @@ from torch import Tensor
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.spec import AttentionCase, AttentionSpec
 
+NewKV = tuple[Tensor, Tensor] | None
+"""The rotated keys and the values of the chunks' tokens, [tokens, num_kv_heads, head_dim] each; None for a backend that
+reads them from the cache."""
+
 
 class AttentionBackend(ABC):
     """The attention of one run. It keeps nothing between steps but what the plans prepare, and is used on one stream.
@@ -39,6 +43,8 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    reads_new_keys: bool = False
+    """Whether it reads the keys of the step's tokens from `k`; else `k` is None, and keys are read from the cache."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
@@ -73,12 +79,15 @@ class AttentionBackend(ABC):
         if batch.shape.num_rows > batch.num_single_rows:
             self.plan_prefill_on_device(batch)
 
-    def forward(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included.
 
         layer: number of the layer in the cache. K/V of all tokens of the batch are in the cache already.
         q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; they may be strided views of one buffer, each
-        token's heads contiguous. → [T, num_heads, head_dim], contiguous.
+        token's heads contiguous. k may be None unless the backend has `reads_new_keys`.
+        → [T, num_heads, head_dim], contiguous.
         """
         num_single = batch.num_single_rows
         if batch.shape.num_rows == 0:
@@ -86,10 +95,11 @@ class AttentionBackend(ABC):
         if num_single == batch.shape.num_rows:
             return self.decode(spec, layer, q, batch, None)
         if num_single == 0:
-            return self.prefill(spec, layer, q, k, v, batch, None)
+            return self.prefill(spec, layer, q, None if k is None else (k, v), batch, None)
         out = new_or(None, q)
         self.decode(spec, layer, q[:num_single], batch, out[:num_single])
-        self.prefill(spec, layer, q[num_single:], k[num_single:], v[num_single:], batch, out[num_single:])
+        new = None if k is None else (k[num_single:], v[num_single:])
+        self.prefill(spec, layer, q[num_single:], new, batch, out[num_single:])
         return out
 
     # ------------------------------------------------------------------ the halves
@@ -112,9 +122,9 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        """Attend the chunks. q, k, v: as for `forward`, their tokens only → q's shape, in `out` where it is given."""
+        """Attend the chunks. q, new: their tokens' → q's shape, in `out` where it is given."""
 
 
 def new_or(out: Tensor | None, q: Tensor) -> Tensor:

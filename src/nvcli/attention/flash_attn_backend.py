@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, copied_to
+from nvcli.attention.backend import AttentionBackend, NewKV, copied_to
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionCase, AttentionSpec
@@ -103,7 +103,7 @@ class FlashAttnBackend(AttentionBackend):
         return copied_to(out, result.squeeze(1))
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         """Attend the chunks. Version 3 is called as `hopper/flash_attn_interface.py` of its repository documents it."""
         assert self._chunks is not None, "plan_on_device comes before forward"

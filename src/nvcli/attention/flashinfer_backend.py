@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, new_or
+from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionCase, AttentionSpec
@@ -109,7 +109,7 @@ class FlashInferBackend(AttentionBackend):
         return self._decodes[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, new_or(out, q))
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         out = new_or(out, q)
         num_tokens = int(batch.num_tokens_host[batch.num_single_rows :].sum())

@@ -57,7 +57,11 @@ class BatchShape:
 class LayerAttention(Protocol):
     """The part of an attention backend (`AttentionBackend`) that a layer calls."""
 
-    def forward(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    reads_new_keys: bool
+
+    def forward(
+        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         """Attend causally in one layer; the shapes are those of `AttentionBackend.forward`."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.backend import AttentionBackend, NewKV
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.spec import AttentionCase, AttentionSpec
 
@@ -15,6 +15,7 @@ class HybridBackend(AttentionBackend):
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self._prefill, self._decode = prefill, decode
         self.name = f"{prefill.name}:{decode.name}"
+        self.reads_new_keys = prefill.reads_new_keys
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -51,6 +52,6 @@ class HybridBackend(AttentionBackend):
         return self._decode.decode(spec, layer, q, batch, out)
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
-        return self._prefill.prefill(spec, layer, q, k, v, batch, out)
+        return self._prefill.prefill(spec, layer, q, new, batch, out)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nvcli.attention.backend import AttentionBackend, new_or
+from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.attention.spec import AttentionCase, AttentionSpec
@@ -80,6 +80,7 @@ class TorchBackend(AttentionBackend):
     """Attention in plain torch, on any device."""
 
     name = "torch"
+    reads_new_keys = True  # those of prompts without a prefix
 
     def __init__(self, case: AttentionCase) -> None:
         self._case = case
@@ -131,8 +132,10 @@ class TorchBackend(AttentionBackend):
         return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=new_or(out, q))
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
+        assert new is not None, "this backend reads new keys"
+        k, v = new
         k_cache, v_cache = batch.kv_cache.layer(layer)
         out = new_or(out, q)
         chunks = self._chunks[spec.window, spec.kv_group]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, new_or
+from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionCase, AttentionSpec
@@ -109,7 +109,7 @@ class TritonBackend(AttentionBackend):
         return out
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, out: Tensor | None
+        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
     ) -> Tensor:
         out = new_or(out, q)
         k_cache, v_cache = batch.kv_cache.layer(layer)

@@ -34,14 +34,16 @@ def qk_norm_rope_store(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keep_keys: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Cut the fused projection into q, k and v; norm each head of q and k where there are weights; rotate q and k;
     store k and v in the cache.
 
     qkv: [T, (num_heads + 2 num_kv_heads) × D], used up: what it holds afterwards is undefined, but for the views below;
     cos_sin: [T, D] float32; caches: [num_blocks, block_size, num_kv_heads, D], contiguous; slot_mapping: [T] int64,
     block id × block_size + offset of each token (several padding tokens may share one of the null block); weights: [D]
-    → q [T, num_heads, D], contiguous; k and v [T, num_kv_heads, D], which may be views of qkv.
+    → q [T, num_heads, D], contiguous; k and v [T, num_kv_heads, D], which may be views of qkv. Without `keep_keys` k is
+    None: rotated keys are in the cache alone, which saves the GPU a write to memory.
     """
     if qkv.is_cuda:
         from nvcli.kernels.triton import rotary
@@ -57,6 +59,7 @@ def qk_norm_rope_store(
             q_weight=q_weight,
             k_weight=k_weight,
             eps=eps,
+            keep_keys=keep_keys,
         )
     head_dim = cos_sin.shape[-1]
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
@@ -68,4 +71,4 @@ def qk_norm_rope_store(
     q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
     k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
     v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
-    return q, k, v
+    return q, k if keep_keys else None, v

@@ -86,5 +86,6 @@ class Attention(nn.Module):
             q_weight=None if self.q_norm is None else self.q_norm.weight,
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
+            keep_keys=batch.backend.reads_new_keys,
         )
         return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch).flatten(1)
