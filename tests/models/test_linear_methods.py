@@ -38,8 +38,8 @@ class DoublingMethod(PlainLinearMethod):
     def apply_gated(self, layer: ShardedLinear, x: Tensor) -> Tensor:
         return LinearMethod.apply_gated(self, layer, x)
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor) -> Tensor:
-        return LinearMethod.apply_for_sum(self, layer, x)
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor) -> Tensor | None:
+        return LinearMethod.apply_for_sum(self, layer, x, residual)
 
 
 def test_a_factory_chooses_by_name_and_pieces(tmp_path: Path) -> None:
@@ -65,6 +65,6 @@ def test_a_factory_chooses_by_name_and_pieces(tmp_path: Path) -> None:
     x = torch.randn(5, 32)
     for layer in ("0", "1"):
         mlp = [m.get_submodule(f"model.layers.{layer}.mlp") for m in (model, plain)]
-        torch.testing.assert_close(mlp[0](x), mlp[1](x))
+        torch.testing.assert_close(mlp[0](x, x), mlp[1](x, x))
         kinds = {type(module.method) for module in mlp[0].modules() if isinstance(module, ShardedLinear)}
         assert kinds == {DoublingMethod if layer == "0" else PlainLinearMethod}

@@ -77,13 +77,13 @@ class TensorParallelGroup:
             return add_rms_norm(self._all_reduce(part), residual, weight, eps)
         return memory.add_rms_norm(part, residual, weight, eps)
 
-    def send_stage(self, delta: Tensor, residual: Tensor) -> StageState:
+    def send_stage(self, delta: Tensor | None, residual: Tensor) -> StageState:
         """Make what the next stage needs, at the end of a stage that is not the last; not collective.
 
-        `delta` and `residual` are as for `add_rms_norm`. A lone rank adds them up here, in place; with several ranks
-        the next stage's first norm sums them.
+        `delta` and `residual` are as for `add_rms_norm`. A lone rank adds them up here, in place, if it has not done so
+        (`delta` None); with several ranks the next stage's first norm sums them.
         """
-        if self.size > 1:
+        if self.size > 1 or delta is None:
             return StageState(residual, delta)
         return StageState(residual.add_(delta.sum(dim=0) if delta.dim() == 3 else delta), None)
 

@@ -32,7 +32,7 @@ class DenseLayer(nn.Module):
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, cos_sin: Tensor, batch: ForwardBatch, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         """Give the next `delta` and `residual`: [T, H] each, or [N, H] where only the tokens `rows` [N] go on behind
         the attention."""
         attended = self.self_attn(self.input_layernorm(delta, residual), cos_sin, batch)
@@ -40,9 +40,9 @@ class DenseLayer(nn.Module):
             attended, residual = attended[rows], residual[rows]
             if len(rows) == 0:
                 return residual, residual
-        delta = self.self_attn.o_proj(attended)
+        delta = self.self_attn.o_proj(attended, residual)
         del attended  # the MLP can have its memory
-        return self.mlp(self.post_attention_layernorm(delta, residual)), residual
+        return self.mlp(self.post_attention_layernorm(delta, residual), residual), residual
 
 
 class DenseModel(nn.Module):

@@ -2,8 +2,9 @@
 
 Residual stream: a block takes `delta`, this rank's part of what the block before it computed (over the ranks, and with
 one rank maybe over parts of its own, it adds up), and `residual`, the stream; its first norm sums the one over the
-ranks, adds it to the other (in place) and norms the result in one go. So nothing but a norm reads `delta`, and nothing
-but the next norm reads `residual`; see `TensorParallelGroup.add_rms_norm`. Shapes: T tokens, H hidden, D head_dim.
+ranks, adds it to the other (in place) and norms the result in one go. A lone rank's product may also add itself to the
+stream, and give no `delta`. So nothing but a norm reads `delta`, and nothing but a norm and such a product touches
+`residual`; see `TensorParallelGroup.add_rms_norm`. Shapes: T tokens, H hidden, D head_dim.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ class RMSNorm(WeightModule):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) × up(x)), cut over the ranks by intermediate size. [T, H] → [T, H], this rank's part."""
+    """down(silu(gate(x)) × up(x)), cut over the ranks by intermediate size. [T, H] → `delta` for `residual` [T, H]."""
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__()
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up_proj.gated(x))
-        return out
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        delta: Tensor | None = self.down_proj(self.gate_up_proj.gated(x), residual)
+        return delta
 
 
 class Attention(nn.Module):

@@ -22,7 +22,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.activation import silu_and_mul
 from nvcli.kernels.embedding import embed_part
-from nvcli.kernels.linear import gated_linear, linear, linear_parts
+from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.models.geometry import TensorSpec
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
@@ -77,8 +77,9 @@ class LinearMethod(ABC):
         """Compute silu(gate) × up, for a layer that fuses the two. [T, columns] → [T, rows / 2]."""
         return silu_and_mul(self.apply(layer, x, with_bias=True))
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor) -> Tensor:
-        """Multiply for a sum that takes [T, rows] or float32 parts [P, T, rows] of it. x: [T, columns]."""
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor) -> Tensor | None:
+        """Multiply for the residual sum: [T, columns] → what is to be added to `residual` [T, rows], as [T, rows] or
+        float32 parts [P, T, rows], or None where it has been added in place."""
         return self.apply(layer, x, with_bias=True)
 
     def apply_into(self, layer: ShardedLinear, x: Tensor, out: Tensor, *, with_bias: bool) -> Tensor:
@@ -119,8 +120,10 @@ class PlainLinearMethod(LinearMethod):
     def apply_gated(self, layer: ShardedLinear, x: Tensor) -> Tensor:
         return gated_linear(x, layer.weight) if layer.bias is None else super().apply_gated(layer, x)
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor) -> Tensor:
-        return linear_parts(x, layer.weight) if layer.bias is None else super().apply_for_sum(layer, x)
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor) -> Tensor | None:
+        if layer.bias is not None:
+            return super().apply_for_sum(layer, x, residual)
+        return linear_for_sum(x, layer.weight, residual)
 
     def apply_into(self, layer: ShardedLinear, x: Tensor, out: Tensor, *, with_bias: bool) -> Tensor:
         return linear(x, layer.weight, layer.bias if with_bias else None, out)
@@ -160,16 +163,18 @@ class RowParallelLinear(ShardedLinear):
     """A projection cut by inputs. [T, this rank's inputs] → [T, out], this rank's part: over the ranks they add up to
     the projection. `TensorParallelGroup.add_rms_norm` sums them; whatever else reads one has to sum it first.
 
-    With one rank it may be float32 parts [P, T, out], for the residual sum to add up.
+    With one rank it may be float32 parts [P, T, out], for the residual sum to add up, or None where the layer has added
+    it to the residual stream itself.
     """
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__(build, path, (path.rpartition(".")[2],))
         self.out_features = self.pieces[0].weight.shape[0]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """`residual` is the stream [T, out] that the projection belongs to."""
         if self.group.size == 1:
-            return self.method.apply_for_sum(self, x)
+            return self.method.apply_for_sum(self, x, residual)
         with_bias = self.group.rank == 0  # every rank holds it, one adds it: it must enter the sum once
         buffer = self.group.partial_sum_buffer((x.shape[0], self.out_features), x.dtype)
         if buffer is None:
