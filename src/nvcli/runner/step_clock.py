@@ -8,6 +8,7 @@ held back behind a spinning kernel until all of its work is launched.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ _CYCLES_PER_SECOND = 2.0e9
 """The most that a GPU has; the spinning kernel counts cycles."""
 _LAUNCH_BOUND = 0.1
 """A step waited for launches if the device was done within this part of the launching time after the last launch."""
+_UNDISTURBED = 2.0
+"""Launching that took more than this multiple of the fastest was itself held up by the device: its queue was full, or a
+kernel was loaded. The device waited for none of that time."""
 
 
 class StepTime:
@@ -43,6 +47,8 @@ class _Launches:
     """Seconds, from the last step that was held back; 0 before the first."""
     seconds: float = 0.0
     """The time that the host took to launch the last step that waited for it; 0 before the first."""
+    fastest: float = math.inf
+    """The least seconds that launching a step took."""
     until_hold: int = 0
     """The number of steps that still wait for launches before one is held back again."""
 
@@ -76,7 +82,8 @@ class _DeviceTime(StepTime):
             launches.busy_per_token = self.seconds / self._num_tokens
             return
         launch_seconds = self.launch_ended - self.launch_started
-        if behind < _LAUNCH_BOUND * launch_seconds:
+        launches.fastest = min(launches.fastest, launch_seconds)
+        if behind < _LAUNCH_BOUND * launch_seconds and launch_seconds < _UNDISTURBED * launches.fastest:
             launches.seconds = launch_seconds
             launches.until_hold -= 1
             if launches.busy_per_token:
