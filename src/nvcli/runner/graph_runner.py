@@ -46,16 +46,16 @@ class GraphRunner(Generic[T]):
         self._graphs: dict[BatchShape, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[BatchShape, T] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        """All graphs are captured on it: the allocator keeps what was freed for the stream that used it."""
         self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
         """Capture the graphs of these shapes (None: of all), in their order."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        # All graphs share one stream: the allocator keeps what was freed for the stream that used it.
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         for shape in self.shapes if shapes is None else shapes:
-            self._graphs[shape], self._outputs[shape] = self._capture(shape, stream)
+            self._graphs[shape], self._outputs[shape] = self._capture(shape, self._stream)
         torch.cuda.synchronize()
 
     def padded_shape(self, shape: BatchShape) -> BatchShape | None:

@@ -53,6 +53,8 @@ from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
 
 _CPU_WARM_UP_TOKENS = 16
+_LEAST_GRAPH_BYTES = 2 << 20
+"""The unit in which the driver gives memory to graphs."""
 
 
 def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
@@ -224,7 +226,7 @@ class ModelRunner:
                 graphs.capture(list(dict.fromkeys([graphs.shapes[0], decode_only[0]])))
                 largest = before - free_bytes(self.device)
                 graphs.capture(decode_only[-1:])
-                smallest = before - largest - free_bytes(self.device)
+                smallest = max(_LEAST_GRAPH_BYTES, before - largest - free_bytes(self.device))
                 self._graph_bytes = largest + smallest * (len(graphs.shapes) - 1)
                 del graphs
                 torch.cuda.empty_cache()
