@@ -80,7 +80,10 @@ ERRORS_IN_FILES = [
     ("model: m\nkv_cache_memory: 2Gi", r'run.yaml:2: `kv_cache_memory` is "2Gi"; allowed: .* such as 512MiB'),
     ("model: m\nkv_cache_memory: 0MiB", r"run.yaml:2: `kv_cache_memory` is .*at least one byte"),
     ("model: m\nkv_cache_memory: 1.5", r"run.yaml:2: `kv_cache_memory` is 1.5; allowed: text or an integer"),
-    ("model: m\nmax_num_seqs: 9000", r"run.yaml:2: `max_num_batched_tokens` \(8192\) is smaller than `max_num_seqs`"),
+    (
+        "model: m\nmax_num_batched_tokens: 8000\nmax_num_seqs: 9000",
+        r"run.yaml:2: `max_num_batched_tokens` \(8000\) is smaller than `max_num_seqs`",
+    ),
     ("seed: 1\nmodel: m\nseed: 2", r"run.yaml:3: the key `seed` is given twice, first in line 1"),
     ("model: m\njob: {order: input, order: input}", r"run.yaml:2: the key `job.order` is given twice"),
     ("- model", r"run.yaml:1: expected keys with values"),

@@ -102,8 +102,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Most tokens of prompt and answer together; null: what the model was made for."""
     max_num_seqs: Annotated[int, Meta(ge=1, le=MAX_NUM_SEQS)] = 256
     """Most requests that run at the same time in each copy."""
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 8192
-    """Most tokens computed in one step; longer prompts are cut into chunks."""
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
+    """Most tokens computed in one step; longer prompts are cut into chunks. null: see
+    `sizing.graph_sizes.default_batched_tokens`; at least `max_num_seqs`."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of each GPU's memory that the run may use."""
     kv_cache_memory: str | PositiveInt | None = None
@@ -269,10 +270,9 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
         origin = source.origin(path)
         raise ConfigError(f"{origin}: {message}" if origin else message)
 
-    if run.max_num_batched_tokens < run.max_num_seqs:
-        key = "max_num_batched_tokens" if "max_num_batched_tokens" in source.values else "max_num_seqs"
+    if run.max_num_batched_tokens is not None and run.max_num_batched_tokens < run.max_num_seqs:
         fail(
-            (key,),
+            ("max_num_batched_tokens",),
             f"`max_num_batched_tokens` ({run.max_num_batched_tokens}) is smaller than `max_num_seqs` "
             f"({run.max_num_seqs}), so a step could not hold one token of each; raise it or lower `max_num_seqs`",
         )

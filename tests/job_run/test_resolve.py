@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,30 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.config import AttentionBackends, RunConfig
+from nvcli.bench.shapes import write_shape
+from nvcli.config import AttentionBackends, EngineConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job_run import resolve
 from nvcli.job_run.resolve import detect_device, resolve_engine_config, sampling_defaults
-from nvcli.models.config import load_model_config
+from nvcli.models.config import ModelConfig, load_model_config
 
 
-class Model:
-    """A checkpoint as models.config describes it."""
-
-    max_position_embeddings = 4096
-    dtype: Any = "bfloat16"
-
-    def __init__(self, **generation_defaults: Any) -> None:
-        self.generation_defaults = generation_defaults
-
-    def check_tensor_parallel(self, size: int) -> None:
-        if size == 3:
-            raise ConfigError("3 does not divide")
-
-    def check_pipeline_parallel(self, size: int) -> None:
-        if size > 8:
-            raise ConfigError("not so many layers")
+def make_model(**changes: Any) -> ModelConfig:
+    """The built-in model's configuration, changed: 4,096 positions, bfloat16."""
+    changes = {"max_position_embeddings": 4096, "dtype": "bfloat16", **changes}
+    return dataclasses.replace(load_model_config(demo_path()), **changes)
 
 
 @pytest.mark.parametrize(
@@ -46,27 +36,47 @@ class Model:
     ],
 )
 def test_device_and_dtype(keys: dict[str, Any], found: Any, device: str, dtype: str) -> None:
-    config = resolve_engine_config(RunConfig(model="m", **keys), Path("/m"), Model(), found_device=found)
+    config = resolve_engine_config(RunConfig(model="m", **keys), Path("/m"), make_model(), found_device=found)
     assert (config.device, config.dtype) == (device, dtype)
 
 
 def test_lengths_and_sizes() -> None:
     run = RunConfig(model="m", kv_cache_memory="2MiB")
-    config = resolve_engine_config(run, Path("/m"), Model(), found_device="cpu")
+    config = resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu")
     assert (config.max_model_len, config.kv_cache_memory) == (4096, 2 * 2**20)
-    shorter = resolve_engine_config(RunConfig(model="m", max_model_len=100), Path("/m"), Model(), found_device="cpu")
-    assert shorter.max_model_len == 100
+
+    def resolved(**keys: Any) -> EngineConfig:
+        return resolve_engine_config(RunConfig(model="m", **keys), Path("/m"), make_model(), found_device="cpu")
+
+    assert resolved(max_model_len=100).max_model_len == 100
     with pytest.raises(ConfigError, match="`max_model_len` is 4097, and m was made for at most 4096"):
-        resolve_engine_config(RunConfig(model="m", max_model_len=4097), Path("/m"), Model(), found_device="cpu")
-    with pytest.raises(ConfigError, match="3 does not divide"):
-        resolve_engine_config(RunConfig(model="m", tensor_parallel_size=3), Path("/m"), Model(), found_device="cpu")
-    with pytest.raises(ConfigError, match="not so many layers"):
-        resolve_engine_config(RunConfig(model="m", pipeline_parallel_size=9), Path("/m"), Model(), found_device="cpu")
+        resolved(max_model_len=4097)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 7 does not fit"):
+        resolved(tensor_parallel_size=7)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size \(--pp\) is 99"):
+        resolved(pipeline_parallel_size=99)
+
+
+def test_small_models_take_more_tokens_a_step(tmp_path: Path) -> None:
+    """Unless the configuration says otherwise, and never fewer than there are requests."""
+    shapes = {name: load_model_config(write_shape(name, tmp_path)) for name in ("qwen3-0.6b", "qwen3-8b")}
+
+    def tokens(shape: str, device: Any, **keys: Any) -> int:
+        run = RunConfig(model="m", **keys)
+        return resolve_engine_config(run, Path("/m"), shapes[shape], found_device=device).max_num_batched_tokens
+
+    assert [tokens("qwen3-0.6b", "cuda"), tokens("qwen3-8b", "cuda"), tokens("qwen3-0.6b", "cpu")] == [
+        16384,
+        8192,
+        8192,
+    ]
+    assert tokens("qwen3-0.6b", "cuda", max_num_batched_tokens=1000) == 1000
+    assert tokens("qwen3-8b", "cuda", max_num_seqs=9000) == 9000
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
     run = RunConfig(model="m", tensor_parallel_size=2, pipeline_parallel_size=3, max_num_seqs=8)
-    config = resolve_engine_config(run, Path("/m"), Model(), found_device="cpu")
+    config = resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu")
     assert (config.num_ranks, config.output_rank, config.max_num_decodes, config.max_steps_in_flight) == (6, 4, 3, 3)
     assert [config.stage_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
     assert config.rank_name(3) == "rank 3 of stage 1"
@@ -84,15 +94,15 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
 )
 def test_the_attention_backend_is_passed_on_as_a_choice(choice: Any, told: str) -> None:
     run = RunConfig(model="m", attention_backend=choice)
-    assert resolve_engine_config(run, Path("/m"), Model(), found_device="cpu").attention_backend == told
+    assert resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu").attention_backend == told
 
 
 def test_sampling_defaults_lie_over_those_of_the_checkpoint() -> None:
-    model = Model(temperature=0.6, top_k=20)
+    model = make_model(generation_defaults={"temperature": 0.6, "top_k": 20})
     assert sampling_defaults(RunConfig(sampling={"top_k": 5}), model) == {"temperature": 0.6, "top_k": 5}
     assert sampling_defaults(RunConfig(generation_config="none"), model) == {}
     with pytest.raises(ConfigError, match=r"`sampling.top_p` is 7.*generation_config: none"):
-        sampling_defaults(RunConfig(model="m"), Model(top_p=7))
+        sampling_defaults(RunConfig(model="m"), make_model(generation_defaults={"top_p": 7}))
 
 
 def test_bad_defaults_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError
@@ -32,6 +32,7 @@ from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sampling_params import SamplingParams
+from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.validation import InvalidValue, convert
 from nvcli.versions import torch_build
 
@@ -110,21 +111,8 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
     )
 
 
-class ModelFacts(Protocol):
-    """The part of `models.config.ModelConfig` that is used here."""
-
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def dtype(self) -> Literal["float32", "bfloat16", "float16"]: ...
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]: ...
-    def check_tensor_parallel(self, size: int) -> None: ...
-    def check_pipeline_parallel(self, size: int) -> None: ...
-
-
 def resolve_engine_config(
-    run: RunConfig, model_path: Path, model: ModelFacts, *, found_device: Literal["cpu", "cuda"] | None = None
+    run: RunConfig, model_path: Path, model: ModelConfig, *, found_device: Literal["cpu", "cuda"] | None = None
 ) -> EngineConfig:
     """Replace every `auto` and null that can be decided here. Raises ConfigError.
 
@@ -144,6 +132,9 @@ def resolve_engine_config(
     dtype = run.dtype
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
+    max_num_batched_tokens = run.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
     return EngineConfig(
         model_path=model_path,
         device=device,
@@ -152,7 +143,7 @@ def resolve_engine_config(
         pipeline_parallel_size=run.pipeline_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=run.max_num_seqs,
-        max_num_batched_tokens=run.max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=run.gpu_memory_utilization,
         kv_cache_memory=parse_size(run.kv_cache_memory),
         block_size=run.block_size,
@@ -215,7 +206,7 @@ def attention_choice(choice: str | AttentionBackends) -> str:
     return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
 
 
-def sampling_defaults(run: RunConfig, model: ModelFacts) -> dict[str, Any]:
+def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
     """Return the defaults of a row's `sampling`: the config's `sampling` over the checkpoint's generation_config.
 
     Holds only keys that somebody set. Raises ConfigError.
