@@ -11,7 +11,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES
-from nvcli.models.kv_groups import kv_groups
+from nvcli.models.kv_groups import kv_groups, kv_heads_per_rank
 from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -22,7 +22,7 @@ _COLLECTIVES_BYTES = 500_000_000
 """NCCL's buffers, where there is more than one rank."""
 _WORKSPACE_BYTES = 70_000_000
 """The workspaces of matrix libraries."""
-_BYTES_PER_GRAPH = 5_000_000
+_BYTES_PER_GRAPH = 1_500_000
 _MAX_SHARED_SUM_BYTES = 80 << 20
 """The most that one rank's part of a sum through shared memory takes. There are four such buffers, and the KV cache
 loses what they take."""
@@ -69,9 +69,14 @@ def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
 
 
 def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
-    """The peak of a batch: gate, up and their product; residual, norm, attention's input and output."""
-    mlp = 3 * model.intermediate_size // config.tensor_parallel_size
-    return num_tokens * (mlp + 4 * model.hidden_size) * DTYPE_BYTES[config.dtype]
+    """The peak of a batch, in attention or in the MLP. Gate and up are multiplied in one kernel; without it they take
+    three times as much."""
+    queries = model.num_heads * model.head_dim // config.tensor_parallel_size
+    keys = kv_heads_per_rank(model, config.tensor_parallel_size) * model.head_dim
+    attention = 3 * model.hidden_size + 2 * queries + 4 * keys
+    mlp = 2 * model.hidden_size + model.intermediate_size // config.tensor_parallel_size
+    rotary = model.head_dim * 4  # cos and sin in float32
+    return num_tokens * (max(attention, mlp) * DTYPE_BYTES[config.dtype] + rotary)
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:
@@ -80,11 +85,14 @@ def _sampling(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
-    """All graphs share the memory of the largest, and each has some of its own."""
+    """All graphs share the memory of the largest, and each has some of its own. Logits find room among activations that
+    are larger than they are."""
     sizes = step_graph_sizes(config, model)
     decode_rows, _, prefill_tokens = sizes[0]
-    logits = config.max_num_seqs * model.vocab_size * DTYPE_BYTES[config.dtype] if samples else 0
-    return _activations(config, model, decode_rows + prefill_tokens) + logits + len(sizes) * _BYTES_PER_GRAPH
+    activations = _activations(config, model, decode_rows + prefill_tokens)
+    sampling = _sampling(config, model) if samples else 0
+    shared = activations if activations > sampling else activations + sampling
+    return shared + len(sizes) * _BYTES_PER_GRAPH
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
