@@ -63,7 +63,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Prompt tokens computed or found in the prefix cache."""
     cached_tokens: int = 0
     generated_tokens: int = 0
-    num_steps: int = 0
     num_preemptions: int = 0
 
 

@@ -107,7 +107,6 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
-            num_steps=self._next_step_id,
             num_preemptions=self._num_preemptions,
         )
 
