@@ -72,14 +72,9 @@ class InProcess:
         return self._pending.popleft().result()
 
 
-def run_peer(config: EngineConfig, rank: int, control: Connection) -> None:
+def run_peer(config: EngineConfig, rank: int, store_path: str, control: Connection) -> None:
     """One of the other ranks: takes every step that rank 0 takes."""
-    context = RankContext(
-        rank=rank,
-        report_phase=lambda phase: None,
-        publish_port=lambda port: None,
-        wait_for_port=lambda: int(control.recv()),
-    )
+    context = RankContext(rank=rank, report_phase=lambda phase: None, store_path=store_path)
     runner = ModelRunner(config, context)
     while True:
         try:
@@ -97,10 +92,6 @@ def start_engine(shape: str, running: int, tp: int) -> EngineCore:
     spawn = multiprocessing.get_context("spawn")
     peers: list[Connection] = []
 
-    def publish_port(port: int) -> None:
-        for peer in peers:
-            peer.send(port)
-
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(shape, Path(folder))
         model = load_model_config(path)
@@ -109,12 +100,10 @@ def start_engine(shape: str, running: int, tp: int) -> EngineCore:
         config = msgspec.structs.replace(config, load_format="random", tensor_parallel_size=tp)
         for rank in range(1, tp):
             mine, theirs = spawn.Pipe()
-            spawn.Process(target=run_peer, args=(config, rank, theirs), daemon=True).start()
+            spawn.Process(target=run_peer, args=(config, rank, f"{folder}/store", theirs), daemon=True).start()
             theirs.close()
             peers.append(mine)
-        context = RankContext(
-            rank=0, report_phase=lambda phase: None, publish_port=publish_port, wait_for_port=lambda: 0
-        )
+        context = RankContext(rank=0, report_phase=lambda phase: None, store_path=f"{folder}/store")
         runner = ModelRunner(config, context)
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,

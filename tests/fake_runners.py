@@ -370,14 +370,12 @@ class UnloadableRunner(CountingRunner):
         raise LoadError("model.safetensors: tensor lm_head.weight is missing")
 
 
-class UnloadableBesideStoreRunner(CountingRunner):
-    """Rank 1 cannot be loaded; rank 0 says where the store listens all the same."""
+class UnloadableBesideWaitingRunner(CountingRunner):
+    """Rank 1 cannot be loaded; rank 0 waits for it."""
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         if context.rank == 1:
             raise LoadError("model.safetensors: tensor lm_head.weight is missing")
-        context.publish_port(1)
-        Path(os.environ["NVCLI_TEST_FOLDER"], "published").touch()
         time.sleep(600)
 
 

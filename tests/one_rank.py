@@ -27,9 +27,7 @@ def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunn
         "block_size": 64,
         "gpu_memory_utilization": 0.2,
     }
-    context = RankContext(
-        rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
-    )
+    context = RankContext(rank=0, report_phase=lambda phase: None)
     return ModelRunner(engine_config(**{**values, **overrides}), context)
 
 

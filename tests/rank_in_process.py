@@ -54,9 +54,7 @@ class RankInProcess:
         self.runner = self.make_runner()
 
     def make_runner(self) -> HashingRunner:
-        context = RankContext(
-            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
-        )
+        context = RankContext(rank=0, report_phase=lambda phase: None)
         runner = HashingRunner(engine_config(block_size=self.limits.block_size), context)
         runner.windows = [group.window for group in self.limits.kv_groups]
         runner.accept = self.accept

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fake_runners import engine_config
 from nvcli.distributed.process_group import World, divide_ranks
+from nvcli.distributed.rendezvous import create_store, store_path
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 
 
@@ -27,15 +28,16 @@ def test_engine_is_the_first_to_give_up_on_a_stage(monkeypatch: pytest.MonkeyPat
 
 def test_ranks_meet_however_late_one_comes() -> None:
     """Later than the store would wait for anything else."""
-    store = dist.TCPStore("127.0.0.1", 0, 3, True, timeout=timedelta(seconds=0.1), wait_for_workers=False)
+    path = store_path(create_store())
 
     def come(rank: int) -> float:
         group = TensorParallelGroup(None, torch.device("cpu"))
         group.rank, group.size = rank, 3
-        other = store if rank == 0 else dist.TCPStore("127.0.0.1", store.port, 3, False, wait_for_workers=False)
+        store = dist.FileStore(path, 3)
+        store.set_timeout(timedelta(seconds=0.1))
         time.sleep(0.5 * rank)
         came_at = time.monotonic()
-        World(group, other).meet("here")
+        World(group, store).meet("here")
         return time.monotonic() - came_at
 
     with ThreadPoolExecutor(3) as ranks:

@@ -28,9 +28,7 @@ class StagedExecutor:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        context = RankContext(
-            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
-        )
+        context = RankContext(rank=0, report_phase=lambda phase: None)
         self.runner = HashingRunner(engine_config(), context)
         self.steps: list[StepInput] = []
         self.pending: deque[tuple[set[int], StepOutput]] = deque()
@@ -67,9 +65,7 @@ class AtOnce:
     """No stages: each step runs when it is submitted."""
 
     def __init__(self) -> None:
-        context = RankContext(
-            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
-        )
+        context = RankContext(rank=0, report_phase=lambda phase: None)
         self.runner = HashingRunner(engine_config(), context)
         self.outputs: deque[StepOutput] = deque()
 

@@ -74,9 +74,7 @@ class FailingExecutor:
 
 
 def make_rank() -> HashingRunner:
-    context = RankContext(
-        rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
-    )
+    context = RankContext(rank=0, report_phase=lambda phase: None)
     return HashingRunner(engine_config(), context)
 
 

@@ -29,9 +29,7 @@ class CheckingExecutor:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        context = RankContext(
-            rank=0, report_phase=lambda phase: None, publish_port=lambda port: None, wait_for_port=lambda: 0
-        )
+        context = RankContext(rank=0, report_phase=lambda phase: None)
         self.runner = CountingRunner(engine_config(), context)
         self.tables: dict[int, dict[int, int]] = {}
         self.num_computed: dict[int, int] = {}

@@ -18,7 +18,7 @@ from nvcli.runner.model_runner import ModelRunner
 path = demo_path()
 config = resolve_engine_config(RunConfig(model="demo", device="cpu"), path, load_model_config(path))
 nothing = lambda *args: 0
-ModelRunner(config, RankContext(rank=0, report_phase=nothing, publish_port=nothing, wait_for_port=nothing))
+ModelRunner(config, RankContext(rank=0, report_phase=nothing))
 print(*sorted({"sympy", "transformers", "triton"} & sys.modules.keys()))
 """
 

@@ -1,11 +1,10 @@
-"""The ranks' process groups: gloo on CPUs, NCCL on GPUs. The ranks of a replica meet over a store that rank 0 holds on
-a port of its choice, so that no port is fixed.
+"""The ranks' process groups: gloo on CPUs, NCCL on GPUs. The ranks of a replica meet over a store that only they can
+open (`rendezvous.py`), and the sockets of both libraries listen on the loopback interface alone.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -16,7 +15,13 @@ import torch.distributed as dist
 from nvcli.config import EngineConfig
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 
-_LOCALHOST = "127.0.0.1"
+_LOOPBACK_ONLY = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "=lo",
+    "NCCL_RAS_ENABLE": "0",
+}
+"""Environment variables of gloo and NCCL, set whatever the user's are: all ranks are on this machine, and neither
+library asks who connects. NCCL's RAS service listens on a fixed port, for a tool that nothing here uses."""
 _COLLECTIVE_GRACE_SECONDS = 10.0
 """A collective waits this much longer for a missing rank than the executor does, because only the executor can tell
 which rank is missing."""
@@ -32,13 +37,8 @@ class Rendezvous(Protocol):
         ...
 
     @property
-    def publish_port(self) -> Callable[[int], None]:
-        """Rank 0 calls it to tell the other ranks where the store listens."""
-        ...
-
-    @property
-    def wait_for_port(self) -> Callable[[], int]:
-        """The other ranks call it to wait for that port."""
+    def store_path(self) -> str:
+        """The path of the file over which the ranks meet; it is not looked at where the replica has one rank."""
         ...
 
 
@@ -68,15 +68,9 @@ def join_process_group(context: Rendezvous, device: torch.device, *, size: int, 
     if size == 1:
         return World(TensorParallelGroup(None, device), None)
     timeout = _collective_timeout(timeout_seconds)
-    # The host's name may not resolve, and no packet of ours leaves the machine.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    is_master = context.rank == 0
-    port = 0 if is_master else context.wait_for_port()
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        _LOCALHOST, port, size, is_master, timeout=timeout, wait_for_workers=False
-    )
-    if is_master:
-        context.publish_port(store.port)
+    os.environ.update(_LOOPBACK_ONLY)
+    store = dist.FileStore(context.store_path, size)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
     if device.type == "cuda":
         dist.init_process_group(
             "nccl", store=store, rank=context.rank, world_size=size, timeout=timeout, device_id=device

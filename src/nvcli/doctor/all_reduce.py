@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from typing import Literal
 
+from nvcli.distributed.rendezvous import create_store
 from nvcli.doctor.all_reduce_rank import (
     LARGE_BYTES,
     SMALL_BYTES,
     AllReduceResult,
     AllReduceTask,
     Phase,
-    Port,
 )
 from nvcli.doctor.findings import Finding, note, ok, problem
 from nvcli.doctor.probe import Probe
@@ -102,9 +102,13 @@ def _all_reduce(
     """
     with ExitStack() as stack:
         ranks = []
+        store_fd = create_store()
+        stack.callback(os.close, store_fd)
         for rank, gpu in enumerate(gpus):
-            task = AllReduceTask(rank=rank, size=len(gpus), device=device, gpu_index=gpu, timeout_seconds=timeout)
-            probe = Probe(target, task, name=f"rank {rank}", timeout=timeout, env=env)
+            task = AllReduceTask(
+                rank=rank, size=len(gpus), device=device, gpu_index=gpu, store_fd=store_fd, timeout_seconds=timeout
+            )
+            probe = Probe(target, task, name=f"rank {rank}", timeout=timeout, pass_fds=(store_fd,), env=env)
             ranks.append(stack.enter_context(probe))
         results = _collect(ranks, timeout)
     return AllReduceResult(
@@ -138,10 +142,7 @@ def _collect(ranks: list[Probe], timeout: float) -> list[AllReduceResult]:
                 probe = ranks[rank]
                 how = probe.child.describe_exit()
                 raise _Failed(f"rank {rank} {how} at {phases[rank]}{probe.last_words()}") from None
-            if isinstance(message, Port):
-                for other in ranks[1:]:
-                    other.child.control.send(message)
-            elif isinstance(message, Phase):
+            if isinstance(message, Phase):
                 phases[rank] = message.name
             else:
                 results[rank] = message

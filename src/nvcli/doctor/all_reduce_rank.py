@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from nvcli.distributed.rendezvous import store_path
+
 SMALL_BYTES = 8 << 10
 """The bytes that a decode step of about one row sums up."""
 LARGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -29,14 +31,9 @@ class AllReduceTask:
     size: int
     device: str
     gpu_index: int
+    store_fd: int
+    """The store over which the ranks meet (`distributed.rendezvous`)."""
     timeout_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """The port of the rendezvous store, which rank 0 tells the others through the parent."""
-
-    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +59,10 @@ def main(task: AllReduceTask, control: Connection) -> None:
     from nvcli.distributed.process_group import join_process_group
     from nvcli.runner.interface import RankContext
 
-    def wait_for_port() -> int:
-        message = control.recv()
-        assert isinstance(message, Port)
-        return message.port
-
     context = RankContext(
         rank=task.rank,
         report_phase=lambda name: control.send(Phase(name)),
-        publish_port=lambda port: control.send(Port(port)),
-        wait_for_port=wait_for_port,
+        store_path=store_path(task.store_fd),
     )
     device = torch.device("cpu")
     if task.device == "cuda":

@@ -27,14 +27,24 @@ class Probe:
     """A running probe. Use it as a context manager: at the end the process is gone."""
 
     def __init__(
-        self, target: str, argument: Any, *, name: str, timeout: float, env: Mapping[str, str] | None = None
+        self,
+        target: str,
+        argument: Any,
+        *,
+        name: str,
+        timeout: float,
+        pass_fds: tuple[int, ...] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the probe. `env` holds defaults for variables that the user has not set."""
+        """Start the probe. File descriptors in `pass_fds` keep their numbers in it; `env` holds defaults for variables
+        that the user has not set."""
         self.name = name
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._output = _unnamed_file()
-        self.child = ChildProcess(target, argument, name=name, env=env, output_fd=self._output.fileno())
+        self.child = ChildProcess(
+            target, argument, name=name, pass_fds=pass_fds, env=env, output_fd=self._output.fileno()
+        )
 
     def __enter__(self) -> Probe:
         return self

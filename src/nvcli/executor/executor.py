@@ -15,11 +15,12 @@ import msgspec
 
 from nvcli import errors
 from nvcli.config import EngineConfig
+from nvcli.distributed.rendezvous import create_store
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
 from nvcli.executor.child_process import ChildProcess
 from nvcli.executor.status_board import StatusBoard
-from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory, RankStart, StorePort
+from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory, RankStart
 from nvcli.messages import (
     MAX_KV_GROUPS,
     EngineReady,
@@ -91,6 +92,7 @@ class Executor:
             max_step_output_bytes(max_num_seqs=config.max_num_seqs), num_readers=1, num_entries=num_entries
         )
         status_fd = StatusBoard.create(size)
+        store_fd = create_store()
         self._status = StatusBoard(status_fd, size)
         self._ranks: list[ChildProcess] = []
         for rank in range(size):
@@ -101,10 +103,11 @@ class Executor:
                 steps=steps,
                 outputs=outputs,
                 status_fd=status_fd,
+                store_fd=store_fd,
                 spawned_at=time.time(),
             )
             output_fds = outputs.writer_fds() if rank == config.output_rank else ()
-            fds = (*steps.reader_fds(rank), *output_fds, status_fd)
+            fds = (*steps.reader_fds(rank), *output_fds, status_fd, store_fd)
             self._ranks.append(
                 ChildProcess(
                     "nvcli.executor.worker:main", start, name=f"rank {rank}", pass_fds=fds, env=_RANK_ENVIRONMENT
@@ -114,7 +117,7 @@ class Executor:
         self._outputs = ChannelReader(outputs, 0)
         # Ours are closed so that the ranks' ends are the only ones: a dead rank then reads as end of file.
         close_fds(steps.read_fds + outputs.write_fds)
-        close_fds((steps.memory_fd, outputs.memory_fd, status_fd))
+        close_fds((steps.memory_fd, outputs.memory_fd, status_fd, store_fd))
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
         self._submitted: list[tuple[int, float]] = []
@@ -149,10 +152,6 @@ class Executor:
                     message = self._receive(rank)
                     if isinstance(message, EngineReady):
                         ready[rank] = message
-                    elif isinstance(message, StorePort):
-                        for other in self._ranks[1:]:
-                            with contextlib.suppress(OSError):  # it has ended; its last message is read below
-                                other.control.send(message)
         assert len(ready[0].group_windows) <= MAX_KV_GROUPS, "steps may not fit the channel"
         memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
         self._num_blocks = ready[0].num_blocks

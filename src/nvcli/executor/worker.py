@@ -26,6 +26,7 @@ from textwrap import shorten
 import msgspec
 
 from nvcli.config import EngineConfig
+from nvcli.distributed.rendezvous import store_path
 from nvcli.errors import NvcliError, first_line
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
 from nvcli.executor.gpu_context import open_gpu_context
@@ -48,6 +49,8 @@ class RankStart:
     steps: ChannelSpec
     outputs: ChannelSpec
     status_fd: int
+    store_fd: int
+    """The store over which the ranks meet (`distributed.rendezvous`)."""
     spawned_at: float
     """`time.time()` of the executor."""
 
@@ -74,13 +77,6 @@ class RankOutOfMemory:
 
     step_id: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StorePort:
-    """A message from rank 0 to the others, through the executor: where the rendezvous store listens."""
-
-    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +109,10 @@ def _run(start: RankStart, control: Connection) -> None:
     rank = start.rank
     status = StatusBoard(start.status_fd, start.config.num_ranks)
 
-    def publish_port(port: int) -> None:
-        control.send(StorePort(port))
-
-    def wait_for_port() -> int:
-        message = control.recv()
-        assert isinstance(message, StorePort)
-        return message.port
-
     context = RankContext(
         rank=rank,
         report_phase=lambda phase: status.report(rank, phase),
-        publish_port=publish_port,
-        wait_for_port=wait_for_port,
+        store_path=store_path(start.store_fd),
         spawned_at=start.spawned_at,
         started_at=started_at,
     )

@@ -41,10 +41,8 @@ class RankContext:
     rank: int
     report_phase: Callable[[str], None]
     """Notes what the rank is doing, for messages about a rank that stops answering."""
-    publish_port: Callable[[int], None]
-    """Rank 0 calls it to tell the other ranks on which port the rendezvous store listens."""
-    wait_for_port: Callable[[], int]
-    """The other ranks call it to wait for that port."""
+    store_path: str = ""
+    """The path of the file over which the ranks of the replica meet; empty for a lone rank."""
     spawned_at: float = 0.0
     """The `time.time()` at which the executor started the process."""
     started_at: float = 0.0
