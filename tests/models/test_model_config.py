@@ -70,6 +70,8 @@ def test_dtype(tmp_path: Path, keys: dict[str, Any], dtype: str) -> None:
     assert read(tmp_path, **keys).dtype == dtype
 
 
+NAN = float("nan")
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -170,6 +172,21 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["`rope_parameters.factor`", "missing"]),
         ({"rope_parameters": ABSENT}, ["rope_theta", "missing"]),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        ({"rms_norm_eps": NAN}, ["`rms_norm_eps`", "nan"]),
+        ({"rms_norm_eps": 0}, ["`rms_norm_eps`", "0"]),
+        ({"rms_norm_eps": -1e-6}, ["`rms_norm_eps`", "-1e-06"]),
+        ({"rope_parameters": {"rope_theta": 0}}, ["`rope_parameters.rope_theta`", "0"]),
+        ({"rope_parameters": ABSENT, "rope_theta": NAN}, ["rope_theta`", "nan"]),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, ["`rope_parameters.rope_theta`", "inf"]),
+        ({"rope_parameters": {"rope_theta": -10000.0}}, ["`rope_parameters.rope_theta`", "-10000"]),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, ["factor`", "0"]),
+        ({"rope_parameters": {**LLAMA3, "factor": NAN}}, ["`rope_parameters.factor`", "nan"]),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 0}}, ["`rope_parameters.low_freq_factor`", "0"]),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, ["`rope_parameters.high_freq_factor`", "1"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": NAN}}, ["attention_factor`", "nan"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "factor": float("inf")}}, ["factor`", "inf"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": NAN}}, ["beta_fast`", "nan is not a finite"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 10**400}}, ["rope_theta`", "1000", "not a finite"]),
     ],
 )  # fmt: skip
 def test_refused(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -> None:

@@ -100,7 +100,7 @@ def load_model_config(path: Path) -> ModelConfig:
         num_kv_heads=_num_kv_heads(config),
         head_dim=traits.head_dim,
         intermediate_size=config.positive("intermediate_size"),
-        rms_norm_eps=config.get("rms_norm_eps", float),
+        rms_norm_eps=config.positive_number("rms_norm_eps"),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
         qk_norm=traits.qk_norm,
         qkv_bias=traits.qkv_bias,

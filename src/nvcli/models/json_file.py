@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,9 @@ from typing import Any, TypeVar
 from nvcli.errors import LoadError
 
 T = TypeVar("T", int, float, bool, str)
+
+_LEAST, _MOST = 1e-30, 1e30
+"""Bounds of positive numbers that are not sizes: their inverses, times a position, are finite in float32."""
 
 
 class JsonFile:
@@ -51,6 +55,8 @@ class JsonFile:
             return default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if kind is float and is_number:
+            if not abs(value) <= sys.float_info.max:
+                raise self.error(key, f"{value!r:.40} is not a finite number")
             value = float(value)
         if not isinstance(value, kind) or (kind is int and not is_number):
             raise self.error(key, f"{value!r} is not of type {kind.__name__}")
@@ -61,6 +67,14 @@ class JsonFile:
         value = self.get(key, int)
         if value <= 0:
             raise self.error(key, f"{value} is not positive")
+        return value
+
+    def positive_number(self, key: str, default: float | None = None) -> float:
+        """The value of `key`, a number above zero that float32 can divide by. Where it is absent or null, it is
+        `default`, and without one that is an error."""
+        value = self.get(key, float, default)
+        if not _LEAST <= value <= _MOST:  # NaN is neither
+            raise self.error(key, f"{value:g} is not a number from {_LEAST:g} to {_MOST:g}")
         return value
 
     def error(self, key: str, problem: str) -> LoadError:

@@ -50,11 +50,11 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
     if partial not in (None, 1, 1.0):
         raise rope.error("partial_rotary_factor", f"{partial} is not supported; supported: 1.0")
     rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
-    theta = rope.get("rope_theta", float, default_theta)
+    theta = rope.positive_number("rope_theta", default_theta)
     if rope_type == "default":
         return RopeConfig(rope_type="default", theta=theta)
     if rope_type == "linear":
-        return RopeConfig(rope_type="linear", theta=theta, factor=rope.get("factor", float))
+        return RopeConfig(rope_type="linear", theta=theta, factor=rope.positive_number("factor"))
     if rope_type not in ("llama3", "yarn"):
         raise rope.error("rope_type", f"{rope_type!r} is not supported; supported: {', '.join(get_args(RopeType))}")
 
@@ -64,15 +64,18 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
         values["original_max_position_embeddings"] = top_level
     original = rope.get("original_max_position_embeddings", int, max_positions)
     if rope_type == "llama3":
+        low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
+        if low >= high:
+            raise rope.error("high_freq_factor", f"{high:g} is not above `low_freq_factor`, which is {low:g}")
         return RopeConfig(
             rope_type="llama3",
             theta=theta,
-            factor=rope.get("factor", float),
+            factor=rope.positive_number("factor"),
             original_max_position_embeddings=original,
-            low_freq_factor=rope.get("low_freq_factor", float),
-            high_freq_factor=rope.get("high_freq_factor", float),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
-    factor = rope.get("factor", float, max_positions / original)
+    factor = rope.positive_number("factor", max_positions / original)
     return RopeConfig(
         rope_type="yarn",
         theta=theta,
@@ -90,6 +93,6 @@ def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if "attention_factor" in rope.values:
-        return rope.get("attention_factor", float)
+        return rope.positive_number("attention_factor")
     numerator, denominator = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
     return mscale(numerator) / mscale(denominator) if numerator and denominator else mscale(1.0)
