@@ -10,7 +10,7 @@ import pytest
 
 from nvcli.errors import CapacityError, WorkerError
 from nvcli.job_run.early_end import keep_traceback, resume_hint
-from nvcli.jobs.output.manifest import manifest_path
+from nvcli.jobs.own_files import manifest_path
 
 FAILURE = WorkerError("rank 1 failed at step 5: KeyError: 7", "Traceback (most recent call last):\n  …\nKeyError: 7\n")
 

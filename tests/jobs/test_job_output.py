@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.job import RowForm
-from nvcli.jobs.output.manifest import manifest_path, save_manifest
+from nvcli.jobs.output.manifest import save_manifest
 from nvcli.jobs.output.output_scan import scan_output
+from nvcli.jobs.own_files import manifest_path
 from nvcli.jobs.rows.output_row import read_output_row
 from output_jobs import FAILING, JOB, open_job, plain_bytes, rows_of, write
 

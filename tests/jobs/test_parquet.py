@@ -16,8 +16,8 @@ from nvcli.jobs import files
 from nvcli.jobs.files import check_inputs, check_output
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.output.manifest import manifest_path
 from nvcli.jobs.output.parquet_output import write_parquet
+from nvcli.jobs.own_files import manifest_path
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from output_jobs import open_job, write

@@ -15,7 +15,7 @@ from typing import Any
 
 from nvcli.errors import NvcliError, WorkerError, reworded
 from nvcli.jobs.files import STREAM, choose_output, expand_inputs
-from nvcli.jobs.output.manifest import manifest_path
+from nvcli.jobs.own_files import manifest_path, traceback_path
 from nvcli.versions import describe_versions
 
 
@@ -71,7 +71,7 @@ def keep_traceback(error: NvcliError, output: str | None = None) -> NvcliError:
 def _append(text: str, output: str | None) -> Path | None:
     """Append to the traceback file and return its path; None where nothing can be written anywhere."""
     if output is not None and output != STREAM:
-        path = Path(f"{output}.traceback.txt")
+        path = traceback_path(Path(output))
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(text)

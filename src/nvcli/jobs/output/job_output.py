@@ -22,12 +22,13 @@ import msgspec
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.compression import compression_of, make_packer
-from nvcli.jobs.files import STREAM, WORKING_SUFFIX, is_parquet
-from nvcli.jobs.output.locked_file import LockedFile, in_chunks, rewrite_path
-from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, manifest_path, save_manifest, sync_folder
+from nvcli.jobs.files import STREAM
+from nvcli.jobs.output.locked_file import LockedFile, in_chunks
+from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, save_manifest, sync_folder
 from nvcli.jobs.output.output_scan import scan_output, sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
+from nvcli.jobs.own_files import is_parquet, manifest_path, rewrite_path, rows_path, temporary_files
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.output_row import OutputForm
 
@@ -110,7 +111,8 @@ class FileOutput(JobOutput):
         self._is_closed = False
         self._file = LockedFile(rows_path(path))
         try:
-            rewrite_path(self._file.path).unlink(missing_ok=True)
+            for leftover in temporary_files(path):
+                leftover.unlink(missing_ok=True)
             is_new = options.overwrite or not (self._file.size or (is_parquet(path) and path.exists()))
             if not is_new:
                 self._job = self._check_job()
@@ -270,11 +272,6 @@ def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
             raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
         return StreamOutput(Sink(fd, name, pack=make_packer(compression_of(name))), form)
     return FileOutput(path, job, options)
-
-
-def rows_path(output: Path) -> Path:
-    """Return the file that rows are appended to: the output itself, or the working file beside a Parquet output."""
-    return output.with_name(output.name + WORKING_SUFFIX) if is_parquet(output) else output
 
 
 def _in_order(path: Path, max_bytes: int) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.output.manifest import sync_folder
+from nvcli.jobs.own_files import real_path, rewrite_path
 
 _CHUNK_BYTES = 1024 * 1024
 
@@ -19,7 +20,7 @@ class LockedFile:
 
     def __init__(self, path: Path) -> None:
         """Open the file or make it. Raises ConfigError where it cannot be opened or another run holds it."""
-        self.path = path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        self.path = path = real_path(path)
         """The file itself, behind a symbolic link, so that the link stays."""
         self.is_new = not path.exists()
         try:
@@ -63,11 +64,6 @@ class LockedFile:
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-def rewrite_path(path: Path) -> Path:
-    """Return where a new version of the file is written; what a crash left there is of no use."""
-    return path.with_name(f".{path.name}.new")
 
 
 def in_chunks(lines: Iterable[bytes]) -> Iterable[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.files import MANIFEST_SUFFIX
+from nvcli.jobs.own_files import manifest_draft_path, manifest_path
 
 VERSION = 1
 
@@ -69,10 +69,6 @@ def _input_differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, 
             yield f"input {new_name}: {old_label}{old_text} → {new_text}"
 
 
-def manifest_path(output: Path) -> Path:
-    return output.with_name(output.name + MANIFEST_SUFFIX)
-
-
 def load_manifest(output: Path) -> Manifest | None:
     """Read the manifest of an output; None where there is none. Raises ConfigError for one that cannot be read."""
     path = manifest_path(output)
@@ -96,7 +92,7 @@ def save_manifest(output: Path, manifest: Manifest) -> None:
     """Write the manifest of an output. After a power loss there is the old one or the new one. Raises OSError."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     path = manifest_path(output)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = manifest_draft_path(output)
     try:
         with temporary.open("wb") as file:
             file.write(data)
