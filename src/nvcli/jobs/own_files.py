@@ -50,6 +50,12 @@ def rewrite_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
+def lock_path(output: Path) -> Path:
+    """Return the file that says which run writes to the output, beside the output itself."""
+    path = real_path(output)
+    return path.with_name(f".{path.name}.lock")
+
+
 def temporary_files(output: Path) -> list[Path]:
     """Return the files that only a run which was cut short leaves behind. Whoever holds the output may remove them."""
     rewritten = {real_path(output), real_path(rows_path(output))}
@@ -59,5 +65,5 @@ def temporary_files(output: Path) -> list[Path]:
 def own_files(output: Path) -> list[Path]:
     """Return every file that a job with this output writes, replaces or removes; the output comes first."""
     rows = rows_path(output)
-    beside = [manifest_path(output), *([rows] if rows != output else []), traceback_path(output)]
+    beside = [manifest_path(output), *([rows] if rows != output else []), traceback_path(output), lock_path(output)]
     return [output, *beside, *temporary_files(output)]

@@ -109,7 +109,7 @@ class FileOutput(JobOutput):
         self._pack = make_packer(compression_of(path.name))
         self._needs_sorting = False
         self._is_closed = False
-        self._file = LockedFile(rows_path(path))
+        self._file = LockedFile(rows_path(path), path)
         try:
             for leftover in temporary_files(path):
                 leftover.unlink(missing_ok=True)
