@@ -114,6 +114,9 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         _check_pyarrow("output", output)
         if path.exists() and not path.is_file():
             raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
+        folder = Path(os.path.realpath(path)).parent  # behind a link
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"the output {output} leads to {folder}, which is no folder that can be written to")
 
 
 def job_files(inputs: Sequence[str], output: str | None) -> list[str]:

@@ -28,7 +28,7 @@ from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, save_m
 from nvcli.jobs.output.output_scan import scan_output, sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
-from nvcli.jobs.own_files import is_parquet, manifest_path, rewrite_path, rows_path, temporary_files
+from nvcli.jobs.own_files import is_parquet, manifest_path, real_path, rewrite_path, rows_path, temporary_files
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.output_row import OutputForm
 
@@ -113,7 +113,8 @@ class FileOutput(JobOutput):
         try:
             for leftover in temporary_files(path):
                 leftover.unlink(missing_ok=True)
-            is_new = options.overwrite or not (self._file.size or (is_parquet(path) and path.exists()))
+            self._take_mode_of_table()
+            is_new = options.overwrite or not (self._file.size or (is_parquet(path) and _size(path)))
             if not is_new:
                 self._job = self._check_job()
             super().__init__(OutputForm(created=self._job.created, model=self._job.model))
@@ -176,8 +177,9 @@ class FileOutput(JobOutput):
         Old rows go before the new manifest comes: they must never be together.
         """
         self._file.truncate(0)
-        if is_parquet(self._path):
-            self._path.unlink(missing_ok=True)
+        if is_parquet(self._path) and self._path.exists():
+            with self._path.open("wb") as table:  # emptied, not removed: it keeps its mode and its link
+                os.fsync(table.fileno())
         if self._options.can_continue:
             save_manifest(self._path, self._job)
         else:
@@ -243,18 +245,27 @@ class FileOutput(JobOutput):
         """Replace the rows of the output by these lines, which have no newline."""
         self._file.replace(map(self._pack, in_chunks(lines)))
 
+    def _take_mode_of_table(self) -> None:
+        """Give a new working file the mode of the table that is there: who may not read that may not read this."""
+        if is_parquet(self._path) and self._file.is_new and self._path.exists():
+            os.fchmod(self._file.fd, self._path.stat().st_mode & 0o777)
+
     def _write_parquet(self) -> None:
         from nvcli.jobs.output.parquet_output import write_parquet
 
-        temporary = rewrite_path(self._path)
+        table = real_path(self._path)
+        temporary = rewrite_path(table)
+        mode = (table if table.exists() else self._file.path).stat().st_mode & 0o777
         try:
+            temporary.touch(mode=0o600)  # nobody else may read it before it has its own mode
             write_parquet(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
             with temporary.open("rb") as file:
+                os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
-            temporary.replace(self._path)
+            temporary.replace(table)
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(self._path.parent)
+        sync_folder(table.parent)
 
 
 def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
@@ -272,6 +283,10 @@ def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
             raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
         return StreamOutput(Sink(fd, name, pack=make_packer(compression_of(name))), form)
     return FileOutput(path, job, options)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _in_order(path: Path, max_bytes: int) -> Iterator[bytes]:
