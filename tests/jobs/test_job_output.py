@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.job import RowForm
+from nvcli.jobs.output.job_output import JobOutput
 from nvcli.jobs.output.manifest import save_manifest
 from nvcli.jobs.output.output_scan import scan_output
-from nvcli.jobs.own_files import manifest_path
+from nvcli.jobs.own_files import manifest_path, temporary_files
 from nvcli.jobs.rows.output_row import read_output_row
 from output_jobs import FAILING, JOB, open_job, plain_bytes, rows_of, write
 
@@ -151,6 +152,41 @@ def test_a_new_output_that_got_nothing_is_not_left_behind(tmp_path: Path) -> Non
     output.close()
     output.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [*NAMES, "out.parquet"])
+def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write(path, range(3), finish=True)
+    before = sorted(tmp_path.iterdir())
+    for leftover in temporary_files(path):
+        leftover.write_text("half")
+    assert len(list(tmp_path.iterdir())) > len(before)
+    write(path, range(3), finish=True)  # there is nothing to do
+    assert sorted(tmp_path.iterdir()) == before
+    for leftover in temporary_files(path):
+        leftover.write_text("half")
+    write(path, range(4), finish=True, retry_errors=True)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_that_was_killed_after_its_last_write_leaves_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    write(path, range(3), failing=(), finish=True)
+    before = sorted(tmp_path.iterdir())
+    (tmp_path / "out.parquet.rows.jsonl").write_text("half")
+    assert open_and_close(path).finished is not None
+    assert sorted(tmp_path.iterdir()) == before
+    write(path, range(COUNT), finish=True, overwrite=True)  # with failed rows, which may be tried again
+    before = sorted(tmp_path.iterdir())
+    assert open_and_close(path).finished is not None
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def open_and_close(path: Path) -> JobOutput:
+    output = open_job(path)
+    output.close()
+    return output
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class FileOutput(JobOutput):
         self._pack = make_packer(compression_of(path.name))
         self._needs_sorting = False
         self._is_closed = False
+        self._has_spare_rows = False
         self._file = LockedFile(rows_path(path), path)
         try:
             for leftover in temporary_files(path):
@@ -166,8 +167,8 @@ class FileOutput(JobOutput):
             self._release(is_unused=not self.sink.is_started or self.finished is not None)
 
     def _release(self, *, is_unused: bool) -> None:
-        """Give up the file and its lock, and remove a new file that nothing was written to."""
-        if is_unused and self._file.is_new:
+        """Give up the file and its lock, and remove one that nothing was written to, or that is not needed any more."""
+        if is_unused and (self._file.is_new or self._has_spare_rows):
             self._file.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -208,6 +209,8 @@ class FileOutput(JobOutput):
         finished = self._job.finished
         if finished is not None and self._is_enough(finished):
             self.finished = finished
+            # A run that is killed after its last write leaves the rows of a complete table.
+            self._has_spare_rows = is_parquet(self._path) and finished.all_read and not finished.errors
             return
         if finished is not None:
             self._job = msgspec.structs.replace(self._job, finished=None)
