@@ -47,8 +47,10 @@ class Shell:
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
-    def interrupt(self, *arguments: str, signals: int = 1, fakes: str = SLOW) -> subprocess.CompletedProcess[str]:
-        """The run after Ctrl-C, pressed once the first rows are written."""
+    def interrupt(
+        self, *arguments: str, signals: int = 1, number: signal.Signals = signal.SIGINT, fakes: str = SLOW
+    ) -> subprocess.CompletedProcess[str]:
+        """The run after Ctrl-C, pressed once the first rows are written, or after another signal."""
         command = self.command(*arguments, fakes=fakes)
         output = self.folder / "in.out.jsonl"
         size = output.stat().st_size if output.exists() else 0
@@ -57,7 +59,7 @@ class Shell:
             while not (output.exists() and output.stat().st_size > size) and time.monotonic() < deadline:
                 time.sleep(0.01)
             for _ in range(signals):
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 time.sleep(0.05)
             _, stderr = process.communicate(timeout=30)
         return subprocess.CompletedProcess(command, process.returncode, "", stderr)
@@ -87,6 +89,15 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(shell: Shell) -> None:
     assert "199 of 200 rows answered in" in again.stderr
     assert f"({num_rows} by an earlier run)" in again.stderr
     assert [row["index"] for row in shell.rows()] == list(range(200))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_other_signals_end_it_as_ctrl_c_does(shell: Shell, number: signal.Signals) -> None:
+    done = shell.interrupt("in.jsonl", number=number)
+    assert done.returncode == 130, done.stderr
+    assert "continue with:\n" in done.stderr
+    assert 0 < len(shell.rows()) < 200
+    assert not list(shell.folder.glob(".in.out.jsonl.*"))  # the lock file
 
 
 def test_ctrl_c_twice_ends_at_once(shell: Shell) -> None:

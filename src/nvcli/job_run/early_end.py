@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from nvcli.end_signals import handle_end_signals
 from nvcli.errors import NvcliError, WorkerError, reworded
 from nvcli.jobs.files import STREAM, choose_output, expand_inputs
 from nvcli.jobs.own_files import manifest_path, traceback_path
@@ -20,7 +21,9 @@ from nvcli.versions import describe_versions
 
 
 class Interrupts:
-    """While entered, the first SIGINT or SIGTERM is remembered for `check`; the next one interrupts at once.
+    """While entered, the first signal that asks for the end is remembered for `check`; the next interrupts at once.
+
+    Those signals are SIGINT, SIGTERM, SIGHUP and SIGQUIT (`end_signals`).
 
     Outside the main thread, where Python handles no signals, it does nothing.
     """
@@ -31,8 +34,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._remember)
+            self._previous = handle_end_signals(self._remember)
         return self
 
     def __exit__(

@@ -57,8 +57,8 @@ def generate(
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
     `start` starts the engine of one replica. Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or
-    TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after SIGINT or SIGTERM. Rows
-    that were answered by then are in the output.
+    TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal that asks for
+    the end (`end_signals`). Rows that were answered by then are in the output.
     """
     started_at = time.monotonic()
     if overwrite and retry_errors:
