@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -60,6 +62,18 @@ def clients() -> Iterator[list[EngineClient]]:
         client.close()
     assert children_of(os.getpid()) == others
     assert set(os.listdir("/dev/shm")) == shm
+
+
+@pytest.fixture
+def nobody_reaps() -> Iterator[None]:
+    """Orphans come to this process, which does not wait for them, as PID 1 of many containers does not.
+
+    The fixture `clients` then sees them among the children of this process.
+    """
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(set_child_subreaper, 1)
+    yield
+    prctl(set_child_subreaper, 0)
 
 
 def start(clients: list[EngineClient], runner: str, **config: object) -> EngineClient:
@@ -181,6 +195,7 @@ def test_engine_that_was_stopped_for_a_moment_goes_on(clients: list[EngineClient
     assert unpack(collect(client, 1)[0].token_ids).tolist() == list(range(100, 160))
 
 
+@pytest.mark.usefixtures("nobody_reaps")
 def test_engine_that_is_stopped_while_it_starts_is_named(clients: list[EngineClient]) -> None:
     client = start(clients, "SlowStartRunner", step_timeout=0.5)
     assert client.wait_ready(0.5) is None
@@ -295,6 +310,18 @@ def test_rank_that_ended_before_it_heard_of_the_store_says_why(tmp_path: Path, m
         executor.close()
 
 
+@pytest.mark.usefixtures("nobody_reaps")
+@pytest.mark.parametrize("runner", ["UnloadableRunner", "DiesLoadingRunner", "SlowStartRunner"])
+def test_a_failed_start_leaves_no_zombie(clients: list[EngineClient], runner: str) -> None:
+    client = start(clients, runner, tensor_parallel_size=2)
+    with contextlib.suppress(LoadError, WorkerError):
+        client.wait_ready(0.7)
+    begin = time.monotonic()
+    client.close()
+    assert time.monotonic() - begin < 1.0
+
+
+@pytest.mark.usefixtures("nobody_reaps")
 def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:
     client = start(clients, "SlowStartRunner", tensor_parallel_size=2)
     assert client.wait_ready(0.5) is None
@@ -304,6 +331,7 @@ def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:
     wait_gone(pids)
 
 
+@pytest.mark.usefixtures("nobody_reaps")
 @pytest.mark.parametrize("action", ["close", "kill", "stop"])
 def test_end_while_ranks_start_anew(
     clients: list[EngineClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
@@ -335,6 +363,7 @@ def test_end_while_ranks_start_anew(
     wait_gone([*first, *ranks])
 
 
+@pytest.mark.usefixtures("nobody_reaps")
 @pytest.mark.parametrize(("num_processes", "where"), [(1, "__init__"), (3, "recover")])
 def test_ranks_that_cannot_be_started_are_an_error(
     clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch, num_processes: int, where: str

@@ -21,9 +21,12 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_CHILDREN_SECONDS = 5.0
+"""Seconds that a process gets to end its children; one with a GPU takes its time to go."""
 
 
 class ChildProcess:
@@ -99,16 +102,53 @@ class ChildProcess:
         """Kill it; this returns before it is gone, and `close` is still to be called."""
         self._popen.kill()
 
-    def close(self, grace: float = 0.0) -> None:
-        """End the process: wait `grace` seconds for it to end by itself, then kill it. Idempotent."""
-        deadline = time.monotonic() + grace
-        while self.is_alive and time.monotonic() < deadline:
-            time.sleep(0.005)
+    def close(self, grace: float = 0.0, *, has_children: bool = False) -> None:
+        """End the process: wait `grace` seconds for it to end by itself, then kill it. Idempotent.
+
+        A process that `has_children` gets time to end them (`end_at_sigterm`) before it is killed.
+        """
+        self._wait(grace)
+        if has_children and self.is_alive:
+            self._popen.send_signal(signal.SIGTERM)
+            self._popen.send_signal(signal.SIGCONT)  # it may be stopped
+            self._wait(_CHILDREN_SECONDS)
         if self.is_alive:
             self._popen.kill()
         self._popen.wait()
         if not self.control.closed:
             self.control.close()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait up to `seconds` for the process to end by itself."""
+        deadline = time.monotonic() + seconds
+        while self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def end_at_sigterm() -> None:
+    """From now on SIGTERM ends this process as it would anyway, and its children before it.
+
+    Children that outlive their parent become those of process 1, which in many containers waits for none: what is left
+    of them stays in the process table.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        end_children()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def end_children() -> None:
+    """Kill the children of this process, and wait until they are gone."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread or the child has ended
+            for pid in (thread / "children").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 def _die_with_parent(parent_pid: int) -> None:
