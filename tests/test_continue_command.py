@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
 import signal
@@ -89,6 +90,16 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(shell: Shell) -> None:
     assert "199 of 200 rows answered in" in again.stderr
     assert f"({num_rows} by an earlier run)" in again.stderr
     assert [row["index"] for row in shell.rows()] == list(range(200))
+
+
+def test_the_hint_after_overwriting_does_not_go_by_the_clock(shell: Shell) -> None:
+    """What was written before the run, by a clock that is behind, is still what the run has written."""
+    late = "on_poll=lambda: (__import__('time').sleep(0.05), os.utime('in.out.jsonl.manifest.json', (0, 0)))"
+    assert shell.run("in.jsonl").returncode == 1
+    os.truncate(shell.folder / "in.out.jsonl", 0)
+    done = shell.interrupt("in.jsonl", "--overwrite", fakes=late)
+    assert "the rows answered so far are in in.out.jsonl; continue with:\n" in done.stderr
+    assert "--overwrite" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])

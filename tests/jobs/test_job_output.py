@@ -17,7 +17,7 @@ from nvcli.jobs.job import RowForm
 from nvcli.jobs.output.job_output import JobOutput
 from nvcli.jobs.output.manifest import save_manifest
 from nvcli.jobs.output.output_scan import scan_output
-from nvcli.jobs.own_files import manifest_path, temporary_files
+from nvcli.jobs.own_files import manifest_path, rows_path, temporary_files
 from nvcli.jobs.rows.output_row import read_output_row
 from output_jobs import FAILING, JOB, open_job, plain_bytes, rows_of, write
 
@@ -145,6 +145,23 @@ def test_an_overwritten_output_is_emptied_by_the_first_write_and_not_before(tmp_
     assert [row["index"] for row in rows_of(path)] == [1]
     write(path, [], finish=True, overwrite=True)  # a job without rows
     assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_new_output_says_when_it_has_begun(tmp_path: Path, name: str) -> None:
+    begun: list[list[bytes]] = []
+    path = tmp_path / name
+
+    def look() -> None:
+        begun.append([rows_path(path).read_bytes(), manifest_path(path).read_bytes()])
+
+    write(path, [0], failing=[0], finish=True)
+    old = manifest_path(path).read_bytes()
+    write(path, [0, 1], on_begin=look)  # continued
+    open_job(path, overwrite=True, on_begin=look).close()
+    assert begun == []
+    write(path, [0, 1], overwrite=True, on_begin=look)
+    assert [(rows, manifest == old) for rows, manifest in begun] == [(b"", False)]
 
 
 def test_a_new_output_that_got_nothing_is_not_left_behind(tmp_path: Path) -> None:

@@ -90,11 +90,11 @@ def _append(text: str, output: str | None) -> Path | None:
         return None
 
 
-def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | None, started: float) -> str:
+def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | None, has_begun: bool) -> str:
     """Return one or two lines that say what was answered, and what to type to go on.
 
-    `argv` is the command line of this run, `inputs` and `output` are as they were given, and `started` is when the run
-    began, in seconds since 1970.
+    `argv` is the command line of this run, `inputs` and `output` are as they were given, and `has_begun` says whether
+    the run has begun a new output, in place of one that was there.
     """
     try:
         name = choose_output(expand_inputs(inputs, output), output)
@@ -103,8 +103,7 @@ def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | Non
     if name == STREAM:
         return "the rows answered so far were written; standard output cannot be continued"
     manifest = manifest_path(Path(name))
-    is_old = "--overwrite" in argv and manifest.exists() and manifest.stat().st_mtime < started
-    if is_old:  # the manifest is still that of the output that was to be overwritten
+    if "--overwrite" in argv and not has_begun:  # what is there is still the output that was to be overwritten
         return f"nothing was answered yet; start again with:\n  {_command(argv)}"
     if manifest.exists():
         return f"the rows answered so far are in {name}; continue with:\n  {resume_command(argv)}"

@@ -52,11 +52,13 @@ def generate(
     retry_errors: bool = False,
     limit: int | None = None,
     start: StartEngine = start_engine,
+    on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
-    `start` starts the engine of one replica. Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or
+    `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
+    before is gone then. Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or
     TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal that asks for
     the end (`end_signals`). Rows that were answered by then are in the output.
     """
@@ -71,6 +73,7 @@ def generate(
         retry_errors=retry_errors,
         limit=limit,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
+        on_begin=on_begin,
     )
     opened = open_output(job.output, job.manifest, options)  # before standard output is set aside: it may be that
     # However the run ends, another run may have the output only after all else is closed.

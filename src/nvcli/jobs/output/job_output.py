@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,8 @@ class OutputOptions:
     """Only so many rows of the inputs are wanted; None: all."""
     reorder_bytes: int = 1 << 28
     """The memory that rows may take while they wait for their turn, when the output is put in order."""
+    on_begin: Callable[[], None] = lambda: None
+    """Called once a new output is begun: the rows and the manifest that were there before are gone then."""
 
 
 class JobOutput:
@@ -186,6 +188,7 @@ class FileOutput(JobOutput):
         else:
             manifest_path(self._path).unlink(missing_ok=True)
             sync_folder(self._path.parent)
+        self._options.on_begin()
 
     def _check_job(self) -> Manifest:
         """Return the manifest of the output that is there. Raises ConfigError where it is of another job."""
