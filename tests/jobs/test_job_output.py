@@ -117,12 +117,17 @@ def test_another_job_is_refused_with_a_line_for_each_difference(tmp_path: Path) 
         open_job(path, more)
     assert path.read_bytes() == before
     moved = msgspec.structs.replace(JOB, created=5, model="elsewhere", inputs=[("moved.jsonl", "5 bytes")])
+    named = msgspec.structs.replace(JOB, hub_id="a/model")
+    open_job(path, named).close()  # the same weights, downloaded
+    save_manifest(path, named)
+    with pytest.raises(ConfigError, match=r"\n  model: a/model → a/other\n"):
+        open_job(path, msgspec.structs.replace(JOB, hub_id="a/other"))
     output = open_job(path, moved)
     assert (output.form.created, output.form.model) == (1000, "m")  # as the first run had them
     output.close()
 
 
-@pytest.mark.parametrize("manifest", [None, b"", b"{", b'{"version": 99}', b'{"version": 1, "facts": []}'])
+@pytest.mark.parametrize("manifest", [None, b"", b"{", b'{"version": 99}', b'{"version": 2, "facts": []}'])
 def test_an_output_without_a_usable_manifest_is_refused(tmp_path: Path, manifest: bytes | None) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("precious\n")
