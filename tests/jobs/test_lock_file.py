@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.output import lock_file
+from nvcli.jobs.output import lock_file, locked_file
+from nvcli.jobs.output.file_system import is_on_local_disk
 from nvcli.jobs.output.lock_file import LockFile, LockHolder, this_process
 from nvcli.jobs.own_files import lock_path
 from output_jobs import open_job, rows_of, write
@@ -65,19 +66,19 @@ def test_two_runs_at_once_are_refused_without_locks(tmp_path: Path, name: str) -
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
     lock_path(path).write_bytes(msgspec.json.encode(ended_process()))
     write(path, range(2))
     leave_lock(path, started="1")  # another process has its id now
     write(path, range(4))
+    monkeypatch.setattr(locked_file, "is_on_local_disk", lambda path: False)
     leave_lock(path, boot="an earlier one", machine="this", pid=1)
     with pytest.raises(ConfigError, match="another run is writing"):
         open_job(path)
     machine = msgspec.structs.replace(this_process(), machine="this")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lock_file, "this_process", lambda: machine)
-        write(path, range(5))  # the machine was started anew since
+    monkeypatch.setattr(lock_file, "this_process", lambda: machine)
+    write(path, range(5))  # the machine was started anew since
     assert [row["index"] for row in rows_of(path)] == list(range(5))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.manifest.json"]
 
@@ -88,6 +89,7 @@ def test_a_run_on_another_host_is_refused_with_the_way_out(
 ) -> None:
     path = tmp_path / "out.jsonl"
     write(path, range(2))
+    monkeypatch.setattr(locked_file, "is_on_local_disk", lambda path: False)
     if not locks_work:
         monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
     leave_lock(path, **OTHER_HOST)
@@ -98,6 +100,30 @@ def test_a_run_on_another_host_is_refused_with_the_way_out(
     assert len(rows_of(path)) == 2
     lock_path(path).unlink()  # the way out
     open_job(path).close()
+
+
+def test_on_a_local_disk_nothing_is_left_of_an_earlier_start_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    leave_lock(path, **OTHER_HOST)
+    monkeypatch.setattr(locked_file, "is_on_local_disk", lambda path: True)
+    open_job(path).close()
+    assert not lock_path(path).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_local"),
+    [("/a", True), ("/nfs/a", False), ("/nfs/local/deep/a", True), ("/my disk/a", False), ("/nfsx/a", True)],
+)
+def test_the_innermost_mount_says_whether_a_file_is_local(tmp_path: Path, name: str, is_local: bool) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 0:5 / / rw - ext4 /dev/a rw\n22 21 0:6 / /nfs rw,x shared:1 - nfs4 host:/ rw\n"
+        "23 22 0:7 / /nfs/local rw - xfs /dev/b rw\n24 21 0:8 / /my\\040disk rw - lustre x rw\n"
+    )
+    assert is_on_local_disk(Path(name), mounts) == is_local
+    assert not is_on_local_disk(Path(name), tmp_path / "none")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", None])
@@ -133,7 +159,7 @@ def test_of_two_that_take_over_a_stale_file_the_last_one_has_it(
 
     monkeypatch.setattr(lock_file.time, "sleep", another_does_it_too)
     with pytest.raises(ConfigError, match="on elsewhere"):
-        LockFile(lock_path(path), path, locks_work=False)
+        LockFile(lock_path(path), path, locks_work=False, is_shared=True)
     assert b"elsewhere" in lock_path(path).read_bytes()
 
 

@@ -41,13 +41,17 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
 class LockFile:
     """A lock file that this process has made. `release` removes it."""
 
-    def __init__(self, path: Path, output: Path, *, locks_work: bool) -> None:
+    def __init__(self, path: Path, output: Path, *, locks_work: bool, is_shared: bool) -> None:
         """Make the file, or take over that of a process which is gone. Raises ConfigError where another run has it.
 
         `locks_work` says that this process holds the output's lock, and that the kernel refuses it to others on this
-        host. Where the folder takes no new files there is no lock file. Raises OSError for other failures.
+        host. `is_shared` says that other hosts may use the file system too. Where the folder takes no new files there
+        is no lock file. Raises OSError for other failures.
         """
         self._path = path
+        self._output = output
+        self._locks_work = locks_work
+        self._is_shared = is_shared
         self._data = msgspec.json.encode(this_process())
         self._is_held = False
         was_taken_over = False
@@ -57,7 +61,7 @@ class LockFile:
             except PermissionError:
                 return
             except FileExistsError:
-                was_taken_over = _remove_if_stale(path, output, locks_work=locks_work) or was_taken_over
+                was_taken_over = self._remove_if_stale() or was_taken_over
                 continue
             self._is_held = True
             break
@@ -73,6 +77,32 @@ class LockFile:
             self._is_held = False
             if _read(self._path) == self._data:
                 self._path.unlink(missing_ok=True)
+
+    def _remove_if_stale(self) -> bool:
+        """Remove a lock file whose process is gone, and return True; return False to look again.
+
+        Raises ConfigError where the process runs, or where nobody can say whether it does.
+        """
+        data = _read(self._path)
+        if data is None:
+            return False  # it was removed meanwhile
+        holder = _holder(data)
+        if holder is None:
+            time.sleep(_TRY_SECONDS)  # its process is just writing it, or died then
+            if not self._locks_work or _read(self._path) != data:
+                return False
+        elif not self._is_gone(holder, this_process()):
+            raise _held_by_another(self._path, self._output, holder)
+        self._path.unlink(missing_ok=True)
+        return True
+
+    def _is_gone(self, holder: LockHolder, ours: LockHolder) -> bool:
+        if holder.boot != ours.boot:
+            was_started_anew = bool(ours.machine) and (holder.host, holder.machine) == (ours.host, ours.machine)
+            return was_started_anew or (self._locks_work and not self._is_shared)
+        if holder.pid_namespace == ours.pid_namespace:
+            return not _is_running(holder)
+        return self._locks_work  # its process, in another container, would still have the output's lock
 
 
 def this_process() -> LockHolder:
@@ -100,33 +130,6 @@ def _create(path: Path, data: bytes) -> None:
         raise
     finally:
         os.close(fd)
-
-
-def _remove_if_stale(path: Path, output: Path, *, locks_work: bool) -> bool:
-    """Remove a lock file whose process is gone, and return True; return False to look again.
-
-    Raises ConfigError where the process runs, or where nobody can say whether it does.
-    """
-    data = _read(path)
-    if data is None:
-        return False  # it was removed meanwhile
-    holder = _holder(data)
-    if holder is None:
-        if not locks_work:  # its process is just writing it, or died then
-            time.sleep(_TRY_SECONDS)
-            return False
-    elif not _is_gone(holder, this_process(), locks_work=locks_work):
-        raise _held_by_another(path, output, holder)
-    path.unlink(missing_ok=True)
-    return True
-
-
-def _is_gone(holder: LockHolder, ours: LockHolder, *, locks_work: bool) -> bool:
-    if holder.boot == ours.boot:
-        if holder.pid_namespace == ours.pid_namespace:
-            return not _is_running(holder)
-        return locks_work  # its process, in another container, would still have the output's lock
-    return bool(ours.machine) and (holder.host, holder.machine) == (ours.host, ours.machine)  # started anew since
 
 
 def _is_running(holder: LockHolder) -> bool:

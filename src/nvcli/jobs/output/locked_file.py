@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.jobs.output.file_system import is_on_local_disk
 from nvcli.jobs.output.lock_file import LockFile
 from nvcli.jobs.output.manifest import sync_folder
 from nvcli.jobs.own_files import lock_path, real_path, rewrite_path
@@ -39,7 +40,9 @@ class LockedFile:
         except OSError as error:
             raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
         try:
-            self._lock_file = LockFile(lock_path(output), output, locks_work=_is_kept_from_others(path))
+            self._lock_file = LockFile(
+                lock_path(output), output, locks_work=_is_kept_from_others(path), is_shared=not is_on_local_disk(path)
+            )
         except BaseException as error:
             os.close(self.fd)  # a new file stays: the run that has the lock file may have opened it
             if isinstance(error, OSError):
