@@ -88,7 +88,8 @@ class LockFile:
             return False  # it was removed meanwhile
         holder = _holder(data)
         if holder is None:
-            time.sleep(_TRY_SECONDS)  # its process is just writing it, or died then
+            if self._is_shared or not self._locks_work:
+                time.sleep(_TRY_SECONDS)  # its process is just writing it, or died then
             if not self._locks_work or _read(self._path) != data:
                 return False
         elif not self._is_gone(holder, this_process()):
