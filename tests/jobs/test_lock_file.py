@@ -135,7 +135,7 @@ def test_what_nobody_can_judge_is_left_to_the_locks_that_work(
 
     def leave() -> None:
         if data is None:
-            leave_lock(path, pid_namespace="pid:[1]")
+            leave_lock(path, pid_namespace="1")
         else:
             lock_path(path).write_bytes(data)
 

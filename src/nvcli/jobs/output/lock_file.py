@@ -7,6 +7,7 @@ of which host has made it, so that the file of a process that was killed can be 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -72,11 +73,15 @@ class LockFile:
             raise _held_by_another(path, output, _holder(_read(path) or b""))
 
     def release(self) -> None:
-        """Remove the file, unless another run has replaced it. Idempotent."""
+        """Remove the file, unless another run has replaced it. Idempotent.
+
+        One that cannot be removed is taken over by the next run, as that of a process which is gone.
+        """
         if self._is_held:
             self._is_held = False
-            if _read(self._path) == self._data:
-                self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if _read(self._path) == self._data:
+                    self._path.unlink(missing_ok=True)
 
     def _remove_if_stale(self) -> bool:
         """Remove a lock file whose process is gone, and return True; return False to look again.
@@ -113,7 +118,7 @@ def this_process() -> LockHolder:
         host=socket.gethostname(),
         machine=_first_line("/etc/machine-id"),
         boot=_first_line("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=os.readlink("/proc/self/ns/pid"),
+        pid_namespace=str(os.stat("/proc/self/ns/pid").st_ino),
         pid=pid,
         started=_start_time(pid) or "",
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
