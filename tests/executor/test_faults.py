@@ -131,6 +131,16 @@ def test_rank_of_the_last_stage_that_falls_behind_is_waited_for(clients: list[En
     assert all(unpack(o.token_ids).tolist() == list(range(100, 120)) for o in collect(client, 8).values())
 
 
+def test_signals_of_a_terminal_are_the_parents_alone(clients: list[EngineClient]) -> None:
+    client = start(clients, "CountingRunner")
+    client.wait_ready()
+    for pid in (client.pid, *ranks_of(client)):
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+            os.kill(pid, number)
+    client.add([make_request(0, [1], 20)])
+    assert unpack(collect(client, 1)[0].token_ids).tolist() == list(range(100, 120))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_rank_is_named(clients: list[EngineClient], rank: int) -> None:
     client = start(clients, "SlowRunner", tensor_parallel_size=2)
@@ -318,7 +328,7 @@ def test_a_failed_start_leaves_no_zombie(clients: list[EngineClient], runner: st
         client.wait_ready(0.7)
     begin = time.monotonic()
     client.close()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 4.0  # it was not killed in the end
 
 
 @pytest.mark.usefixtures("nobody_reaps")

@@ -2,8 +2,8 @@
 
 Children are fresh interpreters (no fork of threads or CUDA state, no re-import of the parent's main module). Each has
 one socket to its parent: its first message is the child's argument, and its end of file tells either side at once that
-the other is gone. A child also asks the kernel to be killed when its parent dies, ignores the terminal's Ctrl-C (the
-parent decides what that means), and writes what libraries print to standard error: standard output is for results.
+the other is gone. A child also asks the kernel to be killed when its parent dies, ignores the signals of a terminal
+(the parent decides what they mean), and writes what libraries print to standard error: standard output is for results.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def _die_with_parent(parent_pid: int) -> None:
 
 def _main() -> None:
     target, fd, parent_pid = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     _die_with_parent(int(parent_pid))
     control = Connection(int(fd))
     module, function = target.split(":")
