@@ -175,6 +175,8 @@ def test_two_runs_at_once(shell: Shell) -> None:
 
 
 def test_a_changed_input_or_model_is_refused(shell: Shell) -> None:
+    weights = shell.folder / "model" / "model.safetensors"
+    weights.write_bytes(b"one checkpoint")
     assert shell.interrupt("in.jsonl").returncode == 130
     before = shell.rows()
     source = shell.folder / "in.jsonl"
@@ -182,16 +184,21 @@ def test_a_changed_input_or_model_is_refused(shell: Shell) -> None:
     source.write_text(text.replace("p7", "P7"))
     config = shell.folder / "model" / "tokenizer_config.json"
     config.write_text(config.read_text() + " ")
+    weights.write_bytes(b"the next one's")
     done = shell.run("in.jsonl", "--set", "sampling.top_k=3")
     assert done.returncode == 2
     for part in (
-        "  model tokenizer_config.json: sha256 ", "  sampling.top_k: not set → 3\n", "  input in.jsonl: ", "--overwrite"
+        "  model tokenizer_config.json: sha256 ", "  model model.safetensors: 14 bytes, sha256 ",
+        "  sampling.top_k: not set → 3\n", "  input in.jsonl: ", "--overwrite"
     ):  # fmt: skip
         assert part in done.stderr, done.stderr
     assert shell.rows() == before
     # How fast it runs may change.
     source.write_text(text)
     config.write_text(config.read_text().strip())
+    weights.write_bytes(b"one checkpoint")
+    (shell.folder / "model").rename(shell.folder / "moved")
+    (shell.folder / "model").symlink_to("moved")
     assert shell.run("in.jsonl", "--set", "max_num_batched_tokens=100", "--dp", "2").returncode == 1
     assert len(shell.rows()) == 200
 
