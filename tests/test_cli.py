@@ -217,14 +217,15 @@ main()
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
-def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path, name: str) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     script = """
 import os, signal, sys
 from nvcli.job_run import resolve
 def resolve_model(name):
     try:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.NAME)
     except Exception:
         raise AssertionError("a library took it for an error")
 resolve.resolve_model = resolve_model
@@ -232,7 +233,7 @@ sys.argv = ["nvcli", "generate", "in.jsonl", "-m", "demo", "--progress-file", "p
 from nvcli.cli.main import main
 main()
 """
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", script.replace("NAME", name)]
     done = subprocess.run(command, capture_output=True, env=ENVIRON, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 130, done.stderr
     status = json.loads((tmp_path / "progress.json").read_text())

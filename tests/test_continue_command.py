@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
 import signal
@@ -47,8 +48,10 @@ class Shell:
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
-    def interrupt(self, *arguments: str, signals: int = 1, fakes: str = SLOW) -> subprocess.CompletedProcess[str]:
-        """The run after Ctrl-C, pressed once the first rows are written."""
+    def interrupt(
+        self, *arguments: str, signals: int = 1, number: signal.Signals = signal.SIGINT, fakes: str = SLOW
+    ) -> subprocess.CompletedProcess[str]:
+        """The run after Ctrl-C, pressed once the first rows are written, or after another signal."""
         command = self.command(*arguments, fakes=fakes)
         output = self.folder / "in.out.jsonl"
         size = output.stat().st_size if output.exists() else 0
@@ -57,7 +60,7 @@ class Shell:
             while not (output.exists() and output.stat().st_size > size) and time.monotonic() < deadline:
                 time.sleep(0.01)
             for _ in range(signals):
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
                 time.sleep(0.05)
             _, stderr = process.communicate(timeout=30)
         return subprocess.CompletedProcess(command, process.returncode, "", stderr)
@@ -87,6 +90,25 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(shell: Shell) -> None:
     assert "199 of 200 rows answered in" in again.stderr
     assert f"({num_rows} by an earlier run)" in again.stderr
     assert [row["index"] for row in shell.rows()] == list(range(200))
+
+
+def test_the_hint_after_overwriting_does_not_go_by_the_clock(shell: Shell) -> None:
+    """What was written before the run, by a clock that is behind, is still what the run has written."""
+    late = "on_poll=lambda: (__import__('time').sleep(0.05), os.utime('in.out.jsonl.manifest.json', (0, 0)))"
+    assert shell.run("in.jsonl").returncode == 1
+    os.truncate(shell.folder / "in.out.jsonl", 0)
+    done = shell.interrupt("in.jsonl", "--overwrite", fakes=late)
+    assert "the rows answered so far are in in.out.jsonl; continue with:\n" in done.stderr
+    assert "--overwrite" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_other_signals_end_it_as_ctrl_c_does(shell: Shell, number: signal.Signals) -> None:
+    done = shell.interrupt("in.jsonl", number=number)
+    assert done.returncode == 130, done.stderr
+    assert "continue with:\n" in done.stderr
+    assert 0 < len(shell.rows()) < 200
+    assert not list(shell.folder.glob(".in.out.jsonl.*"))  # the lock file
 
 
 def test_ctrl_c_twice_ends_at_once(shell: Shell) -> None:
@@ -153,6 +175,8 @@ def test_two_runs_at_once(shell: Shell) -> None:
 
 
 def test_a_changed_input_or_model_is_refused(shell: Shell) -> None:
+    weights = shell.folder / "model" / "model.safetensors"
+    weights.write_bytes(b"one checkpoint")
     assert shell.interrupt("in.jsonl").returncode == 130
     before = shell.rows()
     source = shell.folder / "in.jsonl"
@@ -160,16 +184,21 @@ def test_a_changed_input_or_model_is_refused(shell: Shell) -> None:
     source.write_text(text.replace("p7", "P7"))
     config = shell.folder / "model" / "tokenizer_config.json"
     config.write_text(config.read_text() + " ")
+    weights.write_bytes(b"the next one's")
     done = shell.run("in.jsonl", "--set", "sampling.top_k=3")
     assert done.returncode == 2
     for part in (
-        "  model tokenizer_config.json: sha256 ", "  sampling.top_k: not set → 3\n", "  input in.jsonl: ", "--overwrite"
+        "  model tokenizer_config.json: sha256 ", "  model model.safetensors: 14 bytes, sha256 ",
+        "  sampling.top_k: not set → 3\n", "  input in.jsonl: ", "--overwrite"
     ):  # fmt: skip
         assert part in done.stderr, done.stderr
     assert shell.rows() == before
     # How fast it runs may change.
     source.write_text(text)
     config.write_text(config.read_text().strip())
+    weights.write_bytes(b"one checkpoint")
+    (shell.folder / "model").rename(shell.folder / "moved")
+    (shell.folder / "model").symlink_to("moved")
     assert shell.run("in.jsonl", "--set", "max_num_batched_tokens=100", "--dp", "2").returncode == 1
     assert len(shell.rows()) == 200
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -62,6 +64,18 @@ def clients() -> Iterator[list[EngineClient]]:
     assert set(os.listdir("/dev/shm")) == shm
 
 
+@pytest.fixture
+def nobody_reaps() -> Iterator[None]:
+    """Orphans come to this process, which does not wait for them, as PID 1 of many containers does not.
+
+    The fixture `clients` then sees them among the children of this process.
+    """
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(set_child_subreaper, 1)
+    yield
+    prctl(set_child_subreaper, 0)
+
+
 def start(clients: list[EngineClient], runner: str, **config: object) -> EngineClient:
     client = EngineClient.start(engine_config(**config), runner=f"fake_runners:{runner}")
     clients.append(client)
@@ -115,6 +129,16 @@ def test_rank_of_the_last_stage_that_falls_behind_is_waited_for(clients: list[En
     client.wait_ready()
     client.add([make_request(i, [1], 20) for i in range(8)])
     assert all(unpack(o.token_ids).tolist() == list(range(100, 120)) for o in collect(client, 8).values())
+
+
+def test_signals_of_a_terminal_are_the_parents_alone(clients: list[EngineClient]) -> None:
+    client = start(clients, "CountingRunner")
+    client.wait_ready()
+    for pid in (client.pid, *ranks_of(client)):
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+            os.kill(pid, number)
+    client.add([make_request(0, [1], 20)])
+    assert unpack(collect(client, 1)[0].token_ids).tolist() == list(range(100, 120))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -181,6 +205,7 @@ def test_engine_that_was_stopped_for_a_moment_goes_on(clients: list[EngineClient
     assert unpack(collect(client, 1)[0].token_ids).tolist() == list(range(100, 160))
 
 
+@pytest.mark.usefixtures("nobody_reaps")
 def test_engine_that_is_stopped_while_it_starts_is_named(clients: list[EngineClient]) -> None:
     client = start(clients, "SlowStartRunner", step_timeout=0.5)
     assert client.wait_ready(0.5) is None
@@ -290,6 +315,18 @@ def test_rank_that_ended_while_the_other_waits_for_it_says_why() -> None:
         executor.close()
 
 
+@pytest.mark.usefixtures("nobody_reaps")
+@pytest.mark.parametrize("runner", ["UnloadableRunner", "DiesLoadingRunner", "SlowStartRunner"])
+def test_a_failed_start_leaves_no_zombie(clients: list[EngineClient], runner: str) -> None:
+    client = start(clients, runner, tensor_parallel_size=2)
+    with contextlib.suppress(LoadError, WorkerError):
+        client.wait_ready(0.7)
+    begin = time.monotonic()
+    client.close()
+    assert time.monotonic() - begin < 4.0  # it was not killed in the end
+
+
+@pytest.mark.usefixtures("nobody_reaps")
 def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:
     client = start(clients, "SlowStartRunner", tensor_parallel_size=2)
     assert client.wait_ready(0.5) is None
@@ -299,6 +336,7 @@ def test_close_during_start_ends_at_once(clients: list[EngineClient]) -> None:
     wait_gone(pids)
 
 
+@pytest.mark.usefixtures("nobody_reaps")
 @pytest.mark.parametrize("action", ["close", "kill", "stop"])
 def test_end_while_ranks_start_anew(
     clients: list[EngineClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
@@ -330,6 +368,7 @@ def test_end_while_ranks_start_anew(
     wait_gone([*first, *ranks])
 
 
+@pytest.mark.usefixtures("nobody_reaps")
 @pytest.mark.parametrize(("num_processes", "where"), [(1, "__init__"), (3, "recover")])
 def test_ranks_that_cannot_be_started_are_an_error(
     clients: list[EngineClient], monkeypatch: pytest.MonkeyPatch, num_processes: int, where: str

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 from nvcli.errors import CapacityError, WorkerError
 from nvcli.job_run.early_end import keep_traceback, resume_hint
-from nvcli.jobs.output.manifest import manifest_path
+from nvcli.jobs.own_files import manifest_path
 
 FAILURE = WorkerError("rank 1 failed at step 5: KeyError: 7", "Traceback (most recent call last):\n  …\nKeyError: 7\n")
 
@@ -48,9 +47,9 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "my in.out.jsonl"
 
 
-def hint(output: Path, *flags: str, started: float = 0.0) -> str:
+def hint(output: Path, *flags: str, has_begun: bool = True) -> str:
     source = str(output.with_name("my in.jsonl"))
-    return resume_hint(["/bin/nvcli", "generate", source, *flags], inputs=[source], output=None, started=started)
+    return resume_hint(["/bin/nvcli", "generate", source, *flags], inputs=[source], output=None, has_begun=has_begun)
 
 
 def test_the_command_is_quoted_and_does_not_undo_what_it_did(output: Path) -> None:
@@ -64,7 +63,7 @@ def test_the_command_is_quoted_and_does_not_undo_what_it_did(output: Path) -> No
 
 def test_an_output_that_was_not_overwritten_yet_is_still_to_be(output: Path) -> None:
     manifest_path(output).touch()
-    text = hint(output, "--overwrite", started=time.time() + 100)
+    text = hint(output, "--overwrite", has_begun=False)
     assert text.startswith("nothing was answered yet; start again with:\n  nvcli generate ")
     assert text.endswith(" --overwrite")
 
@@ -73,6 +72,6 @@ def test_what_cannot_be_continued(output: Path) -> None:
     assert hint(output).startswith("nothing was answered yet; start again with")
     output.write_text("row\n")
     assert "cannot be continued, because its input was no file" in hint(output)
-    streamed = resume_hint(["nvcli"], inputs=["-"], output="-", started=0.0)
+    streamed = resume_hint(["nvcli"], inputs=["-"], output="-", has_begun=False)
     assert "standard output cannot be continued" in streamed
-    assert resume_hint(["nvcli"], inputs=["-"], output=None, started=0.0) == "nothing was answered yet"
+    assert resume_hint(["nvcli"], inputs=["-"], output=None, has_begun=False) == "nothing was answered yet"

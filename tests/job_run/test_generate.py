@@ -336,7 +336,7 @@ def test_a_dead_engine_ends_the_run_with_what_was_answered(run: Runs) -> None:
     assert all(row["error"] is None for row in rows)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_ends_the_run_with_what_was_answered(run: Runs, number: signal.Signals) -> None:
     polls = iter(range(10**9))
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.job import RowForm
-from nvcli.jobs.output.manifest import manifest_path, save_manifest
+from nvcli.jobs.output.job_output import JobOutput
+from nvcli.jobs.output.manifest import save_manifest
 from nvcli.jobs.output.output_scan import scan_output
+from nvcli.jobs.own_files import manifest_path, rows_path, temporary_files
 from nvcli.jobs.rows.output_row import read_output_row
 from output_jobs import FAILING, JOB, open_job, plain_bytes, rows_of, write
 
@@ -115,12 +117,17 @@ def test_another_job_is_refused_with_a_line_for_each_difference(tmp_path: Path) 
         open_job(path, more)
     assert path.read_bytes() == before
     moved = msgspec.structs.replace(JOB, created=5, model="elsewhere", inputs=[("moved.jsonl", "5 bytes")])
+    named = msgspec.structs.replace(JOB, hub_id="a/model")
+    open_job(path, named).close()  # the same weights, downloaded
+    save_manifest(path, named)
+    with pytest.raises(ConfigError, match=r"\n  model: a/model → a/other\n"):
+        open_job(path, msgspec.structs.replace(JOB, hub_id="a/other"))
     output = open_job(path, moved)
     assert (output.form.created, output.form.model) == (1000, "m")  # as the first run had them
     output.close()
 
 
-@pytest.mark.parametrize("manifest", [None, b"", b"{", b'{"version": 99}', b'{"version": 1, "facts": []}'])
+@pytest.mark.parametrize("manifest", [None, b"", b"{", b'{"version": 99}', b'{"version": 2, "facts": []}'])
 def test_an_output_without_a_usable_manifest_is_refused(tmp_path: Path, manifest: bytes | None) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("precious\n")
@@ -145,11 +152,63 @@ def test_an_overwritten_output_is_emptied_by_the_first_write_and_not_before(tmp_
     assert path.read_bytes() == b""
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_new_output_says_when_it_has_begun(tmp_path: Path, name: str) -> None:
+    begun: list[list[bytes]] = []
+    path = tmp_path / name
+
+    def look() -> None:
+        begun.append([rows_path(path).read_bytes(), manifest_path(path).read_bytes()])
+
+    write(path, [0], failing=[0], finish=True)
+    old = manifest_path(path).read_bytes()
+    write(path, [0, 1], on_begin=look)  # continued
+    open_job(path, overwrite=True, on_begin=look).close()
+    assert begun == []
+    write(path, [0, 1], overwrite=True, on_begin=look)
+    assert [(rows, manifest == old) for rows, manifest in begun] == [(b"", False)]
+
+
 def test_a_new_output_that_got_nothing_is_not_left_behind(tmp_path: Path) -> None:
     output = open_job(tmp_path / "out.jsonl")
     output.close()
     output.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [*NAMES, "out.parquet"])
+def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write(path, range(3), finish=True)
+    before = sorted(tmp_path.iterdir())
+    for leftover in temporary_files(path):
+        leftover.write_text("half")
+    assert len(list(tmp_path.iterdir())) > len(before)
+    write(path, range(3), finish=True)  # there is nothing to do
+    assert sorted(tmp_path.iterdir()) == before
+    for leftover in temporary_files(path):
+        leftover.write_text("half")
+    write(path, range(4), finish=True, retry_errors=True)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_that_was_killed_after_its_last_write_leaves_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out.parquet"
+    write(path, range(3), failing=(), finish=True)
+    before = sorted(tmp_path.iterdir())
+    (tmp_path / "out.parquet.rows.jsonl").write_text("half")
+    assert open_and_close(path).finished is not None
+    assert sorted(tmp_path.iterdir()) == before
+    write(path, range(COUNT), finish=True, overwrite=True)  # with failed rows, which may be tried again
+    before = sorted(tmp_path.iterdir())
+    assert open_and_close(path).finished is not None
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def open_and_close(path: Path) -> JobOutput:
+    output = open_job(path)
+    output.close()
+    return output
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:

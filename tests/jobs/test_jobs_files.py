@@ -77,6 +77,41 @@ def test_outputs(tmp_path: Path) -> None:
     assert not (tmp_path / "new.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("output", "name"),
+    [
+        ("o.jsonl", "o.jsonl.manifest.json"),
+        ("o.jsonl", ".o.jsonl.manifest.json.tmp"),
+        ("o.jsonl", ".o.jsonl.new"),
+        ("o.jsonl", "o.jsonl.traceback.txt"),
+        ("x.parquet", "x.parquet.rows.jsonl"),
+        ("x.parquet", ".x.parquet.rows.jsonl.new"),
+        ("x.parquet", ".x.parquet.new"),
+    ],
+)
+def test_an_input_that_the_job_would_overwrite_is_refused(tmp_path: Path, output: str, name: str) -> None:
+    source, link, hard = tmp_path / name, tmp_path / "link.jsonl", tmp_path / "hard.jsonl"
+    source.touch()
+    link.symlink_to(source)
+    hard.hardlink_to(source)
+    for given in (source, link, hard):
+        with pytest.raises(ConfigError, match=r"has the name of a file that the job itself writes .* -o, or rename"):
+            check_output([str(given)], str(tmp_path / output))
+    check_output([str(source)], str(tmp_path / f"another-{output}"))
+    source.with_name(f"{name[:2]}.other").touch()
+    found = expand_inputs([f"{tmp_path}/{name[:2]}*"], f"{tmp_path}/{output}")  # leaves it out, as it does the output
+    assert found == [str(source.with_name(f"{name[:2]}.other"))]
+
+
+def test_an_input_that_the_job_would_overwrite_behind_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "o.jsonl").symlink_to(tmp_path / "there" / "real.jsonl")
+    source = tmp_path / "there" / ".real.jsonl.new"
+    source.touch()
+    with pytest.raises(ConfigError, match="the job itself writes"):
+        check_output([str(source)], str(tmp_path / "o.jsonl"))
+
+
 def test_patterns_name_their_files_sorted_and_without_the_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,8 @@ from nvcli.jobs import files
 from nvcli.jobs.files import check_inputs, check_output
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.output.manifest import manifest_path
 from nvcli.jobs.output.parquet_output import write_parquet
+from nvcli.jobs.own_files import manifest_path
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from output_jobs import open_job, write
@@ -114,6 +114,30 @@ def test_failed_rows_can_be_tried_again(tmp_path: Path) -> None:
     rows = pyarrow.parquet.read_table(path).to_pylist()
     assert sorted(row["index"] for row in rows) == list(range(9))
     assert all(row["error"] is None for row in rows)
+
+
+def test_an_output_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    table, link = tmp_path / "there" / "real.parquet", tmp_path / "out.parquet"
+    link.symlink_to(table)
+    write(link, range(3), finish=True)  # the link leads to nothing yet
+    table.chmod(0o640)
+    write(link, range(3), failing=(), finish=True, retry_errors=True)
+    assert (link.is_symlink(), table.stat().st_mode & 0o777) == (True, 0o640)
+    table.chmod(0o600)
+    write(link, range(2), failing=(), overwrite=True)
+    working = tmp_path / "out.parquet.rows.jsonl"
+    assert (working.stat().st_mode & 0o777, table.stat().st_size) == (0o600, 0)
+    write(link, range(3), failing=(), finish=True)
+    assert (link.is_symlink(), table.stat().st_mode & 0o777) == (True, 0o600)
+    assert pyarrow.parquet.read_table(table).num_rows == 3
+    assert [entry.name for entry in table.parent.iterdir()] == ["real.parquet"]
+
+
+def test_a_link_to_a_folder_that_takes_no_table_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "out.parquet").symlink_to(tmp_path / "gone" / "real.parquet")
+    with pytest.raises(ConfigError, match=r"out\.parquet leads to .*gone, which is no folder"):
+        check_output([], str(tmp_path / "out.parquet"))
 
 
 def test_an_existing_table_of_another_origin_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -98,7 +98,7 @@ def generate(
     from nvcli.jobs.files import job_files
     from nvcli.jobs.output.sink import OutputClosed
 
-    started = time.time()
+    begun = threading.Event()
     shown = make_progress(progress.value, sys.stderr)
     if progress_file is not None:
         shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
@@ -114,11 +114,12 @@ def generate(
                 overwrite=overwrite,
                 retry_errors=retry_errors,
                 limit=limit,
+                on_begin=begun.set,
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
-        raise Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, started=started)) from None
+        raise Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
-        hint = resume_hint(sys.argv, inputs=inputs, output=output, started=started)
+        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())
         raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:
         raise OutputGone from None

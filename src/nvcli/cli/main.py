@@ -17,6 +17,7 @@ from nvcli.cli.doctor import doctor
 from nvcli.cli.generate import generate
 from nvcli.cli.messages import Interrupted, OutputGone, say, say_failure
 from nvcli.cli.profile_memory import profile_memory
+from nvcli.end_signals import handle_end_signals
 from nvcli.standard_streams import secure_standard_streams
 
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
@@ -70,12 +71,12 @@ def _root(
 def main() -> None:
     """Run the `nvcli` command and end the process with its exit code."""
     secure_standard_streams()
-    signal.signal(signal.SIGINT, _interrupt)  # a job has a way of its own, while it runs
+    handle_end_signals(_interrupt)  # a job has a way of its own, while it runs
     try:
         code = _run()
     except Interrupted:
         code = 130
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handle_end_signals(signal.SIG_IGN)
     _exit(code)
 
 

@@ -153,7 +153,7 @@ class EngineClient:
         if can_receive:
             with contextlib.suppress(OSError):
                 self._process.control.send_bytes(self._encoder.encode(CloseEngine()))
-        self._process.close(grace=1.5 if self._ready and can_receive else 0.0)
+        self._process.close(grace=1.5 if self._ready and can_receive else 0.0, has_children=True)
 
     def _send(self, message: ToEngine) -> None:
         try:

@@ -35,6 +35,7 @@ from nvcli.engine.protocol import (
 )
 from nvcli.engine.scheduler import Scheduler
 from nvcli.errors import NvcliError, WorkerError, first_line
+from nvcli.executor.child_process import end_at_sigterm, end_children
 from nvcli.executor.executor import Executor
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _IDLE_CHECK_SECONDS = 0.5
 
 def main(start: EngineStart, control: Connection) -> None:
     """Run an engine and its ranks until the parent ends it or is gone, or until something fails, which is reported."""
+    end_at_sigterm()
     encoder = msgspec.msgpack.Encoder()
 
     def send(message: FromEngine) -> None:
@@ -64,6 +66,7 @@ def main(start: EngineStart, control: Connection) -> None:
             send(EngineFailed("WorkerError", f"the engine failed: {first_line(error)}", traceback.format_exc()))
     if executor is not None:
         executor.close()
+    end_children()  # ranks of an executor that could not start all of them
     os._exit(0)
 
 

@@ -2,8 +2,8 @@
 
 Children are fresh interpreters (no fork of threads or CUDA state, no re-import of the parent's main module). Each has
 one socket to its parent: its first message is the child's argument, and its end of file tells either side at once that
-the other is gone. A child also asks the kernel to be killed when its parent dies, ignores the terminal's Ctrl-C (the
-parent decides what that means), and writes what libraries print to standard error: standard output is for results.
+the other is gone. A child also asks the kernel to be killed when its parent dies, ignores the signals of a terminal
+(the parent decides what they mean), and writes what libraries print to standard error: standard output is for results.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_CHILDREN_SECONDS = 5.0
+"""Seconds that a process gets to end its children; one with a GPU takes its time to go."""
 
 
 class ChildProcess:
@@ -99,16 +102,53 @@ class ChildProcess:
         """Kill it; this returns before it is gone, and `close` is still to be called."""
         self._popen.kill()
 
-    def close(self, grace: float = 0.0) -> None:
-        """End the process: wait `grace` seconds for it to end by itself, then kill it. Idempotent."""
-        deadline = time.monotonic() + grace
-        while self.is_alive and time.monotonic() < deadline:
-            time.sleep(0.005)
+    def close(self, grace: float = 0.0, *, has_children: bool = False) -> None:
+        """End the process: wait `grace` seconds for it to end by itself, then kill it. Idempotent.
+
+        A process that `has_children` gets time to end them (`end_at_sigterm`) before it is killed.
+        """
+        self._wait(grace)
+        if has_children and self.is_alive:
+            self._popen.send_signal(signal.SIGTERM)
+            self._popen.send_signal(signal.SIGCONT)  # it may be stopped
+            self._wait(_CHILDREN_SECONDS)
         if self.is_alive:
             self._popen.kill()
         self._popen.wait()
         if not self.control.closed:
             self.control.close()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait up to `seconds` for the process to end by itself."""
+        deadline = time.monotonic() + seconds
+        while self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def end_at_sigterm() -> None:
+    """From now on SIGTERM ends this process as it would anyway, and its children before it.
+
+    Children that outlive their parent become those of process 1, which in many containers waits for none: what is left
+    of them stays in the process table.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        end_children()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def end_children() -> None:
+    """Kill the children of this process, and wait until they are gone."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread or the child has ended
+            for pid in (thread / "children").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 def _die_with_parent(parent_pid: int) -> None:
@@ -119,7 +159,8 @@ def _die_with_parent(parent_pid: int) -> None:
 
 def _main() -> None:
     target, fd, parent_pid = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     _die_with_parent(int(parent_pid))
     control = Connection(int(fd))
     module, function = target.split(":")

@@ -13,14 +13,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from nvcli.end_signals import handle_end_signals
 from nvcli.errors import NvcliError, WorkerError, reworded
 from nvcli.jobs.files import STREAM, choose_output, expand_inputs
-from nvcli.jobs.output.manifest import manifest_path
+from nvcli.jobs.own_files import manifest_path, traceback_path
 from nvcli.versions import describe_versions
 
 
 class Interrupts:
-    """While entered, the first SIGINT or SIGTERM is remembered for `check`; the next one interrupts at once.
+    """While entered, the first signal that asks for the end is remembered for `check`; the next interrupts at once.
+
+    Those signals are SIGINT, SIGTERM, SIGHUP and SIGQUIT (`end_signals`).
 
     Outside the main thread, where Python handles no signals, it does nothing.
     """
@@ -31,8 +34,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._remember)
+            self._previous = handle_end_signals(self._remember)
         return self
 
     def __exit__(
@@ -71,7 +73,7 @@ def keep_traceback(error: NvcliError, output: str | None = None) -> NvcliError:
 def _append(text: str, output: str | None) -> Path | None:
     """Append to the traceback file and return its path; None where nothing can be written anywhere."""
     if output is not None and output != STREAM:
-        path = Path(f"{output}.traceback.txt")
+        path = traceback_path(Path(output))
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(text)
@@ -88,11 +90,11 @@ def _append(text: str, output: str | None) -> Path | None:
         return None
 
 
-def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | None, started: float) -> str:
+def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | None, has_begun: bool) -> str:
     """Return one or two lines that say what was answered, and what to type to go on.
 
-    `argv` is the command line of this run, `inputs` and `output` are as they were given, and `started` is when the run
-    began, in seconds since 1970.
+    `argv` is the command line of this run, `inputs` and `output` are as they were given, and `has_begun` says whether
+    the run has begun a new output, in place of one that was there.
     """
     try:
         name = choose_output(expand_inputs(inputs, output), output)
@@ -101,8 +103,7 @@ def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | Non
     if name == STREAM:
         return "the rows answered so far were written; standard output cannot be continued"
     manifest = manifest_path(Path(name))
-    is_old = "--overwrite" in argv and manifest.exists() and manifest.stat().st_mtime < started
-    if is_old:  # the manifest is still that of the output that was to be overwritten
+    if "--overwrite" in argv and not has_begun:  # what is there is still the output that was to be overwritten
         return f"nothing was answered yet; start again with:\n  {_command(argv)}"
     if manifest.exists():
         return f"the rows answered so far are in {name}; continue with:\n  {resume_command(argv)}"

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nvcli.config import EngineConfig, JobConfig, RunConfig, parse_size
@@ -52,13 +53,15 @@ def generate(
     retry_errors: bool = False,
     limit: int | None = None,
     start: StartEngine = start_engine,
+    on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
-    `start` starts the engine of one replica. Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or
-    TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after SIGINT or SIGTERM. Rows
-    that were answered by then are in the output.
+    `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
+    before is gone then. Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or TooManyErrors;
+    OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal that asks for the end
+    (`end_signals`). Rows that were answered by then are in the output.
     """
     started_at = time.monotonic()
     if overwrite and retry_errors:
@@ -71,6 +74,7 @@ def generate(
         retry_errors=retry_errors,
         limit=limit,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
+        on_begin=on_begin,
     )
     opened = open_output(job.output, job.manifest, options)  # before standard output is set aside: it may be that
     # However the run ends, another run may have the output only after all else is closed.
@@ -119,10 +123,10 @@ class _JobRun:
         with contextlib.ExitStack() as processes, contextlib.ExitStack() as rows:
             rows.callback(writer.close_early)
             rows.callback(self._feeder.stop)
-            engines = []
+            engines: list[Engine] = []
+            processes.callback(_close_all, engines)
             for config in self._plan.engine_configs:
                 engines.append(start(config))
-                processes.callback(engines[-1].close)
             self._feeder.start()
             self._make_loop(engines, writer).run(lambda: self._each_round(check_interrupts))
             self._check_errors()
@@ -208,6 +212,13 @@ class _JobRun:
     def note(self, line: str) -> None:
         """Tell the user what a replica has to say."""
         self._progress.note(line)
+
+
+def _close_all(engines: Sequence[Engine]) -> None:
+    """End all replicas at the same time: each may take a second until its GPUs are free."""
+    with ThreadPoolExecutor(max(1, len(engines))) as pool:
+        for closing in [pool.submit(engine.close) for engine in engines]:
+            closing.result()
 
 
 def _mib(num_bytes: int) -> str:

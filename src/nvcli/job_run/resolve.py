@@ -28,7 +28,7 @@ from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
-from nvcli.models.checkpoint import resolve_model
+from nvcli.models.checkpoint import is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sampling_params import SamplingParams
@@ -94,6 +94,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
     manifest = Manifest(
         created=int(time.time()),
         model=run.model,
+        hub_id=run.model if is_hub_id(run.model) else None,
         facts=job_facts(run, config, defaults, model_path=model_path),
         inputs=list(zip(names, describe_inputs(names), strict=True)) if can_continue else [],
     )

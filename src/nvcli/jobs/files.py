@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.jobs.own_files import (
+    MANIFEST_SUFFIX,
+    TRACEBACK_SUFFIX,
+    WORKING_SUFFIX,
+    is_parquet,
+    manifest_draft_path,
+    own_files,
+)
 from nvcli.validation import is_text
 
 STREAM = "-"
 """The name that stands for standard input or output."""
-
-MANIFEST_SUFFIX = ".manifest.json"
-"""An output's name with this suffix is the file beside it that says which job made it."""
-WORKING_SUFFIX = ".rows.jsonl"
-"""A Parquet output's name with this suffix is the file that holds its rows until it is complete."""
-
-
-def is_parquet(path: Path | str) -> bool:
-    return str(path).endswith(".parquet")
 
 
 def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
@@ -37,10 +36,9 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
             names.append(name)
             continue
         found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-        outputs = set() if output is not None else {choose_output([file], None) for file in found}
-        files = [
-            file for file in found if Path(file).is_file() and not _is_of_output(file, output) and file not in outputs
-        ]
+        outputs = [output] if output is not None else [choose_output([file], None) for file in found]
+        own = {os.path.realpath(path) for name in outputs if name != STREAM for path in own_files(Path(name))}
+        files = [file for file in found if Path(file).is_file() and not _is_of_output(file, output, own)]
         if not files:
             raise ConfigError(f"the input {name} matches no file")
         names += files
@@ -95,11 +93,16 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         raise ConfigError(f"the output {output} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"the folder of the output {output} does not exist; make it with: mkdir -p {path.parent}")
-    longest = path.with_name(f".{path.name}{MANIFEST_SUFFIX}.tmp")  # of the names of files beside it
+    longest = manifest_draft_path(path)  # of the names of files beside it
     _look_at(str(longest), f"{longest} cannot be written beside the output; name another with -o")
     for name in inputs:
         if name != STREAM and _is_same(name, output):
             raise ConfigError(f"the output {output} is also an input; name another with -o")
+        if name != STREAM and any(_is_same(name, str(own)) for own in own_files(path)):
+            raise ConfigError(
+                f"the input {name} has the name of a file that the job itself writes beside its output {output}; "
+                "name another output with -o, or rename the input"
+            )
     if path.exists():
         if not os.access(path, os.W_OK):
             raise ConfigError(f"the output {output} cannot be written: no permission")
@@ -111,13 +114,18 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         _check_pyarrow("output", output)
         if path.exists() and not path.is_file():
             raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
+        folder = Path(os.path.realpath(path)).parent  # behind a link
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(f"the output {output} leads to {folder}, which is no folder that can be written to")
 
 
 def job_files(inputs: Sequence[str], output: str | None) -> list[str]:
     """Return all files that a job reads and writes, by the names that were given. Raises ConfigError."""
     names = expand_inputs(inputs, output)
     output = choose_output(names, output)
-    return [name for name in (*names, output) if name != STREAM] + [output + MANIFEST_SUFFIX, output + WORKING_SUFFIX]
+    return [name for name in names if name != STREAM] + (
+        list(map(str, own_files(Path(output)))) if output != STREAM else []
+    )
 
 
 def _look_at(name: str, trouble: str) -> None:
@@ -135,12 +143,17 @@ def _look_at(name: str, trouble: str) -> None:
         raise ConfigError(f"{trouble}: {error.strerror}") from None
 
 
-def _is_of_output(file: str, output: str | None) -> bool:
-    return file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX)) or _is_same(file, output)
+def _is_of_output(file: str, output: str | None, own: Collection[str]) -> bool:
+    """Tell whether a file is an output or lies beside one. `own` holds the real paths of this job's own files."""
+    is_beside = file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
+    return is_beside or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
 
 
-def _is_same(name: str, output: str | None) -> bool:
-    return output is not None and os.path.exists(output) and os.path.samefile(output, name)
+def _is_same(name: str, other: str) -> bool:
+    """Tell whether two names lead to one file, through links too; it need not be there."""
+    if os.path.realpath(name) == os.path.realpath(other):
+        return True
+    return os.path.exists(name) and os.path.exists(other) and os.path.samefile(name, other)
 
 
 def _check_pyarrow(which: str, name: str) -> None:

@@ -67,6 +67,11 @@ def find_model(name: str) -> Path | None:
     return _cached_in_hub(name)
 
 
+def is_hub_id(name: str) -> bool:
+    """Tell whether a model that was found is named by its id on the Hugging Face hub: not `demo`, and no folder."""
+    return name != "demo" and not Path(os.path.expanduser(name)).is_dir()
+
+
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder: those of the index where there is one. Raises LoadError."""
     index = path / INDEX_FILE

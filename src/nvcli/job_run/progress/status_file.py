@@ -46,8 +46,13 @@ class StatusFile(Progress):
             raise ConfigError(f"--progress-file {path} is a folder; name a file in it")
         if os.path.exists(path) and not os.path.isfile(path):
             raise ConfigError(f"--progress-file {path} is no regular file, and would be replaced by one; name another")
-        if os.path.realpath(path) in map(os.path.realpath, taken):
-            raise ConfigError(f"--progress-file {path} is a file of the job itself, and would replace it; name another")
+        self._new = path.with_name(f".{path.name}.new")
+        real_taken = set(map(os.path.realpath, taken))
+        for name in (path, self._new):
+            if os.path.realpath(name) in real_taken:
+                raise ConfigError(
+                    f"--progress-file {path}: {name} is a file of the job itself, and would be replaced; name another"
+                )
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"--progress-file {path} cannot be written: no folder {path.parent}, or no permission")
 
@@ -84,7 +89,7 @@ class StatusFile(Progress):
         self._write(bare_status(state, self._started, message) if view is None else view.status(state, message))
 
     def _write(self, status: RunStatus) -> None:
-        new = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
+        new = self._new
         try:
             new.write_bytes(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
             new.replace(self._path)

@@ -15,13 +15,14 @@ WHOLE_BYTES = 8 * 1024 * 1024
 """Files up to this size are read from end to end."""
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
-"""Larger files are read in `NUM_SAMPLES` places of so many bytes, evenly spread from the first to the last."""
+"""Larger inputs are read in `NUM_SAMPLES` places of so many bytes."""
 
 
-def digest_file(path: Path) -> str:
-    """Return a digest of a file's size and bytes.
+def digest_file(path: Path, *, num_samples: int = NUM_SAMPLES, sample_bytes: int = SAMPLE_BYTES) -> str:
+    """Return a digest of a file's size and bytes. Raises OSError.
 
-    In a large file, a change that keeps the size and misses all places that are read is not seen.
+    A file of more than `WHOLE_BYTES` is read at `num_samples` places of `sample_bytes`, evenly spread from its first to
+    its last byte. A change there that keeps the size and misses all of these places is not seen.
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -30,9 +31,11 @@ def digest_file(path: Path) -> str:
             while chunk := file.read(1024 * 1024):
                 digest.update(chunk)
         else:
-            for number in range(NUM_SAMPLES):
-                file.seek((size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
+            places = [(size - sample_bytes) * number // (num_samples - 1) for number in range(num_samples)]
+            for place in places:  # all are fetched at once, which a disk does faster than one after the other
+                os.posix_fadvise(file.fileno(), place, sample_bytes, os.POSIX_FADV_WILLNEED)
+            for place in places:
+                digest.update(os.pread(file.fileno(), sample_bytes, place))
     return digest.hexdigest()[:16]
 
 

@@ -13,9 +13,10 @@ from typing import Protocol
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.compression import CompressionError
-from nvcli.jobs.files import STREAM, is_parquet
+from nvcli.jobs.files import STREAM
 from nvcli.jobs.input.line_source import LineSource
 from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.own_files import is_parquet
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.parser import Row, RowParser
 

@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,13 @@ import msgspec
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.compression import compression_of, make_packer
-from nvcli.jobs.files import STREAM, WORKING_SUFFIX, is_parquet
-from nvcli.jobs.output.locked_file import LockedFile, in_chunks, rewrite_path
-from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, manifest_path, save_manifest, sync_folder
+from nvcli.jobs.files import STREAM
+from nvcli.jobs.output.locked_file import LockedFile, in_chunks
+from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, save_manifest, sync_folder
 from nvcli.jobs.output.output_scan import scan_output, sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
+from nvcli.jobs.own_files import is_parquet, manifest_path, real_path, rewrite_path, rows_path, temporary_files
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.output_row import OutputForm
 
@@ -51,6 +52,8 @@ class OutputOptions:
     """Only so many rows of the inputs are wanted; None: all."""
     reorder_bytes: int = 1 << 28
     """The memory that rows may take while they wait for their turn, when the output is put in order."""
+    on_begin: Callable[[], None] = lambda: None
+    """Called once a new output is begun: the rows and the manifest that were there before are gone then."""
 
 
 class JobOutput:
@@ -108,10 +111,13 @@ class FileOutput(JobOutput):
         self._pack = make_packer(compression_of(path.name))
         self._needs_sorting = False
         self._is_closed = False
-        self._file = LockedFile(rows_path(path))
+        self._has_spare_rows = False
+        self._file = LockedFile(rows_path(path), path)
         try:
-            rewrite_path(self._file.path).unlink(missing_ok=True)
-            is_new = options.overwrite or not (self._file.size or (is_parquet(path) and path.exists()))
+            for leftover in temporary_files(path):
+                leftover.unlink(missing_ok=True)
+            self._take_mode_of_table()
+            is_new = options.overwrite or not (self._file.size or (is_parquet(path) and _size(path)))
             if not is_new:
                 self._job = self._check_job()
             super().__init__(OutputForm(created=self._job.created, model=self._job.model))
@@ -163,8 +169,8 @@ class FileOutput(JobOutput):
             self._release(is_unused=not self.sink.is_started or self.finished is not None)
 
     def _release(self, *, is_unused: bool) -> None:
-        """Give up the file and its lock, and remove a new file that nothing was written to."""
-        if is_unused and self._file.is_new:
+        """Give up the file and its lock, and remove one that nothing was written to, or that is not needed any more."""
+        if is_unused and (self._file.is_new or self._has_spare_rows):
             self._file.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -174,13 +180,15 @@ class FileOutput(JobOutput):
         Old rows go before the new manifest comes: they must never be together.
         """
         self._file.truncate(0)
-        if is_parquet(self._path):
-            self._path.unlink(missing_ok=True)
+        if is_parquet(self._path) and self._path.exists():
+            with self._path.open("wb") as table:  # emptied, not removed: it keeps its mode and its link
+                os.fsync(table.fileno())
         if self._options.can_continue:
             save_manifest(self._path, self._job)
         else:
             manifest_path(self._path).unlink(missing_ok=True)
             sync_folder(self._path.parent)
+        self._options.on_begin()
 
     def _check_job(self) -> Manifest:
         """Return the manifest of the output that is there. Raises ConfigError where it is of another job."""
@@ -204,6 +212,8 @@ class FileOutput(JobOutput):
         finished = self._job.finished
         if finished is not None and self._is_enough(finished):
             self.finished = finished
+            # A run that is killed after its last write leaves the rows of a complete table.
+            self._has_spare_rows = is_parquet(self._path) and finished.all_read and not finished.errors
             return
         if finished is not None:
             self._job = msgspec.structs.replace(self._job, finished=None)
@@ -241,18 +251,27 @@ class FileOutput(JobOutput):
         """Replace the rows of the output by these lines, which have no newline."""
         self._file.replace(map(self._pack, in_chunks(lines)))
 
+    def _take_mode_of_table(self) -> None:
+        """Give a new working file the mode of the table that is there: who may not read that may not read this."""
+        if is_parquet(self._path) and self._file.is_new and self._path.exists():
+            os.fchmod(self._file.fd, self._path.stat().st_mode & 0o777)
+
     def _write_parquet(self) -> None:
         from nvcli.jobs.output.parquet_output import write_parquet
 
-        temporary = rewrite_path(self._path)
+        table = real_path(self._path)
+        temporary = rewrite_path(table)
+        mode = (table if table.exists() else self._file.path).stat().st_mode & 0o777
         try:
+            temporary.touch(mode=0o600)  # nobody else may read it before it has its own mode
             write_parquet(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
             with temporary.open("rb") as file:
+                os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
-            temporary.replace(self._path)
+            temporary.replace(table)
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(self._path.parent)
+        sync_folder(table.parent)
 
 
 def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
@@ -272,9 +291,8 @@ def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
     return FileOutput(path, job, options)
 
 
-def rows_path(output: Path) -> Path:
-    """Return the file that rows are appended to: the output itself, or the working file beside a Parquet output."""
-    return output.with_name(output.name + WORKING_SUFFIX) if is_parquet(output) else output
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _in_order(path: Path, max_bytes: int) -> Iterator[bytes]:

@@ -9,17 +9,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.jobs.output.file_system import is_on_local_disk
+from nvcli.jobs.output.lock_file import LockFile
 from nvcli.jobs.output.manifest import sync_folder
+from nvcli.jobs.own_files import lock_path, real_path, rewrite_path
 
 _CHUNK_BYTES = 1024 * 1024
 
 
 class LockedFile:
-    """An open file with a lock that goes with the process, however that ends. No other file is needed for the lock."""
+    """An open file with a lock that goes with the process, however that ends.
 
-    def __init__(self, path: Path) -> None:
-        """Open the file or make it. Raises ConfigError where it cannot be opened or another run holds it."""
-        self.path = path = Path(os.path.realpath(path)) if path.is_symlink() else path
+    Where the file system does not keep such a lock, the lock file beside the output keeps other runs away.
+    """
+
+    def __init__(self, path: Path, output: Path) -> None:
+        """Open the file or make it. Raises ConfigError where it cannot be opened or another run holds it.
+
+        `output` is the output that the file belongs to, or the file itself.
+        """
+        self.path = path = real_path(path)
         """The file itself, behind a symbolic link, so that the link stays."""
         self.is_new = not path.exists()
         try:
@@ -30,6 +39,15 @@ class LockedFile:
             ) from None
         except OSError as error:
             raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
+        try:
+            self._lock_file = LockFile(
+                lock_path(output), output, locks_work=_is_kept_from_others(path), is_shared=not is_on_local_disk(path)
+            )
+        except BaseException as error:
+            os.close(self.fd)  # a new file stays: the run that has the lock file may have opened it
+            if isinstance(error, OSError):
+                raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
+            raise
 
     @property
     def size(self) -> int:
@@ -62,12 +80,10 @@ class LockedFile:
         sync_folder(self.path.parent)
 
     def close(self) -> None:
-        os.close(self.fd)
-
-
-def rewrite_path(path: Path) -> Path:
-    """Return where a new version of the file is written; what a crash left there is of no use."""
-    return path.with_name(f".{path.name}.new")
+        try:
+            self._lock_file.release()
+        finally:
+            os.close(self.fd)
 
 
 def in_chunks(lines: Iterable[bytes]) -> Iterable[bytes]:
@@ -104,3 +120,17 @@ def _lock(fd: int) -> None:
         raise
     except OSError:
         pass  # a file system without locks
+
+
+def _is_kept_from_others(path: Path) -> bool:
+    """Tell whether the kernel refuses the lock of a file that this process has locked."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False

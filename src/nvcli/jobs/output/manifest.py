@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.files import MANIFEST_SUFFIX
+from nvcli.jobs.own_files import manifest_draft_path, manifest_path
 
-VERSION = 1
+VERSION = 2
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,13 +28,18 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The sources of an output. Facts and descriptions of inputs are compared; names are for messages."""
+    """The sources of an output. Facts, ids on the hub and descriptions of inputs are compared.
+
+    Names of folders and files are for messages: they may be moved and copied.
+    """
 
     version: int = VERSION
     created: int
     """When the job began, in seconds since 1970."""
     model: str
     """The model as it was named."""
+    hub_id: str | None = None
+    """Its id on the Hugging Face hub, if it was named so."""
     facts: dict[str, str | int | float | bool | None]
     """Everything of the model and the configuration that an answer depends on."""
     inputs: list[tuple[str, str]]
@@ -43,7 +48,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def differences(self, other: Manifest) -> list[str]:
         """Return one line for each thing that differs between this manifest and `other`."""
-        lines = [
+        lines = [f"model: {self.hub_id} → {other.hub_id}"] if self._has_other_hub_id(other) else []
+        lines += [
             f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}"
             for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]
             if (name in self.facts, self.facts.get(name)) != (name in other.facts, other.facts.get(name))
@@ -51,6 +57,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.inputs) != len(other.inputs):
             return [*lines, f"inputs: {_names(self.inputs)} → {_names(other.inputs)}"]
         return [*lines, *_input_differences(self.inputs, other.inputs)]
+
+    def _has_other_hub_id(self, other: Manifest) -> bool:
+        return self.hub_id is not None and other.hub_id is not None and self.hub_id != other.hub_id
 
 
 def _show(facts: dict[str, str | int | float | bool | None], name: str) -> str:
@@ -67,10 +76,6 @@ def _input_differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, 
         if old_text != new_text:
             old_label = "" if old_name == new_name else f"{old_name}, "
             yield f"input {new_name}: {old_label}{old_text} → {new_text}"
-
-
-def manifest_path(output: Path) -> Path:
-    return output.with_name(output.name + MANIFEST_SUFFIX)
 
 
 def load_manifest(output: Path) -> Manifest | None:
@@ -96,7 +101,7 @@ def save_manifest(output: Path, manifest: Manifest) -> None:
     """Write the manifest of an output. After a power loss there is the old one or the new one. Raises OSError."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     path = manifest_path(output)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = manifest_draft_path(output)
     try:
         with temporary.open("wb") as file:
             file.write(data)

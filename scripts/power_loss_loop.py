@@ -1,0 +1,314 @@
+"""Simulates a power loss at each system call of a job's output, and continues from what it may leave.
+
+    python scripts/power_loss_loop.py --states 100000 --seed 7
+
+A job begins, continues, retries its failed rows or overwrites another one's output, in all kinds of files and both
+orders. Every call that changes its files is recorded. For each of them the folders that a power loss may leave are made
+(`crash_states`), and the same command is given there: the output must then be that of a job that was never touched,
+every row that was synced must have been kept, rows of two jobs must never be together, and nothing else may be left.
+Only the job layer runs, in this process, without engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from crash_states import CallRecorder, CrashPoint, Folder, crash_states
+from nvcli.config import Order
+from nvcli.errors import ConfigError, RowError
+from nvcli.jobs.compression import Unpacker, compression_of
+from nvcli.jobs.job import Choice, JobResult, Place, Usage, failed
+from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
+from nvcli.jobs.output.lock_file import this_process
+from nvcli.jobs.output.manifest import Manifest
+from nvcli.jobs.output.output_scan import sound_lines
+from nvcli.jobs.output.reorder import ReorderBuffer
+from nvcli.jobs.output.writer import ResultWriter
+from nvcli.jobs.own_files import is_parquet, lock_path, manifest_path, own_files, rows_path
+
+NAMES = ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet")
+ORDERS: tuple[Order, ...] = ("completion", "input")
+ACTIONS = ("begin", "continue", "retry", "overwrite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallJob:
+    """A job whose answers are known: row i of job `name` is answered by `<name> <i>`, or has failed."""
+
+    name: str
+    path: Path
+    order: Order
+    num_rows: int
+    failing: frozenset[int] = frozenset()
+    rows_a_flush: int = 1
+
+    def run(self, rows: Sequence[int] | None = None, *, finish: bool = True, **options: Any) -> JobOutput:
+        """Answer those of these rows (None: all) that are missing, and finish the output or leave it as it is."""
+        manifest = Manifest(created=1000, model="m", facts={"job": self.name}, inputs=[("in.jsonl", "5 bytes")])
+        output = open_output(str(self.path), manifest, OutputOptions(order=self.order, **options))
+        try:
+            if output.finished is not None:
+                return output
+            answered = output.answered.all
+            todo = [i for i in (range(self.num_rows) if rows is None else rows) if i not in answered]
+            reorder = ReorderBuffer(answered.next_missing, max_bytes=500) if self.order == "input" else None
+            writer = ResultWriter(output.sink, output.form, reorder=reorder)
+            for start in range(0, len(todo), self.rows_a_flush):
+                writer.write(map(self.result, todo[start : start + self.rows_a_flush]))
+                writer.flush()
+            if not finish:
+                writer.close_early()
+                return output
+            writer.close()
+            errors = output.errors + Counter("prompt_too_long" for i in todo if i in self.failing)
+            output.finish(rows=answered.count + len(todo), errors=errors, rows_read=self.num_rows, all_read=True)
+            return output
+        finally:
+            output.close()
+
+    def result(self, index: int) -> JobResult:
+        place = Place(id=f"r{index}", index=index, line=f"line {index + 1}", extra={"job": self.name})
+        if index in self.failing:
+            return failed(place, RowError("prompt_too_long", "too long"))
+        choices = [Choice(index=0, text=f"{self.name} {index} " + "x" * (37 * index % 90), finish_reason="stop")]
+        return JobResult(place=place, choices=choices, usage=Usage(prompt_tokens=index))
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was tried, and what did not hold."""
+
+    num_calls: int = 0
+    num_states: int = 0
+    by_action: Counter[str] = field(default_factory=Counter)
+    """States by action."""
+    failures: list[str] = field(default_factory=list)
+
+
+class PowerLosses:
+    """Loses the power in every way at every call of one action, and continues."""
+
+    def __init__(self, work: Path, name: str, order: Order, rng: random.Random, findings: Findings) -> None:
+        """`work` is an empty folder."""
+        self._folder = work / "job"
+        self._resumed = work / "resumed"
+        for folder in (self._folder, self._resumed):
+            folder.mkdir()
+        self._rng = rng
+        self._findings = findings
+        self._path = self._resumed / name
+        num_rows = rng.randint(3, 9)
+        self._old = SmallJob(
+            name="old",
+            path=self._folder / name,
+            order=order,
+            num_rows=num_rows,
+            failing=frozenset(rng.sample(range(num_rows), 2)),
+            rows_a_flush=rng.randint(1, 3),
+        )
+        self._seen: set[tuple[tuple[str, bytes], ...]] = set()
+
+    def run(self, action: str, *, num_random: int) -> None:
+        """Record the action, and continue from `num_random` random states of each call beside the extreme ones."""
+        rng, old = self._rng, self._old
+        rows = rng.sample(range(old.num_rows), old.num_rows)
+        if action == "continue":
+            old.run(rows[: rng.randint(1, old.num_rows - 1)], finish=False)
+            self._damage(rows_path(old.path))
+        elif action == "retry" or (action == "overwrite" and rng.random() < 0.5):
+            old.run(rows)
+        elif action == "overwrite":
+            old.run(rows[:2], finish=False)
+        job, options = old, {}
+        if action == "retry":
+            job, options = replace(old, failing=frozenset()), {"retry_errors": True}
+        elif action == "overwrite":
+            job, options = replace(old, name="new"), {"overwrite": True}
+        with CallRecorder(self._folder) as recorder:
+            job.run(rows, finish=rng.random() < 0.8, **options)
+        self._findings.num_calls += recorder.num_calls
+        own = {path.name for path in own_files(job.path)}
+        for point in recorder.points:
+            if strange := {name for change in point.changes for name in change} - own:
+                self._findings.failures.append(f"{action}: {strange} is not among the job's own files")
+            for state in crash_states(point, rng, num_random=num_random):
+                key = tuple(sorted(state.items()))
+                if key not in self._seen:
+                    self._seen.add(key)
+                    self._findings.num_states += 1
+                    self._findings.by_action[action] += 1
+                    self._resume(action, replace(job, path=self._path), point, state)
+
+    def _damage(self, path: Path) -> None:
+        """Damage a file, if it is there, as an earlier power loss may have done."""
+        if not path.exists():
+            return
+        with path.open("ab") as file:
+            file.write(self._rng.choice([b"", bytes(50), b'{"id":1,"index":0', b"\n\n", b"{}\n"]))
+
+    def _resume(self, action: str, job: SmallJob, point: CrashPoint, state: Folder) -> None:
+        """Give the commands that a user may give in this state, each from the state anew, and look at the outputs."""
+        commands: list[Callable[[], None]]
+        if action == "overwrite":
+            old = replace(self._old, path=self._path)
+            commands = [
+                lambda: self._finish(job, overwrite=True),
+                lambda: self._finish_or_be_refused(job, point),
+                lambda: self._finish_or_be_refused(old, None),
+            ]
+        elif action == "retry":
+            failed_before = self._old.failing
+            commands = [
+                lambda: self._finish(job, point, retry_errors=True),
+                lambda: self._finish(job, may_fail=failed_before),
+            ]
+        else:
+            commands = [lambda: self._finish(job, point)]
+        for number, command in enumerate(commands):
+            self._make(state)
+            try:
+                command()
+            except Exception as error:
+                files = {name: f"{len(data)} bytes" for name, data in state.items()}
+                self._findings.failures.append(
+                    f"{action} of {job.path.name} in order of {job.order}, after `{point.call}`, command {number}: "
+                    f"{type(error).__name__}: {error}; the power loss left {files}"
+                )
+
+    def _make(self, state: Folder) -> None:
+        for path in self._resumed.iterdir():
+            path.unlink()
+        boot = this_process().boot.encode()
+        for name, data in state.items():
+            if name == lock_path(self._path).name:
+                data = data.replace(boot, bytes(reversed(boot)))  # the machine has been started anew
+            (self._resumed / name).write_bytes(data)
+
+    def _finish_or_be_refused(self, job: SmallJob, point: CrashPoint | None) -> None:
+        rows = rows_path(job.path)
+        before = rows.read_bytes() if rows.exists() else b""
+        try:
+            self._finish(job, point)
+        except ConfigError as error:
+            expect("made by another job" in str(error), f"refused: {error}")
+            expect(rows.read_bytes() == before, "a refused output was changed")
+
+    def _finish(
+        self, job: SmallJob, point: CrashPoint | None = None, *, may_fail: Collection[int] = (), **options: bool
+    ) -> None:
+        """Finish the job. Rows that `may_fail` may be failed ones; a row that was synced at the point must be kept."""
+        output = job.run(**options)
+        expected = {index: answer_of(job.result(index)) for index in range(job.num_rows)}
+        found = read_answers(job.path)
+        indices = [index for index, _ in found]
+        expect(sorted(indices) == list(expected), f"the rows are {indices}, of {job.num_rows}")
+        if job.order == "input":
+            expect(indices == sorted(indices), f"the rows are not in order: {indices}")
+        for index, answer in found:
+            expect(answer == expected[index] or (index in may_fail and answer is None), f"row {index} is {answer!r}")
+        if point is not None and output.finished is None:
+            lost = synced_rows(point, job) - {index for index in range(job.num_rows) if index in output.answered.all}
+            expect(not lost, f"rows {lost} were on the disk and were computed again")
+        expect(job.run().finished is not None, "the finished output is not taken for one")
+        names = {path.name for path in self._resumed.iterdir()}
+        usual = {job.path.name, manifest_path(job.path).name}
+        expect(usual <= names <= usual | {rows_path(job.path).name}, f"left behind: {names}")
+        if names != usual:
+            expect(any(answer is None for _, answer in found), "the rows of a complete table are left behind")
+
+
+def expect(holds: bool, what: str) -> None:
+    """Raise AssertionError where something does not hold."""
+    if not holds:
+        raise AssertionError(what)
+
+
+def answer_of(result: JobResult) -> str | None:
+    return result.choices[0].text if result.error is None else None
+
+
+def read_answers(path: Path) -> list[tuple[int, str | None]]:
+    """Return number and answer of each row of an output, in its order; None: the row has failed."""
+    rows: list[dict[str, Any]]
+    if is_parquet(path):
+        import pyarrow.parquet
+
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    else:
+        data, compression = path.read_bytes(), compression_of(path.name)
+        plain = b"".join(Unpacker(compression).feed(data)) if compression else data
+        rows = [msgspec.json.decode(line) for line in plain.splitlines()]
+    return [(row["index"], row["choices"][0]["text"] if row["error"] is None else None) for row in rows]
+
+
+def synced_rows(point: CrashPoint, job: SmallJob) -> set[int]:
+    """Return the rows that a power loss at this point cannot take, whichever names it keeps: those of `job` alone."""
+    name = rows_path(job.path).name
+    inodes = [point.synced_names.get(name), *(change[name] for change in point.changes if name in change)]
+    kept = [rows_in(point.synced.get(inode, b""), job) if inode is not None else set() for inode in inodes]
+    return set.intersection(*kept)
+
+
+def rows_in(data: bytes, job: SmallJob) -> set[int]:
+    """Return the rows of `job` that are answered without an error in these bytes of its output."""
+    with tempfile.TemporaryDirectory(dir=job.path.parent.parent) as folder:
+        path = Path(folder) / rows_path(job.path).name
+        path.write_bytes(data)
+        return {
+            row.index
+            for row, line in sound_lines(path)
+            if row.error_type is None and msgspec.json.decode(line)["job"] == job.name
+        }
+
+
+def lose_power_everywhere(
+    rng: random.Random,
+    findings: Findings,
+    *,
+    work: Path,
+    names: Sequence[str] = NAMES,
+    orders: Sequence[Order] = ORDERS,
+    num_random: int,
+) -> None:
+    """Try every action with these kinds of files and orders once, in a folder of its own under `work`."""
+    for name in names:
+        for order in orders:
+            for action in ACTIONS:
+                with tempfile.TemporaryDirectory(dir=work) as folder:
+                    PowerLosses(Path(folder), name, order, rng, findings).run(action, num_random=num_random)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Lose the power at each system call, until so many states were tried.")
+    parser.add_argument("--states", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng, findings, started_at = random.Random(options.seed), Findings(), time.monotonic()
+    memory = Path("/dev/shm")  # nothing here is meant to last, and syncing costs nothing there
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as work:
+        while findings.num_states < options.states and not findings.failures:
+            lose_power_everywhere(rng, findings, work=Path(work), num_random=6)
+            kinds = ", ".join(f"{action} {count:,}" for action, count in findings.by_action.items())
+            print(
+                f"{findings.num_states:,} states after {findings.num_calls:,} system calls ({kinds}), "
+                f"{len(findings.failures)} failures, {time.monotonic() - started_at:.0f} s",
+                flush=True,
+            )
+    for failure in findings.failures[:20]:
+        print(f"FAILED: {failure}")
+    sys.exit(1 if findings.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

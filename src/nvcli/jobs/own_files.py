@@ -1,0 +1,69 @@
+"""The files that a job writes, replaces and removes: their names, in one place.
+
+All of them follow from the name of the output. None of them may be an input of the job. This module only makes names;
+it does not look whether there are such files, except to follow a symbolic link.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MANIFEST_SUFFIX = ".manifest.json"
+"""An output's name with this suffix is the file beside it that says which job made it."""
+WORKING_SUFFIX = ".rows.jsonl"
+"""A Parquet output's name with this suffix is the file that holds its rows until it is complete."""
+TRACEBACK_SUFFIX = ".traceback.txt"
+"""An output's name with this suffix is the file that keeps the tracebacks of failed runs."""
+
+
+def is_parquet(path: Path | str) -> bool:
+    return str(path).endswith(".parquet")
+
+
+def real_path(path: Path) -> Path:
+    """Return the file behind a symbolic link, and any other path as it is."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def rows_path(output: Path) -> Path:
+    """Return the file that rows are appended to: the output itself, or the working file beside a Parquet output."""
+    return output.with_name(output.name + WORKING_SUFFIX) if is_parquet(output) else output
+
+
+def manifest_path(output: Path) -> Path:
+    return output.with_name(output.name + MANIFEST_SUFFIX)
+
+
+def manifest_draft_path(output: Path) -> Path:
+    """Return where a new version of the manifest is written."""
+    path = manifest_path(output)
+    return path.with_name(f".{path.name}.tmp")
+
+
+def traceback_path(output: Path) -> Path:
+    return output.with_name(output.name + TRACEBACK_SUFFIX)
+
+
+def rewrite_path(path: Path) -> Path:
+    """Return where a new version of a file is written; what a crash left there is of no use."""
+    return path.with_name(f".{path.name}.new")
+
+
+def lock_path(output: Path) -> Path:
+    """Return the file that says which run writes to the output, beside the output itself."""
+    path = real_path(output)
+    return path.with_name(f".{path.name}.lock")
+
+
+def temporary_files(output: Path) -> list[Path]:
+    """Return the files that only a run which was cut short leaves behind. Whoever holds the output may remove them."""
+    rewritten = {real_path(output), real_path(rows_path(output))}
+    return [*map(rewrite_path, sorted(rewritten)), manifest_draft_path(output)]
+
+
+def own_files(output: Path) -> list[Path]:
+    """Return every file that a job with this output writes, replaces or removes; the output comes first."""
+    rows = rows_path(output)
+    beside = [manifest_path(output), *([rows] if rows != output else []), traceback_path(output), lock_path(output)]
+    return [output, *beside, *temporary_files(output)]

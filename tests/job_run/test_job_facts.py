@@ -1,0 +1,72 @@
+"""Two checkpoints of one size are two models; one that was moved is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from fake_runners import engine_config
+from nvcli.config import RunConfig
+from nvcli.demo import demo_path
+from nvcli.errors import LoadError
+from nvcli.job_run.job_facts import job_facts
+from nvcli.models.checkpoint import is_hub_id
+
+GIB = 1 << 30
+
+
+def facts_of(folder: Path) -> dict[str, object]:
+    config = engine_config(model_path=folder)
+    return dict(job_facts(RunConfig(model=str(folder)), config, {}, model_path=folder))
+
+
+def change_byte(file: Path, place: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        stream.write(b"x")
+
+
+def test_another_checkpoint_of_the_same_size_is_another_model(tmp_path: Path) -> None:
+    copy = tmp_path / "moved"
+    shutil.copytree(demo_path(), copy)
+    facts = facts_of(demo_path())
+    assert facts_of(copy) == facts
+    weights = copy / "model.safetensors"
+    change_byte(weights, weights.stat().st_size // 2)
+    changed = facts_of(copy)
+    assert [name for name in facts if facts[name] != changed[name]] == ["model model.safetensors"]
+
+
+def test_large_weights_are_sampled_in_no_time(tmp_path: Path) -> None:
+    files = [tmp_path / f"model-{number}-of-4.safetensors" for number in range(4)]
+    for file in files:
+        with file.open("wb") as stream:
+            stream.truncate(4 * GIB)  # holes: nothing is written
+    begin = time.process_time()
+    facts = facts_of(tmp_path)
+    assert time.process_time() - begin < 0.2
+    for file in files:
+        for place in (0, 4 * GIB - 1):
+            change_byte(file, place)
+            changed = facts_of(tmp_path)
+            assert [name for name in facts if facts[name] != changed[name]] == [f"model {file.name}"]
+            facts = changed
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    os.mkfifo(weights)
+    with pytest.raises(LoadError, match=r"model\.safetensors: no regular file"):
+        facts_of(tmp_path)
+    weights.unlink()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(LoadError, match=r"gone\.safetensors: cannot be read: No such file"):
+        facts_of(tmp_path)
+
+
+def test_what_names_a_model_on_the_hub(tmp_path: Path) -> None:
+    assert [is_hub_id(name) for name in ("demo", str(tmp_path), "Qwen/Qwen3-8B")] == [False, False, True]
