@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from nvcli.models.json_file import JsonFile
+from nvcli.validation import show
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -39,7 +40,7 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     found = config.values.get(key) or {}
     if not isinstance(found, dict):
-        raise config.error(key, f"{found!r} is not an object")
+        raise config.error(key, f"{show(found)} is not an object")
     if isinstance(found.get("full_attention"), dict):
         found = found["full_attention"]
     values = {name: value for name, value in found.items() if value is not None}
@@ -48,7 +49,7 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
 
     partial = values.get("partial_rotary_factor", config.values.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise rope.error("partial_rotary_factor", f"{partial} is not supported; supported: 1.0")
+        raise rope.error("partial_rotary_factor", f"{show(partial)} is not supported; supported: 1.0")
     rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
     theta = rope.get("rope_theta", float, default_theta)
     if rope_type == "default":
@@ -56,13 +57,14 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
     if rope_type == "linear":
         return RopeConfig(rope_type="linear", theta=theta, factor=rope.get("factor", float))
     if rope_type not in ("llama3", "yarn"):
-        raise rope.error("rope_type", f"{rope_type!r} is not supported; supported: {', '.join(get_args(RopeType))}")
+        raise rope.error("rope_type", f"{show(rope_type)} is not supported; supported: {', '.join(get_args(RopeType))}")
 
     max_positions = config.positive("max_position_embeddings")
     top_level = config.values.get("original_max_position_embeddings")
     if top_level is not None:
         values["original_max_position_embeddings"] = top_level
-    original = rope.get("original_max_position_embeddings", int, max_positions)
+    values.setdefault("original_max_position_embeddings", max_positions)
+    original = rope.positive("original_max_position_embeddings")
     if rope_type == "llama3":
         return RopeConfig(
             rope_type="llama3",
@@ -72,17 +74,29 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
             low_freq_factor=rope.get("low_freq_factor", float),
             high_freq_factor=rope.get("high_freq_factor", float),
         )
-    factor = rope.get("factor", float, max_positions / original)
+    if theta == 1.0:
+        raise rope.error("rope_theta", "1 is no base for YaRN, which divides by its logarithm")
+    factor = _above_zero(rope, "factor", max_positions / original)
     return RopeConfig(
         rope_type="yarn",
         theta=theta,
         factor=factor,
         original_max_position_embeddings=original,
-        beta_fast=rope.get("beta_fast", float, 32.0) or 32.0,
-        beta_slow=rope.get("beta_slow", float, 1.0) or 1.0,
+        beta_fast=_above_zero(rope, "beta_fast", 32.0, zero=32.0),
+        beta_slow=_above_zero(rope, "beta_slow", 1.0, zero=1.0),
         truncate=rope.get("truncate", bool, True),
         yarn_attention_factor=_yarn_attention_factor(rope, factor),
     )
+
+
+def _above_zero(rope: JsonFile, key: str, default: float, *, zero: float | None = None) -> float:
+    """The value of `key`, which is above zero, or `default`. `zero`: what transformers takes for 0; None: an error."""
+    value = rope.get(key, float, default)
+    if value == 0.0 and zero is not None:
+        return zero
+    if not value > 0.0:
+        raise rope.error(key, f"{show(value)} is not above zero, as YaRN needs it")
+    return value
 
 
 def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
@@ -92,4 +106,8 @@ def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
     if "attention_factor" in rope.values:
         return rope.get("attention_factor", float)
     numerator, denominator = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
-    return mscale(numerator) / mscale(denominator) if numerator and denominator else mscale(1.0)
+    if not numerator or not denominator:
+        return mscale(1.0)
+    if mscale(denominator) == 0.0:
+        raise rope.error("mscale_all_dim", f"{show(denominator)} gives a factor of 0, by which YaRN divides")
+    return mscale(numerator) / mscale(denominator)
