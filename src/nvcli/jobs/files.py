@@ -9,10 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.regular_file import check_regular
 from nvcli.validation import is_text
 
 STREAM = "-"
 """The name that stands for standard input or output."""
+
+STREAM_FOLDERS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+"""Files in these folders stand for something else, such as /dev/stdout for a file that the shell has opened."""
 
 MANIFEST_SUFFIX = ".manifest.json"
 """An output's name with this suffix is the file beside it that says which job made it."""
@@ -111,6 +115,27 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         _check_pyarrow("output", output)
         if path.exists() and not path.is_file():
             raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
+    _check_kinds(path, longest)
+
+
+def _check_kinds(path: Path, temporary: Path) -> None:
+    """Raise ConfigError where the output, or a file that belongs beside it, is of a kind that may wait for ever.
+
+    `temporary` is where its manifest is written. Devices, and pipes that the shell has opened (/dev/fd/63), may be
+    outputs.
+    """
+    beside = [path.with_name(path.name + suffix) for suffix in (MANIFEST_SUFFIX, WORKING_SUFFIX)]
+    for file in (path, *beside, temporary):
+        try:
+            if file.parent not in STREAM_FOLDERS and not file.is_char_device():
+                check_regular(file)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"the output {path} cannot be written: {file}: {error.strerror}; name another with -o, or write to "
+                "standard output with -o -"
+            ) from None
 
 
 def job_files(inputs: Sequence[str], output: str | None) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.files import STREAM
+from nvcli.regular_file import open_regular
 
 WHOLE_BYTES = 8 * 1024 * 1024
 """Files up to this size are read from end to end."""
@@ -21,9 +22,10 @@ SAMPLE_BYTES = 64 * 1024
 def digest_file(path: Path) -> str:
     """Return a digest of a file's size and bytes.
 
-    In a large file, a change that keeps the size and misses all places that are read is not seen.
+    In a large file, a change that keeps the size and misses all places that are read is not seen. Raises OSError where
+    the file cannot be read or is no regular one.
     """
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())
         if size <= WHOLE_BYTES:
