@@ -83,6 +83,8 @@ def test_odd_values_of_config_json(tmp_path: Path, key: str, value: Any, found: 
         ("original_max_position_embeddings", -1, "-1 is not positive"),
         ("factor", 0, "0.0 is not above zero"),
         ("beta_fast", -32, "-32.0 is not above zero"),
+        ("beta_fast", 1e308, "1e+308 is no factor for YaRN; allowed: from 1e-06 to 1e+06"),
+        ("factor", 1e-308, "1e-308 is no factor for YaRN"),
         ("beta_slow", -1, "-1.0 is not above zero"),
         ("rope_theta", 1, "1 is no base for YaRN"),
         ("rope_type", ["yarn"], "is not of type str"),

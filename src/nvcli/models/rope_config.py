@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from nvcli.models.json_file import JsonFile
 from nvcli.validation import show
 
+_MOST = 1e6
+"""The largest number that YaRN may be given; no model has one near it, and its formulas overflow far above it."""
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -90,12 +92,14 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
 
 
 def _above_zero(rope: JsonFile, key: str, default: float, *, zero: float | None = None) -> float:
-    """The value of `key`, which is above zero, or `default`. `zero`: what transformers takes for 0; None: an error."""
+    """The value of `key`, which is above zero and no extreme, or `default`. `zero`: what transformers takes for 0; None: an error."""
     value = rope.get(key, float, default)
     if value == 0.0 and zero is not None:
         return zero
     if not value > 0.0:
         raise rope.error(key, f"{show(value)} is not above zero, as YaRN needs it")
+    if not 1.0 / _MOST <= value <= _MOST:
+        raise rope.error(key, f"{show(value)} is no factor for YaRN; allowed: from {1.0 / _MOST:g} to {_MOST:g}")
     return value
 
 
