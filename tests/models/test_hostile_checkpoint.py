@@ -83,16 +83,24 @@ def test_odd_values_of_config_json(tmp_path: Path, key: str, value: Any, found: 
         ("original_max_position_embeddings", -1, "-1 is not positive"),
         ("factor", 0, "0.0 is not above zero"),
         ("beta_fast", -32, "-32.0 is not above zero"),
-        ("beta_fast", 1e308, "1e+308 is no factor for YaRN; allowed: from 1e-06 to 1e+06"),
-        ("factor", 1e-308, "1e-308 is no factor for YaRN"),
+        ("beta_fast", 1e308, "1e+308 is no factor of rotary frequencies; allowed: from 1e-06 to 1e+06"),
+        ("factor", 1e-308, "1e-308 is no factor of rotary frequencies"),
         ("beta_slow", -1, "-1.0 is not above zero"),
-        ("rope_theta", 1, "1 is no base for YaRN"),
+        ("rope_theta", 1, "1.0 is no base for YaRN"),
+        ("rope_theta", -1, "-1.0 is no base for YaRN"),
         ("rope_type", ["yarn"], "is not of type str"),
     ],
 )
 def test_yarn_by_zero(tmp_path: Path, key: str, value: Any, found: str) -> None:
     write_config(tmp_path, rope_parameters={**YARN, key: value})
     assert_refused(lambda: load_model_config(tmp_path), f"config.json: `rope_parameters.{key}`: ", found)
+
+
+@pytest.mark.parametrize("key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+def test_llama3_by_zero(tmp_path: Path, key: str) -> None:
+    rope = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    write_config(tmp_path, rope_parameters={**rope, key: 0})
+    assert_refused(lambda: load_model_config(tmp_path), f"config.json: `rope_parameters.{key}`: 0")
 
 
 def test_yarn_takes_zero_for_the_usual_betas_as_transformers_does(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from nvcli.models.json_file import JsonFile
 from nvcli.validation import show
 
 _MOST = 1e6
-"""The largest number that YaRN may be given; no model has one near it, and its formulas overflow far above it."""
+"""The largest factor of llama3 and YaRN; no model has one near it, and the formulas overflow far above it."""
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -71,13 +71,13 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
         return RopeConfig(
             rope_type="llama3",
             theta=theta,
-            factor=rope.get("factor", float),
+            factor=_above_zero(rope, "factor"),
             original_max_position_embeddings=original,
-            low_freq_factor=rope.get("low_freq_factor", float),
-            high_freq_factor=rope.get("high_freq_factor", float),
+            low_freq_factor=_above_zero(rope, "low_freq_factor"),
+            high_freq_factor=_above_zero(rope, "high_freq_factor"),
         )
-    if theta == 1.0:
-        raise rope.error("rope_theta", "1 is no base for YaRN, which divides by its logarithm")
+    if not theta > 0.0 or theta == 1.0:
+        raise rope.error("rope_theta", f"{show(theta)} is no base for YaRN, which divides by its logarithm")
     factor = _above_zero(rope, "factor", max_positions / original)
     return RopeConfig(
         rope_type="yarn",
@@ -91,15 +91,20 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
     )
 
 
-def _above_zero(rope: JsonFile, key: str, default: float, *, zero: float | None = None) -> float:
-    """The value of `key`, which is above zero and no extreme, or `default`. `zero`: what transformers takes for 0; None: an error."""
+def _above_zero(rope: JsonFile, key: str, default: float | None = None, *, zero: float | None = None) -> float:
+    """The value of `key`, which is above zero and no extreme, or `default`.
+
+    `zero` is what transformers takes for 0; None: an error.
+    """
     value = rope.get(key, float, default)
     if value == 0.0 and zero is not None:
         return zero
     if not value > 0.0:
-        raise rope.error(key, f"{show(value)} is not above zero, as YaRN needs it")
+        raise rope.error(key, f"{show(value)} is not above zero, and rotary frequencies are divided by it")
     if not 1.0 / _MOST <= value <= _MOST:
-        raise rope.error(key, f"{show(value)} is no factor for YaRN; allowed: from {1.0 / _MOST:g} to {_MOST:g}")
+        raise rope.error(
+            key, f"{show(value)} is no factor of rotary frequencies; allowed: from {1.0 / _MOST:g} to {_MOST:g}"
+        )
     return value
 
 
