@@ -29,7 +29,7 @@ def test_every_command_names_what_it_lacks(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.split("\n") == ["exit code 2", "exit code 2", ""]
     first, second = result.stderr.splitlines()
-    assert "open 10 files (`ulimit -n`), and a run needs at least 64; raise it" in first
+    assert "open 10 files (`ulimit -n`), and a run needs at least 256; raise it" in first
     assert "the current folder cannot be used" in second
 
 
@@ -48,7 +48,7 @@ def test_limits_that_a_process_may_raise_are_raised(monkeypatch: pytest.MonkeyPa
     assert limits["soft"] >= 4096
     assert limits["hard"] == resource.RLIM_INFINITY
     limits.update(soft=10, hard=MIN_OPEN_FILES - 1)
-    with pytest.raises(ConfigError, match="open 63 files"):
+    with pytest.raises(ConfigError, match="open 255 files"):
         check_process()
 
 

@@ -7,8 +7,9 @@ import resource
 
 from nvcli.errors import ConfigError
 
-MIN_OPEN_FILES = 64
-"""A run with one rank has about 20 files open at once; each further rank or copy adds some."""
+MIN_OPEN_FILES = 256
+"""A run with one rank on a CPU has about 20 files open at once. Further ranks and copies add some, and so do drivers of
+GPUs."""
 _WANTED_OPEN_FILES = 4096
 
 

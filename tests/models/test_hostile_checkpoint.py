@@ -61,6 +61,7 @@ def assert_refused(read: Callable[[], object], *parts: str) -> None:
         ("max_position_embeddings", 10**400, "is too large"),
         ("max_position_embeddings", 1, "1 is too small; allowed: from 2 on"),
         ("rms_norm_eps", "x" * 10_000, "x… is not of type float"),
+        ("rms_norm_eps", 10**400, "0… is too large for a number"),
         ("eos_token_id", 2**31, "2147483648 is not a token id"),
         ("eos_token_id", list(range(65)), "65 ids end an answer; allowed: up to 64"),
         ("hidden_act", ["silu"], '["silu"] is not supported'),

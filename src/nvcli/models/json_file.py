@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,7 +72,10 @@ class JsonFile:
             return default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if kind is float and is_number:
-            value = _to_float(value)
+            try:
+                value = float(value)
+            except OverflowError:  # an integer of hundreds of digits
+                raise self.error(key, f"{show(value)} is too large for a number") from None
         if not isinstance(value, kind) or (kind is int and not is_number):
             raise self.error(key, f"{show(value)} is not of type {kind.__name__}")
         return value
@@ -92,10 +94,3 @@ class JsonFile:
     def error(self, key: str, problem: str) -> LoadError:
         """The error that names the file, the key and what is wrong with its value."""
         return LoadError(f"{self.path}: `{self.section}{key}`: {problem}")
-
-
-def _to_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return math.copysign(math.inf, value)
