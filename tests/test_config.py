@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import threading
 from pathlib import Path
 
 import msgspec
@@ -137,7 +139,9 @@ def test_errors_in_overrides(tmp_path: Path, override: str, message: str) -> Non
 
 
 def test_errors_in_flags_name_the_flag() -> None:
-    with pytest.raises(ConfigError, match=r"^--tp 0: `tensor_parallel_size` is 0; allowed: an integer of at least 1"):
+    with pytest.raises(
+        ConfigError, match=r"^--tp 0: `tensor_parallel_size` is 0; allowed: an integer from 1 to 1024 or auto"
+    ):
         load_run_config(None, (), {"--model": "m", "--tp": 0})
     with pytest.raises(ConfigError, match=r"^--tp .*: not UTF-8 text"):
         load_run_config(None, (), {"--model": "m", "--tp": os.fsdecode(b"caf\xe9")})
@@ -164,10 +168,19 @@ def test_prompts_and_decode_steps_may_have_their_own_attention_backend(tmp_path:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*no such file"):
         load_run_config(tmp_path / "no.yaml")
-    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*directory"):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*folder"):
         load_run_config(tmp_path)
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "zero.yaml").symlink_to("/dev/zero")
+    for name, found in (("fifo.yaml", "it is a FIFO"), ("zero.yaml", "it is a device")):
+        with pytest.raises(ConfigError, match=rf"cannot read the configuration file .*{name}: {found}"):
+            load_run_config(tmp_path / name)
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(5 << 20)
+    with pytest.raises(ConfigError, match="5,242,880 bytes, more than the"):
+        load_run_config(tmp_path / "large.yaml")
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"model: \xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
@@ -237,3 +250,56 @@ def test_an_engine_config_survives_the_way_to_another_process() -> None:
     data = msgspec.msgpack.encode(config, enc_hook=str)
     assert msgspec.msgpack.decode(data, type=EngineConfig, dec_hook=lambda kind, value: kind(value)) == config
     assert config.max_blocks_per_seq == 3
+
+
+def test_a_pipe_of_the_shell_and_dev_null_are_configurations() -> None:
+    """`--config <(command)`, and `--config /dev/null` so that ./nvcli.yaml is not read."""
+    read, write = os.pipe()
+    os.write(write, b"model: m\nseed: 3\n")
+    os.close(write)
+    assert load_run_config(Path(f"/dev/fd/{read}")).seed == 3
+    os.close(read)
+    assert load_run_config(Path("/dev/null"), ["model=m"]).seed == 0
+    read, write = os.pipe()
+    writer = threading.Thread(target=lambda: (os.write(write, b"#" * (5 << 20)), os.close(write)))
+    writer.start()
+    with pytest.raises(ConfigError, match=r"more than 4,194,304 bytes"):
+        load_run_config(Path(f"/dev/fd/{read}"))
+    os.read(read, 5 << 20)
+    os.close(read)
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in itertools.pairwise("abcdefghijklmno")),
+        "a: &a {k: v}\n"
+        + "".join(
+            f"{b}: &{b} {{{', '.join(f'k{n}: *{a}' for n in range(10))}}}\n"
+            for a, b in itertools.pairwise("abcdefghijkl")
+        ),
+    ],
+    ids=["lists", "mappings"],
+)
+def test_aliases_that_stand_for_more_than_memory_holds_are_refused_at_once(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="more than 100,000 values, counting what each alias stands for"):
+        load_run_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system ['touch canary']", "!!python/name:os.system", "!x y"])
+def test_tags_of_yaml_make_no_python_objects(tmp_path: Path, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="not valid YAML: could not determine a constructor for the tag"):
+        load_run_config(write(tmp_path, f"model: {tag}\n"))
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_run_config(None, [f"model={tag}"])
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("value", [1025, 2**63 - 1, 2**63, 2**70])
+def test_more_processes_than_any_machine_has(key: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"`{key}` is {value}; allowed: an integer from 1 to 1024"):
+        load_run_config(None, ["model=m", f"{key}={value}"])

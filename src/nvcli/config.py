@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from nvcli.config_source import ConfigSource
 
 PositiveInt = Annotated[int, Meta(ge=1)]
-ParallelSize = PositiveInt | Literal["auto"]
+MAX_PROCESSES = 1024
+"""The largest number of copies, of stages, or of ranks that share a layer; no machine has so many GPUs."""
+NumProcesses = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
+ParallelSize = NumProcesses | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Order = Literal["completion", "input"]
@@ -94,7 +97,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
     """GPUs (on a CPU: processes) that share every layer of a copy. auto: see `job_run.planning.layout`; 1 on a CPU."""
-    pipeline_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: NumProcesses = 1
     """Stages that the layers of a copy are dealt out to, each on its own `tensor_parallel_size` GPUs."""
     data_parallel_size: ParallelSize = "auto"
     """Copies of the model, each on GPUs of its own: `tensor_parallel_size` for each stage. auto: likewise."""

@@ -6,6 +6,8 @@ what keys mean; `config.py` gives the values their types and asks here for the o
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from nvcli.errors import ConfigError
+from nvcli.regular_file import read_regular
 from nvcli.validation import Path as KeyPath
 from nvcli.validation import is_text, show
 
@@ -28,7 +31,7 @@ class ConfigSource:
     def add_file(self, path: Path) -> None:
         """Add a file. Raises ConfigError if it cannot be read, is not YAML, repeats a key or is not a mapping."""
         try:
-            text = path.read_bytes().decode("utf-8-sig")
+            text = _read(path).decode("utf-8-sig")
         except OSError as error:
             raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
         except UnicodeDecodeError as error:
@@ -97,12 +100,40 @@ class ConfigSource:
         self._origins[path] = origin
 
 
+_MAX_FILE_BYTES = 4 << 20
+_MAX_VALUES = 100_000
+"""The most values of a configuration, counting what an alias stands for each time: aliases of aliases of aliases are a
+short text for more values than any memory holds."""
+_STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
+"""Files in these folders are open already, such as the pipe of `--config <(command)`."""
+
+
+def _read(path: Path) -> bytes:
+    """Read a configuration file, a pipe that the shell has opened, or /dev/null. Raises OSError for others."""
+    if path == Path(os.devnull):
+        return b""
+    if (path.parent in _STREAMS or path == Path("/dev/stdin")) and path.is_fifo():
+        with path.open("rb") as pipe:
+            text = pipe.read(_MAX_FILE_BYTES + 1)
+        if len(text) > _MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"more than {_MAX_FILE_BYTES:,} bytes")
+        return text
+    return read_regular(path, most_bytes=_MAX_FILE_BYTES)
+
+
 _MISREAD = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)
 """Errors of PyYAML for a text that is not YAML, or whose tag (`!!timestamp x`) does not fit its value."""
 
 
 class _Loader(yaml.SafeLoader):
     """YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON. No sets, and no text that UTF-8 cannot hold."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _count_values(node, {}) > _MAX_VALUES:
+            problem = f"more than {_MAX_VALUES:,} values, counting what each alias stands for"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return node
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         value = super().construct_scalar(node)
@@ -119,6 +150,19 @@ _Loader.add_constructor("tag:yaml.org,2002:set", _refuse_set)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+def _count_values(node: yaml.Node, counted: dict[int, int]) -> int:
+    """Count a node and all below it, aliases each time. `counted`: the counts so far, by the node's `id`."""
+    if id(node) not in counted:
+        counted[id(node)] = 0  # an alias that leads back counts nothing
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        counted[id(node)] = 1 + sum(_count_values(part, counted) for part in inner)
+    return counted[id(node)]
 
 
 def _walk(

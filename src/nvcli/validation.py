@@ -55,6 +55,8 @@ def show(value: Any, limit: int = 60) -> str:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError):
         text = str(value)
+    except RecursionError:
+        return "a deeply nested value"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 

@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         facts_of(tmp_path)
     weights.unlink()
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(LoadError, match=r"gone\.safetensors: cannot be read: No such file"):
+    with pytest.raises(LoadError, match=r"gone\.safetensors: cannot be read: no such file"):
         facts_of(tmp_path)
 
 

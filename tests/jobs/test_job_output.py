@@ -127,7 +127,10 @@ def test_another_job_is_refused_with_a_line_for_each_difference(tmp_path: Path) 
     output.close()
 
 
-@pytest.mark.parametrize("manifest", [None, b"", b"{", b'{"version": 99}', b'{"version": 2, "facts": []}'])
+@pytest.mark.parametrize(
+    "manifest",
+    [None, b"", b"{", b'{"version": 99}', b'{"version": 2, "facts": []}', b'{"x":' * 100_000, b'{"version": 1e999}'],
+)
 def test_an_output_without_a_usable_manifest_is_refused(tmp_path: Path, manifest: bytes | None) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("precious\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,29 @@ def test_outputs(tmp_path: Path) -> None:
     for output in ("-", "/dev/null", str(existing), str(tmp_path / "new.jsonl"), str(tmp_path / "c.jsonl.gz")):
         check_output([str(source)], output)
     assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_outputs_that_would_wait_for_ever_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("fifo", "a.jsonl.manifest.json", "b.parquet.rows.jsonl", ".c.jsonl.manifest.json.tmp"):
+        os.mkfifo(name)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+    Path("dangling").symlink_to("new")
+    for output, found in [
+        ("fifo", "fifo: it is a FIFO"),
+        ("socket", "socket: it is a socket"),
+        ("a.jsonl", "a.jsonl.manifest.json: it is a FIFO"),
+        ("b.parquet", "b.parquet.rows.jsonl: it is a FIFO"),
+        ("c.jsonl", r"\.c\.jsonl\.manifest\.json\.tmp: it is a FIFO"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"the output {output} cannot be written: {found}.* -o -"):
+            check_output([], output)
+    read, write = os.pipe()  # as of `-o >(command)`
+    for output in (f"/dev/fd/{write}", "/dev/null", "/dev/stderr", "dangling"):
+        check_output([], output)
+    os.close(read)
+    os.close(write)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,8 @@ def test_a_model_that_is_nowhere_here_is_downloaded(tmp_path: Path, monkeypatch:
 
     def snapshot_download(name: str, *, local_files_only: bool = False, **files: list[str]) -> str:
         assert "*.safetensors" in files["allow_patterns"]
+        for code in ("modeling_x.py", "pytorch_model.bin", "x/y.py", "vocab.pkl", "model.pt"):
+            assert not any(fnmatch(code, pattern) for pattern in files["allow_patterns"]), "code is left where it is"
         if local_files_only:
             raise LocalEntryNotFoundError(name)
         return str(tmp_path / name)

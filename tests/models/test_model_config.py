@@ -70,7 +70,7 @@ def test_dtype(tmp_path: Path, keys: dict[str, Any], dtype: str) -> None:
     assert read(tmp_path, **keys).dtype == dtype
 
 
-NAN = float("nan")
+NAN = float("NaN")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -153,8 +153,8 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"hidden_size": ABSENT}, ["`hidden_size`", "missing"]),
         ({"head_dim": None}, ["`head_dim`", "missing"]),
         ({"head_dim": 15}, ["`head_dim`", "15", "odd"]),
-        ({"hidden_size": "32"}, ["`hidden_size`", "'32'", "int"]),
-        ({"hidden_size": True}, ["`hidden_size`", "True"]),
+        ({"hidden_size": "32"}, ["`hidden_size`", '"32"', "int"]),
+        ({"hidden_size": True}, ["`hidden_size`", "true"]),
         ({"num_hidden_layers": 0}, ["`num_hidden_layers`", "0"]),
         ({"num_key_value_heads": 3}, ["`num_key_value_heads`", "3", "4"]),
         ({"architectures": ["GPT2LMHeadModel"]}, ["`architectures`", "GPT2LMHeadModel", "Qwen3ForCausalLM"]),
@@ -172,20 +172,20 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["`rope_parameters.factor`", "missing"]),
         ({"rope_parameters": ABSENT}, ["rope_theta", "missing"]),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
-        ({"rms_norm_eps": NAN}, ["`rms_norm_eps`", "nan"]),
+        ({"rms_norm_eps": NAN}, ["`rms_norm_eps`", "NaN"]),
         ({"rms_norm_eps": 0}, ["`rms_norm_eps`", "0"]),
         ({"rms_norm_eps": -1e-6}, ["`rms_norm_eps`", "-1e-06"]),
         ({"rope_parameters": {"rope_theta": 0}}, ["`rope_parameters.rope_theta`", "0"]),
-        ({"rope_parameters": ABSENT, "rope_theta": NAN}, ["rope_theta`", "nan"]),
-        ({"rope_parameters": {"rope_theta": float("inf")}}, ["`rope_parameters.rope_theta`", "inf"]),
+        ({"rope_parameters": ABSENT, "rope_theta": NAN}, ["rope_theta`", "NaN"]),
+        ({"rope_parameters": {"rope_theta": float("Infinity")}}, ["`rope_parameters.rope_theta`", "Infinity"]),
         ({"rope_parameters": {"rope_theta": -10000.0}}, ["`rope_parameters.rope_theta`", "-10000"]),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, ["factor`", "0"]),
-        ({"rope_parameters": {**LLAMA3, "factor": NAN}}, ["`rope_parameters.factor`", "nan"]),
+        ({"rope_parameters": {**LLAMA3, "factor": NAN}}, ["`rope_parameters.factor`", "NaN"]),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 0}}, ["`rope_parameters.low_freq_factor`", "0"]),
         ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, ["`rope_parameters.high_freq_factor`", "1"]),
-        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": NAN}}, ["attention_factor`", "nan"]),
-        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "factor": float("inf")}}, ["factor`", "inf"]),
-        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": NAN}}, ["beta_fast`", "nan is not a finite"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": NAN}}, ["attention_factor`", "NaN"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "factor": float("Infinity")}}, ["factor`", "Infinity"]),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": NAN}}, ["beta_fast`", "NaN is not a finite"]),
         ({"rope_parameters": {**YARN, "rope_theta": 10**400}}, ["rope_theta`", "1000", "not a finite"]),
     ],
 )  # fmt: skip

@@ -7,7 +7,8 @@ import torch
 
 from fake_runners import engine_config
 from nvcli.attention.kv_cache import KVCacheSpec
-from nvcli.runner.memory import out_of_memory_line, plan_memory
+from nvcli.errors import CapacityError
+from nvcli.runner.memory import check_positions_fit, out_of_memory_line, plan_memory
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,11 @@ def test_ranks_that_start_anew_beside_others_leave_room(monkeypatch: pytest.Monk
     assert (before := num_blocks(None)) == 900 - 100 - 10
     assert num_blocks(before - 1) == before
     assert num_blocks(before - 1, taken=500) == 0.9 * 400 - 10
+
+
+def test_more_positions_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """config.json may claim any number of positions, and every one has a row in a table."""
+    monkeypatch.setattr("nvcli.runner.memory.available_ram", lambda: 2 * 1000 * 64 * 4)
+    check_positions_fit(engine_config(max_model_len=1000), 64, torch.device("cpu"))
+    with pytest.raises(CapacityError, match=r"of 1,001 tokens take .* set max_model_len lower.*config\.json counts"):
+        check_positions_fit(engine_config(max_model_len=1001), 64, torch.device("cpu"))

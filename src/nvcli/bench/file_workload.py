@@ -15,7 +15,8 @@ from nvcli.errors import ConfigError
 from nvcli.job_run.open_rows import OpenRow
 from nvcli.job_run.resolve import row_keys, sampling_defaults
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
-from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import JobResult

@@ -11,6 +11,7 @@ from pathlib import Path
 from nvcli.engine.request import StepRecord
 from nvcli.errors import ConfigError
 from nvcli.messages import ForwardMode
+from nvcli.regular_file import check_regular
 
 _FORMATS = (".svg", ".png")
 _COLORS = {ForwardMode.DECODE: "tab:blue", ForwardMode.EXTEND: "tab:red", ForwardMode.MIXED: "tab:orange"}
@@ -22,8 +23,11 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(_FORMATS)}")
     if not os.path.isdir(path.parent):
         raise ConfigError(f"--plot {path}: its folder does not exist; make it with: mkdir -p {path.parent}")
-    if os.path.isdir(path):
-        raise ConfigError(f"--plot {path} is a folder; name a file in it")
+    if path.exists():
+        try:
+            check_regular(path)
+        except OSError as error:
+            raise ConfigError(f"--plot {path}: {error.strerror}; name another file") from None
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot draws with matplotlib, which is not installed; install it: pip install 'nvcli[plot]'")
 

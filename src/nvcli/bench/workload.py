@@ -41,7 +41,8 @@ class Workload:
         in a smaller vocabulary all but 0 and 1, which are often special.
         """
         rng = random.Random(self.seed)
-        ids = (0, _MAX_TOKEN_ID) if vocab_size > _MAX_TOKEN_ID else (_FIRST_PLAIN_ID, vocab_size - 1)
+        last = vocab_size - 1
+        ids = (0, _MAX_TOKEN_ID) if last >= _MAX_TOKEN_ID else (min(_FIRST_PLAIN_ID, last), last)
         prompts = [[rng.randint(*ids) for _ in range(rng.randint(*self.input_len))] for _ in range(self.num_requests)]
         output_lens = [rng.randint(*self.output_len) for _ in range(self.num_requests)]
         prefix = [rng.randint(*ids) for _ in range(self.shared_prefix)]

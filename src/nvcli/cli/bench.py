@@ -36,6 +36,7 @@ def bench(
             "--num-requests",
             metavar="N",
             min=1,
+            max=10_000_000,
             help="Number of requests; 256. With --input: the first N rows, else all.",
         ),
     ] = None,
@@ -60,7 +61,10 @@ def bench(
         float | None, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0.6.")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="K", min=0, help="Sample among the K likeliest tokens; 0: off.")
+        int | None,
+        typer.Option(
+            "--top-k", metavar="K", min=0, max=(1 << 31) - 1, help="Sample among the K likeliest tokens; 0: off."
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
@@ -109,7 +113,9 @@ def bench(
       nvcli bench -m Qwen/Qwen3-8B --input questions.jsonl --num-requests 500
     """
     from nvcli.config import find_config_file, load_run_config
+    from nvcli.process_limits import check_process
 
+    check_process()
     flags = {"--model": model or shape, "--tp": parse_size(tp), "--pp": pp, "--dp": parse_size(dp)}
     run = load_run_config(find_config_file(config), overrides or (), flags)
 

@@ -58,7 +58,9 @@ def doctor(
     from nvcli.doctor.examination import examine
     from nvcli.doctor.findings import Level, count
     from nvcli.doctor.report import format_json, format_verdict, print_section
+    from nvcli.process_limits import check_process
 
+    check_process()
     flags = {
         "--model": model,
         "--tp": parse_size(tp),

@@ -76,7 +76,9 @@ def generate(
       cat questions.jsonl | nvcli generate - -m demo -o - --progress none | jq .choices[0].text
     """
     from nvcli.config import find_config_file, load_run_config
+    from nvcli.process_limits import check_process
 
+    check_process()
     config_file = find_config_file(config)
     flags = {
         "--model": model,

@@ -54,12 +54,14 @@ def profile_memory(
     """
     from nvcli.bench.plot import check_plot
     from nvcli.config import find_config_file, load_run_config
+    from nvcli.process_limits import check_process
     from nvcli.profile.command import run_profile
     from nvcli.profile.picture import print_bars, write_plot
     from nvcli.profile.report import format_json, format_profile
 
     if plot is not None:
         check_plot(plot)
+    check_process()
     flags = {"--model": model or shape, "--tp": parse_size(tp), "--pp": pp}
     run = load_run_config(find_config_file(config), overrides or (), flags)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)

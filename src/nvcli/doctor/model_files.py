@@ -11,8 +11,9 @@ from pathlib import Path
 
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
 from nvcli.errors import ConfigError, LoadError
-from nvcli.models.checkpoint import TensorInfo, check_download, find_model, read_header, read_tensors, weight_files
+from nvcli.models.checkpoint import check_download, find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
+from nvcli.models.safetensors_header import TensorInfo, read_header
 
 _MOST_FILES_SHOWN = 5
 

@@ -20,7 +20,7 @@ from nvcli.errors import ConfigError
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.planning.layout import Layout, choose_layout
 from nvcli.job_run.text.prepare import ModelLimits
-from nvcli.job_run.text.tokenizer import check_tokenizer_files
+from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import describe_inputs, is_repeatable
 from nvcli.jobs.input.reader import RowReader
@@ -28,7 +28,7 @@ from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
-from nvcli.models.checkpoint import is_hub_id, resolve_model
+from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sampling_params import SamplingParams
@@ -88,6 +88,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
     model_path = resolve_model(run.model)
     model = load_model_config(model_path)
     check_tokenizer_files(model_path)
+    check_weight_files(model_path)
     config = resolve_engine_config(run, model_path, model)
     defaults = sampling_defaults(run, model)
     can_continue = is_repeatable(names)

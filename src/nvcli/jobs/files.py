@@ -17,10 +17,14 @@ from nvcli.jobs.own_files import (
     manifest_draft_path,
     own_files,
 )
+from nvcli.regular_file import check_regular
 from nvcli.validation import is_text
 
 STREAM = "-"
 """The name that stands for standard input or output."""
+
+STREAM_FOLDERS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+"""Files in these folders stand for something else, such as /dev/stdout for a file that the shell has opened."""
 
 
 def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
@@ -117,6 +121,25 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         folder = Path(os.path.realpath(path)).parent  # behind a link
         if not os.access(folder, os.W_OK):
             raise ConfigError(f"the output {output} leads to {folder}, which is no folder that can be written to")
+    _check_kinds(path)
+
+
+def _check_kinds(path: Path) -> None:
+    """Raise ConfigError where the output, or a file that belongs beside it, is of a kind that may wait for ever.
+
+    Devices, and pipes that the shell has opened (/dev/fd/63), may be outputs.
+    """
+    for file in own_files(path):
+        try:
+            if file.parent not in STREAM_FOLDERS and not file.is_char_device():
+                check_regular(file)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"the output {path} cannot be written: {file}: {error.strerror}; name another with -o, or write to "
+                "standard output with -o -"
+            ) from None
 
 
 def job_files(inputs: Sequence[str], output: str | None) -> list[str]:

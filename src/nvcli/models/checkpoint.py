@@ -6,17 +6,18 @@ Torch-free; huggingface_hub is imported only for a name that is neither `demo` n
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from nvcli.errors import ConfigError, LoadError
+from nvcli.models.json_file import JsonFile
+from nvcli.models.safetensors_header import INDEX_FILE, TensorInfo, read_header, unreadable
+from nvcli.regular_file import check_regular
+from nvcli.validation import show
 
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
@@ -24,17 +25,6 @@ _HUB_FILES = {
 }
 _HUB_TIMEOUT = 5.0
 """How many seconds the hub has to answer before it counts as out of reach."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """A tensor in a safetensors file, as its header describes it."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    """safetensors' name: F32, BF16, …"""
-    num_bytes: int
 
 
 def resolve_model(name: str) -> Path:
@@ -74,10 +64,10 @@ def is_hub_id(name: str) -> bool:
 
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder: those of the index where there is one. Raises LoadError."""
-    index = path / INDEX_FILE
-    if index.exists():
+    if os.path.lexists(path / INDEX_FILE):
         return sorted({path / file for file in read_index(path).values()})
-    files = [path / SINGLE_FILE] if (path / SINGLE_FILE).exists() else sorted(path.glob("*.safetensors"))
+    single = path / SINGLE_FILE
+    files = [single] if os.path.lexists(single) else sorted(path.glob("*.safetensors"))
     if files:
         return files
     others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))
@@ -87,19 +77,35 @@ def weight_files(path: Path) -> list[Path]:
     raise LoadError(f"{path}: no *.safetensors file{hint}")
 
 
+def check_weight_files(path: Path) -> None:
+    """Raise LoadError where a weight file of a checkpoint folder is not there, or is no regular file.
+
+    A folder that names no weights at all is left to the loader. Nothing is opened but the index.
+    """
+    if not os.path.lexists(path / INDEX_FILE) and not any(path.glob("*.safetensors")):
+        return
+    for file in weight_files(path):
+        try:
+            check_regular(file)
+        except OSError as error:
+            raise unreadable(file, error) from None
+
+
 def read_index(path: Path) -> dict[str, str]:
     """Read which file of a folder holds which tensor (tensor name → file name); empty where there is no index."""
-    index = path / INDEX_FILE
-    if not index.exists():
+    index = JsonFile.read_if_present(path / INDEX_FILE)
+    if not index.values:
+        if os.path.lexists(index.path):
+            raise index.error("weight_map", "missing; download the file again")
         return {}
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{index}: not a safetensors index ({error!r}); download the file again") from None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise LoadError(f"{index}: `weight_map` does not map tensor names to file names")
-    if strange := [file for file in weight_map.values() if Path(file).name != file]:
-        raise LoadError(f"{index}: names a file outside its folder: {strange[0]}")
+    weight_map = index.values.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise index.error("weight_map", f"{show(weight_map)} does not map tensor names to file names")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise index.error(
+                f"weight_map.{show(tensor)}", f"{show(file)} is no *.safetensors file of the folder; download it again"
+            )
     return weight_map
 
 
@@ -124,44 +130,6 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
                 f"{path / file_name}: tensor {name} is missing, though {INDEX_FILE} says that it is in this file; "
                 "download the file again"
             )
-    return tensors
-
-
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Tensors of one safetensors file. Raises LoadError for a missing, truncated or corrupt file.
-
-    The format: 8 bytes little-endian header length, JSON header, data (github.com/huggingface/safetensors).
-    """
-    try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            start = stream.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > size - 8:
-                raise LoadError(f"{file}: truncated or not a safetensors file ({size:,} bytes); download it again")
-            header = json.loads(stream.read(length))
-    except FileNotFoundError:
-        raise LoadError(f"{file}: no such file, though {INDEX_FILE} names it; download it") from None
-    except OSError as error:
-        raise LoadError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise LoadError(f"{file}: corrupt: its header is not valid JSON; download it again") from None
-
-    tensors, expected = {}, 8 + length
-    try:
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            shape, dtype = tuple(int(n) for n in entry["shape"]), str(entry["dtype"])
-            tensors[name] = TensorInfo(file=file, shape=shape, dtype=dtype, num_bytes=end - begin)
-            expected = max(expected, 8 + length + end)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise LoadError(f"{file}: corrupt: its header is malformed ({error!r}); download it again") from None
-    if size < expected:
-        raise LoadError(f"{file}: truncated: {size:,} of {expected:,} bytes; download it again")
-    if size > expected:  # safetensors itself refuses to open it
-        raise LoadError(f"{file}: {size:,} bytes, and its header describes {expected:,}; download it again")
     return tensors
 
 

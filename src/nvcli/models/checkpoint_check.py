@@ -7,9 +7,9 @@ from pathlib import Path
 
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.errors import LoadError
-from nvcli.models.checkpoint import TensorInfo
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors
+from nvcli.models.safetensors_header import TensorInfo
 
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 """A tied LM head, which some tools write too, and the tensor whose values it must have."""

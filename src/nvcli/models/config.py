@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nvcli.errors import ConfigError
-from nvcli.models.families import FAMILIES
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families import FAMILIES, MAX_LAYERS
+from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.rope_config import RopeConfig, read_rope
+from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
+MAX_EOS_IDS = 64
+"""The most end-of-sequence ids; a message to the ranks has room for as many."""
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -95,7 +98,7 @@ def load_model_config(path: Path) -> ModelConfig:
         architecture=architecture,
         vocab_size=config.positive("vocab_size"),
         hidden_size=config.positive("hidden_size"),
-        num_layers=config.positive("num_hidden_layers"),
+        num_layers=config.positive("num_hidden_layers", most=MAX_LAYERS),
         num_heads=config.positive("num_attention_heads"),
         num_kv_heads=_num_kv_heads(config),
         head_dim=traits.head_dim,
@@ -108,7 +111,7 @@ def load_model_config(path: Path) -> ModelConfig:
         mlp_bias=traits.mlp_bias,
         layer_windows=traits.layer_windows,
         rope=read_rope(config, default_theta=traits.default_rope_theta),
-        max_position_embeddings=config.positive("max_position_embeddings"),
+        max_position_embeddings=config.positive("max_position_embeddings", least=2),  # a prompt and its answer
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(generation, config),
         generation_defaults=_generation_defaults(generation),
@@ -116,13 +119,15 @@ def load_model_config(path: Path) -> ModelConfig:
 
 
 def _architecture(config: JsonFile) -> str:
+    supported = ", ".join(sorted(FAMILIES))
     names = config.values.get("architectures") or []
     if not isinstance(names, list) or not names:
-        raise config.error("architectures", f"{names!r} names no architecture")
+        raise config.error("architectures", f"{show(names)} names no architecture; supported: {supported}")
     for name in names:
-        if name in FAMILIES:
-            return str(name)
-    raise config.error("architectures", f"{names[0]} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        if isinstance(name, str) and name in FAMILIES:
+            return name
+    name = show(names[0]).strip('"')
+    raise config.error("architectures", f"{name} is not supported; supported: {supported}")
 
 
 def _refuse_unsupported(config: JsonFile) -> None:
@@ -132,11 +137,11 @@ def _refuse_unsupported(config: JsonFile) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise config.error(
             "quantization_config",
-            f"quantised weights ({method}) are not supported; use the model's bfloat16 or float16 checkpoint",
+            f"quantised weights ({show(method)}) are not supported; use the model's bfloat16 or float16 checkpoint",
         )
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
-        raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")
+        raise config.error("hidden_act", f"{show(activation)} is not supported; supported: silu")
 
 
 def _num_kv_heads(config: JsonFile) -> int:
@@ -155,7 +160,7 @@ def _dtype(config: JsonFile) -> CheckpointDtype:
     for dtype in get_args(CheckpointDtype):
         if name == dtype:
             return dtype  # type: ignore[no-any-return]
-    raise config.error(key, f"{name!r} is not supported; supported: {', '.join(get_args(CheckpointDtype))}")
+    raise config.error(key, f"{show(name)} is not supported; supported: {', '.join(get_args(CheckpointDtype))}")
 
 
 def _eos_token_ids(*files: JsonFile) -> tuple[int, ...]:
@@ -163,9 +168,11 @@ def _eos_token_ids(*files: JsonFile) -> tuple[int, ...]:
     for file in files:
         value = file.values.get("eos_token_id")
         for token in value if isinstance(value, list) else [] if value is None else [value]:
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise file.error("eos_token_id", f"{value!r} is not a token id or a list of them")
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_INT:
+                raise file.error("eos_token_id", f"{show(value)} is not a token id or a list of them")
             ids[token] = None
+        if len(ids) > MAX_EOS_IDS:
+            raise file.error("eos_token_id", f"{len(ids):,} ids end an answer; allowed: up to {MAX_EOS_IDS}")
     return tuple(ids)
 
 

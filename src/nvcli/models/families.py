@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nvcli.models.json_file import JsonFile
+from nvcli.validation import show
 
 _DEFAULT_WINDOW, _DEFAULT_MAX_WINDOW_LAYERS = 4096, 28
 """What transformers takes for `sliding_window` and `max_window_layers` where they are absent."""
+MAX_LAYERS = 10_000
+"""The most layers of a model; more than any has, so few that a list of them is small."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 Windows = tuple[int | None, ...]
@@ -101,20 +104,20 @@ def _even(config: JsonFile, head_dim: int) -> int:
 def _no_windows(config: JsonFile) -> Windows:
     """Full attention in every layer."""
     _layer_types(config, supported=(_FULL,))
-    return (None,) * config.positive("num_hidden_layers")
+    return (None,) * config.positive("num_hidden_layers", most=MAX_LAYERS)
 
 
 def _uniform_windows(config: JsonFile) -> Windows:
     """`sliding_window` in every layer, unless it is null."""
     window = _window(config)
     _layer_types(config, supported=(_FULL if window is None else _SLIDING,))
-    return (_bounded(window, config),) * config.positive("num_hidden_layers")
+    return (_bounded(window, config),) * config.positive("num_hidden_layers", most=MAX_LAYERS)
 
 
 def _qwen_windows(config: JsonFile) -> Windows:
     """`sliding_window`, where `use_sliding_window` is set, in the layers that `layer_types` names `sliding_attention`;
     without `layer_types` in all layers from `max_window_layers` on."""
-    num_layers = config.positive("num_hidden_layers")
+    num_layers = config.positive("num_hidden_layers", most=MAX_LAYERS)
     window = _window(config) if config.get("use_sliding_window", bool, False) else None
     types = _layer_types(config, supported=(_FULL,) if window is None else (_FULL, _SLIDING))
     if types is None:
@@ -143,7 +146,8 @@ def _layer_types(config: JsonFile, *, supported: tuple[str, ...]) -> list[str] |
     if types is None:
         return None
     if not isinstance(types, list):
-        raise config.error("layer_types", f"{types!r} is not a list")
-    if others := sorted({str(kind) for kind in types} - set(supported)):
-        raise config.error("layer_types", f"{', '.join(others)} is not supported here, only {' and '.join(supported)}")
+        raise config.error("layer_types", f"{show(types)} is not a list")
+    if others := [kind for kind in types if kind not in supported]:
+        other = show(others[0]).strip('"')
+        raise config.error("layer_types", f"{other} is not supported here, only {' and '.join(supported)}")
     return types

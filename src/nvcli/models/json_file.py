@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nvcli.errors import LoadError
+from nvcli.regular_file import read_regular
+from nvcli.validation import show
 
 T = TypeVar("T", int, float, bool, str)
 
 _LEAST, _MOST = 1e-30, 1e30
 """Bounds of positive numbers that are not sizes: their inverses, times a position, are finite in float32."""
+MAX_INT = (1 << 31) - 1
+"""The largest integer that a count, a size or a token id may be, as they travel in 32 bits."""
+_MOST_BYTES = 100_000_000
+"""The largest JSON file of a checkpoint that is read; the largest index is about a hundredth of it."""
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a checkpoint. Raises LoadError that names the file; FileNotFoundError: there is none."""
+    try:
+        text = read_regular(path, most_bytes=_MOST_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror}; download the file again") from None
+    try:
+        return json.loads(text.decode("utf-8"))
+    except RecursionError:
+        raise LoadError(f"{path}: nested too deeply to be read; download the file again") from None
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise LoadError(f"{path}: not valid JSON ({error}); download the file again") from None
 
 
 class JsonFile:
@@ -28,23 +51,20 @@ class JsonFile:
     def read(cls, path: Path) -> JsonFile:
         """Read a file that must be there. Raises LoadError that names the file."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise LoadError(
-                f"{path}: no such file; a model is a folder in Hugging Face layout (config.json, weights, tokenizer)"
-            ) from None
-        except OSError as error:
-            raise LoadError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError as error:  # bad JSON or bad UTF-8
-            raise LoadError(f"{path}: not valid JSON ({error}); download the file again") from None
+            values = read_json(path)
+        except FileNotFoundError as error:
+            way_out = "a model is a folder in Hugging Face layout (config.json, weights, tokenizer)"
+            if path.is_symlink():
+                way_out = "download the file again"
+            raise LoadError(f"{path}: {error.strerror}; {way_out}") from None
         if not isinstance(values, dict):
             raise LoadError(f"{path}: holds a {type(values).__name__} where a JSON object belongs")
         return cls(path, values)
 
     @classmethod
     def read_if_present(cls, path: Path) -> JsonFile:
-        """Read a file, or take a file that is not there for an empty object."""
-        return cls.read(path) if path.exists() else cls(path, {})
+        """Read a file, or take a file that is not there for an empty object. A link that leads nowhere is an error."""
+        return cls.read(path) if os.path.lexists(path) else cls(path, {})
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`. Where it is absent or null, it is `default`, and without one that is an error."""
@@ -56,17 +76,21 @@ class JsonFile:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if kind is float and is_number:
             if not abs(value) <= sys.float_info.max:
-                raise self.error(key, f"{value!r:.40} is not a finite number")
+                raise self.error(key, f"{show(value)} is not a finite number")
             value = float(value)
         if not isinstance(value, kind) or (kind is int and not is_number):
-            raise self.error(key, f"{value!r} is not of type {kind.__name__}")
+            raise self.error(key, f"{show(value)} is not of type {kind.__name__}")
         return value
 
-    def positive(self, key: str) -> int:
-        """The value of `key`, which must be there and above zero."""
+    def positive(self, key: str, *, least: int = 1, most: int = MAX_INT) -> int:
+        """The value of `key`, which must be there, above zero, at least `least` and at most `most`."""
         value = self.get(key, int)
         if value <= 0:
-            raise self.error(key, f"{value} is not positive")
+            raise self.error(key, f"{show(value)} is not positive")
+        if value < least:
+            raise self.error(key, f"{show(value)} is too small; allowed: from {least} on")
+        if value > most:
+            raise self.error(key, f"{show(value)} is too large; allowed: up to {most:,}")
         return value
 
     def positive_number(self, key: str, default: float | None = None) -> float:
@@ -74,7 +98,7 @@ class JsonFile:
         `default`, and without one that is an error."""
         value = self.get(key, float, default)
         if not _LEAST <= value <= _MOST:  # NaN is neither
-            raise self.error(key, f"{value:g} is not a number from {_LEAST:g} to {_MOST:g}")
+            raise self.error(key, f"{show(value)} is not a number above zero; allowed: from {_LEAST:g} to {_MOST:g}")
         return value
 
     def error(self, key: str, problem: str) -> LoadError:

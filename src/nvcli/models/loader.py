@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from nvcli.errors import LoadError
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.checkpoint import TensorInfo, read_tensors
+from nvcli.models.checkpoint import read_tensors
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors
+from nvcli.models.safetensors_header import TensorInfo
 from nvcli.models.weights import DerivedModule, WeightModule, WeightSource
 
 _MAX_THREADS = 8

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from nvcli.models.json_file import JsonFile
-
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+from nvcli.validation import show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     found = config.values.get(key) or {}
     if not isinstance(found, dict):
-        raise config.error(key, f"{found!r} is not an object")
+        raise config.error(key, f"{show(found)} is not an object")
     if isinstance(found.get("full_attention"), dict):
         found = found["full_attention"]
     values = {name: value for name, value in found.items() if value is not None}
@@ -48,7 +47,7 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
 
     partial = values.get("partial_rotary_factor", config.values.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise rope.error("partial_rotary_factor", f"{partial} is not supported; supported: 1.0")
+        raise rope.error("partial_rotary_factor", f"{show(partial)} is not supported; supported: 1.0")
     rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
     theta = rope.positive_number("rope_theta", default_theta)
     if rope_type == "default":
@@ -56,13 +55,14 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
     if rope_type == "linear":
         return RopeConfig(rope_type="linear", theta=theta, factor=rope.positive_number("factor"))
     if rope_type not in ("llama3", "yarn"):
-        raise rope.error("rope_type", f"{rope_type!r} is not supported; supported: {', '.join(get_args(RopeType))}")
+        raise rope.error("rope_type", f"{show(rope_type)} is not supported; supported: {', '.join(get_args(RopeType))}")
 
     max_positions = config.positive("max_position_embeddings")
     top_level = config.values.get("original_max_position_embeddings")
     if top_level is not None:
         values["original_max_position_embeddings"] = top_level
-    original = rope.get("original_max_position_embeddings", int, max_positions)
+    values.setdefault("original_max_position_embeddings", max_positions)
+    original = rope.positive("original_max_position_embeddings")
     if rope_type == "llama3":
         low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
         if low >= high:
@@ -75,17 +75,24 @@ def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
             low_freq_factor=low,
             high_freq_factor=high,
         )
+    if theta == 1.0:
+        raise rope.error("rope_theta", f"{show(theta)} is no base for YaRN, which divides by its logarithm")
     factor = rope.positive_number("factor", max_positions / original)
     return RopeConfig(
         rope_type="yarn",
         theta=theta,
         factor=factor,
         original_max_position_embeddings=original,
-        beta_fast=rope.get("beta_fast", float, 32.0) or 32.0,
-        beta_slow=rope.get("beta_slow", float, 1.0) or 1.0,
+        beta_fast=_beta(rope, "beta_fast", 32.0),
+        beta_slow=_beta(rope, "beta_slow", 1.0),
         truncate=rope.get("truncate", bool, True),
         yarn_attention_factor=_yarn_attention_factor(rope, factor),
     )
+
+
+def _beta(rope: JsonFile, key: str, default: float) -> float:
+    """The value of `key`, which must be above zero. Absent or 0, it is `default`, as in transformers."""
+    return default if rope.get(key, float, default) == 0.0 else rope.positive_number(key, default)
 
 
 def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
@@ -95,4 +102,8 @@ def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
     if "attention_factor" in rope.values:
         return rope.positive_number("attention_factor")
     numerator, denominator = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
-    return mscale(numerator) / mscale(denominator) if numerator and denominator else mscale(1.0)
+    if not numerator or not denominator:
+        return mscale(1.0)
+    if mscale(denominator) == 0.0:
+        raise rope.error("mscale_all_dim", f"{show(denominator)} gives a factor of 0, by which YaRN divides")
+    return mscale(numerator) / mscale(denominator)

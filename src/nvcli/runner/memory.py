@@ -79,6 +79,18 @@ def plan_memory(
     return plan
 
 
+def check_positions_fit(config: EngineConfig, head_dim: int, device: torch.device) -> None:
+    """Raise CapacityError if the table of rotary positions takes more memory than is free, while it is computed."""
+    num_bytes = 2 * config.max_model_len * head_dim * torch.float32.itemsize
+    free = available_ram() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if num_bytes > free:
+        raise CapacityError(
+            f"the rotary positions of {config.max_model_len:,} tokens take {format_bytes(num_bytes)}, and "
+            f"{format_bytes(free)} are free: set max_model_len lower; without it, max_position_embeddings of "
+            f"{config.model_path / 'config.json'} counts"
+        )
+
+
 def check_weights_fit(num_bytes: int, device: torch.device) -> None:
     """Raise CapacityError if a GPU has less free memory than the weights take."""
     if device.type == "cpu":

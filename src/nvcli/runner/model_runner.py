@@ -33,6 +33,7 @@ from nvcli.runner.device import import_kernels, open_device
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import (
+    check_positions_fit,
     check_weights_fit,
     free_bytes,
     oom_as_limits_error,
@@ -139,6 +140,7 @@ class ModelRunner:
     def _load_weights(self) -> None:
         with self._phase("load weights"):
             check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
+            check_positions_fit(self.config, self.model_config.head_dim, self.device)
             if self.config.load_format == "random":
                 self._weight_bytes = init_random_weights(self.model, self.device)
             else:

@@ -7,39 +7,22 @@ clean-up that some tokenizer configurations ask transformers for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nvcli.errors import LoadError, RowError
+from nvcli.errors import RowError
+from nvcli.job_run.text.tokenizer_files import (
+    check_token_ids,
+    check_tokenizer_files,
+    is_library_failure,
+    is_plain,
+    load_error,
+)
+from nvcli.models.json_file import MAX_INT
 
 MAX_INLINE_TOKENS = 8192
 """Up to so many tokens are decoded right here, in a millisecond: a thread that encodes would make them wait."""
-
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
-
-
-def check_tokenizer_files(model_path: Path) -> None:
-    """Raise LoadError where there is no tokenizer: transformers would make an empty one for some families."""
-    if not any(any(model_path.glob(pattern)) for pattern in _FILES):
-        raise LoadError(f"{model_path}: no tokenizer (such as tokenizer.json); copy the model's tokenizer files there")
-
-
-_PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}
-
-
-def _is_plain(model_path: Path) -> bool:
-    """Tell whether the checkpoint's tokenizer is what its tokenizer.json describes and nothing else.
-
-    AutoTokenizer gives the same ids, but its import brings torch into this process, which takes seconds.
-    """
-    try:
-        config = json.loads((model_path / "tokenizer_config.json").read_text(encoding="utf-8"))
-        is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
-        return is_plain and (model_path / "tokenizer.json").is_file()
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def _keeps_every_character(backend: Any) -> bool:
@@ -76,26 +59,35 @@ class Tokenizer:
         self.max_token_chars: int | None = None
         """No token stands for more characters of a text than this; None: not known."""
         if self._backend is not None:
-            vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+            vocab = self.vocab()
             self.vocab_size = max(vocab.values(), default=-1) + 1
             if _keeps_every_character(self._backend):
                 self.max_token_chars = 4 * max(map(len, vocab))
 
     @classmethod
     def load(cls, model_path: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint. Raises LoadError that names the folder."""
+        """Load the tokenizer of a checkpoint, and run none of its code. Raises LoadError that names the file."""
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
-        if _is_plain(model_path):
+        check_tokenizer_files(model_path)
+        if is_plain(model_path):
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader
         try:
-            return cls(Loader.from_pretrained(model_path, local_files_only=True))
-        except Exception as error:  # whatever a broken file makes transformers or tokenizers raise
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise LoadError(f"{model_path}: cannot load the tokenizer: {first_line}") from error
+            tokenizer = cls(Loader.from_pretrained(model_path, local_files_only=True, trust_remote_code=False))
+        except BaseException as error:  # whatever a broken file makes transformers or tokenizers raise
+            if not is_library_failure(error):
+                raise
+            raise load_error(model_path, error) from error
+        if tokenizer.vocab_size is not None and tokenizer.vocab_size > MAX_INT:
+            check_token_ids(model_path, tokenizer.vocab(), MAX_INT)
+        return tokenizer
+
+    def vocab(self) -> dict[str, int]:
+        """Return the id of every token, added ones too; empty where it is not known."""
+        return {} if self._backend is None else self._backend.get_vocab(with_added_tokens=True)
 
     @property
     def eos_token_id(self) -> int | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.files import STREAM
+from nvcli.regular_file import open_regular
 
 WHOLE_BYTES = 8 * 1024 * 1024
 """Files up to this size are read from end to end."""
@@ -22,9 +23,10 @@ def digest_file(path: Path, *, num_samples: int = NUM_SAMPLES, sample_bytes: int
     """Return a digest of a file's size and bytes. Raises OSError.
 
     A file of more than `WHOLE_BYTES` is read at `num_samples` places of `sample_bytes`, evenly spread from its first to
-    its last byte. A change there that keeps the size and misses all of these places is not seen.
+    its last byte. A change there that keeps the size and misses all of these places is not seen. OSErrors include those
+    of a path that is no regular file.
     """
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(str(size).encode())
         if size <= WHOLE_BYTES:

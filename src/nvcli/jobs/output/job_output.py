@@ -22,7 +22,7 @@ import msgspec
 from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.compression import compression_of, make_packer
-from nvcli.jobs.files import STREAM
+from nvcli.jobs.files import STREAM, STREAM_FOLDERS
 from nvcli.jobs.output.locked_file import LockedFile, in_chunks
 from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, save_manifest, sync_folder
 from nvcli.jobs.output.output_scan import scan_output, sound_lines
@@ -31,9 +31,6 @@ from nvcli.jobs.output.sink import Sink
 from nvcli.jobs.own_files import is_parquet, manifest_path, real_path, rewrite_path, rows_path, temporary_files
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.output_row import OutputForm
-
-_DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
-"""Files in these folders stand for something else, such as /dev/stdout for a file that the shell has opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +279,7 @@ def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
             raise ConfigError("standard output is closed; name an output file with -o")
         return StreamOutput(Sink(os.dup(sys.__stdout__.fileno()), "standard output"), form)
     path = Path(name)
-    if path.exists() and (path.parent in _DEVICES or not stat.S_ISREG(path.stat().st_mode)):
+    if path.exists() and (path.parent in STREAM_FOLDERS or not stat.S_ISREG(path.stat().st_mode)):
         try:
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:

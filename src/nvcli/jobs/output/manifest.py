@@ -10,6 +10,7 @@ import msgspec
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.own_files import manifest_draft_path, manifest_path
+from nvcli.regular_file import read_regular
 
 VERSION = 2
 
@@ -83,13 +84,15 @@ def load_manifest(output: Path) -> Manifest | None:
     path = manifest_path(output)
     way_out = f"start anew with --overwrite, or name another output than {output} with -o"
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {way_out}") from None
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
+    except RecursionError:
+        raise ConfigError(f"{path} is damaged (nested too deeply); {way_out}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is damaged ({error}); {way_out}") from None
     if manifest.version != VERSION:

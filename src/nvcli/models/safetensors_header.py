@@ -1,0 +1,109 @@
+"""The header of a safetensors file: which tensors it holds, and where. Torch-free; no weights are read.
+
+The format: 8 bytes little-endian header length, JSON header, data (github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from nvcli.errors import LoadError
+from nvcli.regular_file import open_regular
+from nvcli.validation import show
+
+INDEX_FILE = "model.safetensors.index.json"
+"""The file that says which of several files holds which tensor."""
+_MOST_HEADER_BYTES = 100_000_000
+"""safetensors' own limit."""
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """A tensor in a safetensors file, as its header describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name: F32, BF16, …"""
+    num_bytes: int
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """The header's entry of a tensor, as it is spelled there."""
+
+    dtype: str
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Read the tensors of one safetensors file. Raises LoadError for a missing, truncated or corrupt file."""
+    try:
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > size - 8:
+                raise LoadError(f"{file}: truncated or not a safetensors file ({size:,} bytes); download it again")
+            if length > _MOST_HEADER_BYTES:
+                raise LoadError(
+                    f"{file}: corrupt: a header of {length:,} bytes, more than the {_MOST_HEADER_BYTES:,} that "
+                    "safetensors allows; download it again"
+                )
+            header = stream.read(length)
+    except OSError as error:
+        raise unreadable(file, error) from None
+
+    tensors, expected = {}, 8 + length
+    for name, entry in _parse(file, header).items():
+        begin, end = entry.data_offsets
+        if begin > end or end > size:
+            raise LoadError(
+                f"{file}: corrupt or truncated: its header places tensor {show(name)} at bytes {begin:,} to {end:,} of "
+                f"the data, and the file has {size - 8 - length:,}; download it again"
+            )
+        tensors[name] = TensorInfo(file=file, shape=entry.shape, dtype=entry.dtype, num_bytes=end - begin)
+        expected = max(expected, 8 + length + end)
+    if size < expected:
+        raise LoadError(f"{file}: truncated: {size:,} of {expected:,} bytes; download it again")
+    if size > expected:  # safetensors itself refuses to open it
+        raise LoadError(f"{file}: {size:,} bytes, and its header describes {expected:,}; download it again")
+    return tensors
+
+
+def unreadable(file: Path, error: OSError) -> LoadError:
+    """Return the error of a weight file that cannot be opened."""
+    if isinstance(error, FileNotFoundError):
+        return LoadError(f"{file}: {error.strerror}, though {INDEX_FILE} or a link names it; download it")
+    return LoadError(f"{file}: cannot be read: {error.strerror}; download it again")
+
+
+def _parse(file: Path, header: bytes) -> dict[str, _Entry]:
+    """Return the entry of each tensor. Raises LoadError."""
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+    except RecursionError:
+        raise LoadError(f"{file}: corrupt: its header is nested too deeply; download it again") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LoadError(
+            f"{file}: corrupt: its header is not a valid JSON object ({error}); download it again"
+        ) from None
+    decoder = msgspec.json.Decoder(_Entry)
+    tensors = {}
+    for name, raw in entries.items():
+        if name == _METADATA:
+            continue
+        try:
+            tensors[name] = decoder.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise LoadError(
+                f"{file}: corrupt: its header's entry {show(name)} is malformed ({error}); download it again"
+            ) from None
+    return tensors

@@ -1,0 +1,36 @@
+"""What whoever started this process has left it: open files and a working folder."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from nvcli.errors import ConfigError
+
+MIN_OPEN_FILES = 256
+"""A run with one rank on a CPU has about 20 files open at once. Further ranks and copies add some, and so do drivers of
+GPUs."""
+_WANTED_OPEN_FILES = 4096
+
+
+def check_process() -> None:
+    """Raise ConfigError where this process cannot open enough files, or its working folder is gone.
+
+    A limit that the process may raise itself is raised, for its children too.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"this shell lets a program open {soft} files (`ulimit -n`), and a run needs at least {MIN_OPEN_FILES}; "
+            f"raise it, such as with: ulimit -n {_WANTED_OPEN_FILES}"
+        )
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current folder cannot be used ({error.strerror}): it was removed or moved; `cd` to another one"
+        ) from None

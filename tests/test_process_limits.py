@@ -1,0 +1,60 @@
+"""A process that cannot open enough files, or whose folder is gone, is told so before it begins."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fake_command import ENVIRON
+from nvcli.errors import ConfigError
+from nvcli.process_limits import MIN_OPEN_FILES, check_process
+
+
+def test_every_command_names_what_it_lacks(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    nvcli = f"{sys.executable} -m nvcli"
+    script = f"""
+        {nvcli} generate --help > /dev/null || echo no help
+        (ulimit -n 10; {nvcli} generate in.jsonl -m demo; echo "exit code $?")
+        mkdir {gone}; cd {gone}; rmdir {gone}
+        {nvcli} profile-memory -m demo; echo "exit code $?"
+    """
+    command = ["bash", "-c", script]
+    result = subprocess.run(command, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split("\n") == ["exit code 2", "exit code 2", ""]
+    first, second = result.stderr.splitlines()
+    assert "open 10 files (`ulimit -n`), and a run needs at least 256; raise it" in first
+    assert "the current folder cannot be used" in second
+
+
+def test_limits_that_a_process_may_raise_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"soft": 20, "hard": 1000}
+
+    def set_limit(which: int, values: tuple[int, int]) -> None:
+        limits["soft"], limits["hard"] = values
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits["soft"], limits["hard"]))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    check_process()
+    assert limits == {"soft": 1000, "hard": 1000}
+    limits.update(soft=20, hard=resource.RLIM_INFINITY)
+    check_process()
+    assert limits["soft"] >= 4096
+    assert limits["hard"] == resource.RLIM_INFINITY
+    limits.update(soft=10, hard=MIN_OPEN_FILES - 1)
+    with pytest.raises(ConfigError, match="open 255 files"):
+        check_process()
+
+
+def test_a_folder_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_process()
+    os.rmdir(tmp_path)
+    with pytest.raises(ConfigError, match="removed or moved; `cd` to another one"):
+        check_process()
