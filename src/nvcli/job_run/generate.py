@@ -128,12 +128,16 @@ class _JobRun:
             self._check_errors()
             self._generated_at = time.monotonic()
             writer.close()
+            num_notes = len(self._opened.notes)
             self._opened.finish(
                 rows=self._num_rows,
                 errors=self._opened.errors + self._counts.errors,
                 rows_read=self._reader.rows_read,
                 all_read=self._reader.all_read,
             )
+            self._counts.rows_resumed = self._opened.answered.all.count  # rows that the input does not have are gone
+            for note in self._opened.notes[num_notes:]:
+                self._progress.note(note)
 
     def summary(self) -> Summary:
         """Say what the run did. Call when it is over."""

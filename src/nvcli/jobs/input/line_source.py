@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from typing import IO
 
+from nvcli.jobs import line_splitter
 from nvcli.jobs.compression import READ_BYTES, Unpacker, compression_of
 from nvcli.jobs.files import STREAM
 from nvcli.jobs.line_splitter import Line, LineSplitter
@@ -28,7 +29,7 @@ class LineSource:
 
         Raises OSError or CompressionError where the input cannot be read on, after the lines before that place.
         """
-        splitter = LineSplitter()
+        splitter = LineSplitter(max_bytes=line_splitter.MAX_LINE_BYTES)
         at_start = True
         for chunk in self._chunks():
             if chunk is None:

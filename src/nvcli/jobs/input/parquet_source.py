@@ -12,6 +12,10 @@ import pyarrow.parquet
 from nvcli.errors import ConfigError
 
 _BATCH_ROWS = 256
+_BATCH_BYTES = 16 * 1024 * 1024
+"""A batch has at most so many rows, and fewer where they would take more memory than that."""
+_READ_BYTES = 1024 * 1024
+"""Bytes of each column that are read at a time; without such a bound pyarrow reads whole row groups."""
 
 
 class ParquetSource:
@@ -26,17 +30,31 @@ class ParquetSource:
         """Yield the rows. Raises OSError where the file cannot be read on, ConfigError where it is no Parquet."""
         size = self._path.stat().st_size
         try:
-            with pyarrow.parquet.ParquetFile(self._path) as file:
+            with pyarrow.parquet.ParquetFile(self._path, buffer_size=_READ_BYTES) as file:
                 num_rows = file.metadata.num_rows
                 num_read = 0
-                for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                    num_read += batch.num_rows
-                    self.bytes_read = size * num_read // num_rows
-                    for row in batch.to_pylist():
-                        yield _without_nulls(row)
+                for batch in file.iter_batches(batch_size=_rows_within(_BATCH_BYTES, _largest_rows(file.metadata))):
+                    # Values that a file holds once for many rows take their place in each row of the batch.
+                    step = _rows_within(_BATCH_BYTES, batch.nbytes // max(1, batch.num_rows))
+                    for start in range(0, batch.num_rows, step):
+                        rows = batch.slice(start, step).to_pylist()
+                        num_read += len(rows)
+                        self.bytes_read = size * num_read // num_rows
+                        yield from map(_without_nulls, rows)
         except (pyarrow.lib.ArrowException, ValueError, OverflowError) as error:
             raise ConfigError(f"{self._path}: cannot be read as Parquet: {error}") from None
         self.bytes_read = size
+
+
+def _largest_rows(metadata: Any) -> int:
+    """Return the mean bytes of a row in the row group with the largest rows, by a file's `FileMetaData`."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+
+
+def _rows_within(num_bytes: int, row_bytes: int) -> int:
+    """Return how many rows of `row_bytes` make a batch."""
+    return max(1, min(_BATCH_ROWS, num_bytes // max(1, row_bytes)))
 
 
 def _without_nulls(value: Any) -> Any:

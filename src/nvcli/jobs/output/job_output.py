@@ -78,7 +78,8 @@ class JobOutput:
         """Finish the output once every row that was read is answered and the sink is closed. Raises OutputError.
 
         `rows` and `errors` count the whole output, which may hold later rows too. `rows_read` and `all_read` say how
-        far the inputs were read.
+        far the inputs were read. Rows that inputs which were read to their end do not have are dropped, from `answered`
+        and `errors` too.
         """
 
     def close(self) -> None:
@@ -135,10 +136,13 @@ class FileOutput(JobOutput):
 
     def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
         try:
+            if all_read:
+                num_dropped, dropped_errors = self._drop_rows_from(rows_read)
+                rows, errors = rows - num_dropped, Counter(errors) - dropped_errors
             if self._needs_sorting:
                 self._replace(_in_order(self._file.path, self._options.reorder_bytes))
             if is_parquet(self._path):
-                self._write_parquet()
+                self._write_parquet(rows)
             if self._options.can_continue:
                 finished = Finished(
                     rows=rows,
@@ -237,16 +241,41 @@ class FileOutput(JobOutput):
         has_all = finished.all_read or (limit is not None and limit <= finished.rows_read)
         return has_all and not (self._options.retry_errors and finished.errors)
 
+    def _drop_rows_from(self, num_rows: int) -> tuple[int, Counter[str]]:
+        """Drop the rows from this number on, which the inputs do not have.
+
+        Returns how many they were, and the failed ones among them by error type.
+        """
+        num_dropped, errors = 0, Counter[str]()
+        if self.answered.all.next_present(num_rows) in self.answered.all:
+            for row, _ in sound_lines(self._file.path):
+                if row.index >= num_rows:
+                    num_dropped += 1
+                    self.answered.all.discard(row.index)
+                    if row.error_type is not None:
+                        self.answered.failed.discard(row.index)
+                        errors[row.error_type] += 1
+            self._replace(line for row, line in sound_lines(self._file.path) if row.index < num_rows)
+            self.errors -= errors
+            self.notes.append(f"{self._path}: {num_dropped:,} lines of rows that the input does not have were dropped")
+        return num_dropped, errors
+
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Replace the rows of the output by these lines, which have no newline."""
         self._file.replace(map(self._pack, in_chunks(lines)))
 
-    def _write_parquet(self) -> None:
+    def _write_parquet(self, rows: int) -> None:
+        """Write the table. Raises OutputError where it does not come to so many rows."""
         from nvcli.jobs.output.parquet_output import write_parquet
 
         temporary = rewrite_path(self._path)
         try:
-            write_parquet(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
+            num_written = write_parquet(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
+            if num_written != rows:
+                raise OutputError(
+                    f"the table {self._path} was not made: {rows:,} rows were answered, and {self._file.path.name} "
+                    f"holds {num_written:,} whole ones; the others will be computed again"
+                )
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(self._path)

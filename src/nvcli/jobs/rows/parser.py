@@ -10,7 +10,7 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, JobId, JobResult, Place, RowForm, failed
-from nvcli.jobs.line_splitter import MAX_LINE_BYTES, Line, OversizedLine
+from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
@@ -84,7 +84,7 @@ class RowParser:
         self.parse(row, index=0, line_id=line_id, where="")
 
     def _decode_line(self, line: Line) -> dict[str, Any]:
-        if isinstance(line, OversizedLine):
+        if isinstance(line, DroppedLine):
             raise RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
         try:
             row = self._decode(line)
