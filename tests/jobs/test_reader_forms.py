@@ -23,6 +23,7 @@ from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.seen_ids import SeenIds
+from output_jobs import extra_of
 
 ReadRows = Callable[..., list[Job | JobResult]]
 
@@ -105,7 +106,7 @@ def test_other_key_names(read_rows: ReadRows, tmp_path: Path) -> None:
     parser = RowParser({}, RowKeys(prompt="question", messages="chat", id="key"))
     rows = [row for batch in RowReader([str(path)], parser).batches() for row in batch]
     assert isinstance(rows[0], Job)
-    assert (rows[0].place.id, rows[0].prompt, rows[0].place.extra) == ("a", "q", {"prompt": "kept", "id": 5})
+    assert (rows[0].place.id, rows[0].prompt, extra_of(rows[0])) == ("a", "q", {"prompt": "kept", "id": 5})
     assert isinstance(rows[1], Job)
     messages = [row.error.message for row in rows if isinstance(row, JobResult) and row.error is not None]
     expected = [

@@ -37,13 +37,19 @@ class ParquetSource:
                     # Values that a file holds once for many rows take their place in each row of the batch.
                     step = _rows_within(_BATCH_BYTES, batch.nbytes // max(1, batch.num_rows))
                     for start in range(0, batch.num_rows, step):
-                        rows = batch.slice(start, step).to_pylist()
+                        rows = _rows_of(batch.slice(start, step))
                         num_read += len(rows)
                         self.bytes_read = size * num_read // num_rows
                         yield from map(_without_nulls, rows)
         except (pyarrow.lib.ArrowException, ValueError, OverflowError) as error:
             raise ConfigError(f"{self._path}: cannot be read as Parquet: {error}") from None
         self.bytes_read = size
+
+
+def _rows_of(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a `RecordBatch` as Python objects."""
+    rows: list[dict[str, Any]] = batch.to_pylist()
+    return rows
 
 
 def _largest_rows(metadata: Any) -> int:
