@@ -211,6 +211,8 @@ def test_sets_of_rows(rows: set[int], dropped: set[int]) -> None:
         following = found.next_present(start)
         assert following == min((row for row in rows if row >= start), default=following)
         assert following in rows or not any(row >= start for row in rows)
+    assert others.is_within(found)
+    assert found.is_within(others) == (rows <= dropped)
     rest = found.minus(others)
     assert rest.count == len(rows - dropped)
     assert {row for row in range(300) if row in rest} == rows - dropped

@@ -27,6 +27,7 @@ from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
@@ -56,9 +57,9 @@ def generate(
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
-    `start` starts the engine of one replica. Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or
-    TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after SIGINT or SIGTERM. Rows
-    that were answered by then are in the output.
+    `start` starts the engine of one replica. Raises ConfigError, LoadError, CapacityError, WorkerError, InputChanged,
+    OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after SIGINT or
+    SIGTERM. Rows that were answered by then are in the output.
     """
     started_at = time.monotonic()
     if overwrite and retry_errors:
@@ -127,6 +128,7 @@ class _JobRun:
             self._make_loop(engines, writer).run(lambda: self._each_round(check_interrupts))
             self._check_errors()
             self._generated_at = time.monotonic()
+            check_unchanged(self._job.known_inputs)
             writer.close()
             num_notes = len(self._opened.notes)
             self._opened.finish(

@@ -50,6 +50,14 @@ class RowSet:
         rest.count = self.count - other.count
         return rest
 
+    def is_within(self, other: RowSet) -> bool:
+        """Tell whether all numbers of this set are in the other one too."""
+        nothing = bytes(_PAGE_ROWS // 8)
+        return all(
+            _bits_from(page, 0) & ~_bits_from(other._pages.get(number, nothing), 0) == 0
+            for number, page in self._pages.items()
+        )
+
     def next_missing(self, index: int) -> int:
         """Return the first number from `index` on that is not in the set."""
         while index in self:
@@ -69,7 +77,7 @@ class RowSet:
         return index
 
 
-def _bits_from(page: bytearray, place: int) -> int:
+def _bits_from(page: bytes | bytearray, place: int) -> int:
     """Return the bits of a page from a place on, that of the place itself as the lowest."""
     return int.from_bytes(page[place >> 3 :], "little") >> (place & 7)
 

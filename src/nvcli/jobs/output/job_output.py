@@ -25,6 +25,7 @@ from nvcli.jobs.compression import compression_of, make_packer
 from nvcli.jobs.files import STREAM, WORKING_SUFFIX, is_parquet
 from nvcli.jobs.output.locked_file import LockedFile, in_chunks, rewrite_path
 from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, manifest_path, save_manifest, sync_folder
+from nvcli.jobs.output.output_guard import OutputGuard, check_place
 from nvcli.jobs.output.output_scan import scan_output, sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
@@ -118,6 +119,9 @@ class FileOutput(JobOutput):
             super().__init__(OutputForm(created=self._job.created, model=self._job.model))
             if not is_new:
                 self._continue()
+            self._guard = OutputGuard(rows_path(path), self._file.fd)
+            if not is_new:
+                self._guard.begin()
         except BaseException as error:
             self._release(is_unused=True)
             if isinstance(error, OSError):
@@ -128,6 +132,7 @@ class FileOutput(JobOutput):
             str(path),
             pack=self._pack,
             before_first_write=self._begin if is_new else None,
+            guard=self._guard,
         )
 
     @property
@@ -136,11 +141,13 @@ class FileOutput(JobOutput):
 
     def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
         try:
+            self._check_rows(rows)
             if all_read:
                 num_dropped, dropped_errors = self._drop_rows_from(rows_read)
                 rows, errors = rows - num_dropped, Counter(errors) - dropped_errors
             if self._needs_sorting:
                 self._replace(_in_order(self._file.path, self._options.reorder_bytes))
+            check_place(rows_path(self._path), self._file.fd)
             if is_parquet(self._path):
                 self._write_parquet(rows)
             if self._options.can_continue:
@@ -185,6 +192,7 @@ class FileOutput(JobOutput):
         else:
             manifest_path(self._path).unlink(missing_ok=True)
             sync_folder(self._path.parent)
+        self._guard.begin()
 
     def _check_job(self) -> Manifest:
         """Return the manifest of the output that is there. Raises ConfigError where it is of another job."""
@@ -240,6 +248,17 @@ class FileOutput(JobOutput):
         limit = self._options.limit
         has_all = finished.all_read or (limit is not None and limit <= finished.rows_read)
         return has_all and not (self._options.retry_errors and finished.errors)
+
+    def _check_rows(self, num_rows: int) -> None:
+        """Raise OutputError unless the file holds what was there and what was written, so many rows in all."""
+        self._guard.check_written()
+        if self._guard.was_touched:
+            found = scan_output(self._file.path).answered.all
+            if found.count != num_rows or not self.answered.all.is_within(found):
+                raise OutputError(
+                    f"the output {self._path} was changed by another program during the run, and does not hold all "
+                    f"{num_rows:,} rows any more; those that it lost will be computed again"
+                )
 
     def _drop_rows_from(self, num_rows: int) -> tuple[int, Counter[str]]:
         """Drop the rows from this number on, which the inputs do not have.
