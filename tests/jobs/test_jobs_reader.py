@@ -65,7 +65,7 @@ BAD_ROWS = [
     (b'{"prompt": "a", "sampling": {"temperature": NaN}}', "invalid_json", "`sampling.temperature` is not a finite"),
     (b'{"prompt": "a", "sampling": {"stop": "x", "top_p": 1e400}}', "invalid_json", "`sampling.top_p` is not a finite"),
     (b'{"messages": [1, -1e999]}', "invalid_json", "`messages[1]` is not a finite"),
-    (b'{"prompt": "a", "id": ' + b"9" * 5000 + b"}", "invalid_json", "`id` holds an integer of too many digits"),
+    (b'{"prompt": "a", "id": ' + b"9" * 5000 + b"}", "invalid_json", "`id` holds a number that is too large"),
     (b'{"prompt": "a", "x": [1, NaN]}', "invalid_json", "`x[1]` is not a finite"),
     (b'{"prompt": "a", "x": "\xff"}', "invalid_json", "not UTF-8"),
     (b"[1,", "invalid_json", "not valid JSON"),

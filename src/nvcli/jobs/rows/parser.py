@@ -150,7 +150,7 @@ def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str,
                 values[key] = _decode(value) if isinstance(value, msgspec.Raw) else value
             except msgspec.DecodeError:  # JSON it is; such numbers are all that we cannot hold
                 name = _find_non_finite(json.loads(bytes(value), parse_int=_no_number), key)
-                what = "is not a finite number" if name is not None else "holds an integer of too many digits"
+                what = "is not a finite number" if name is not None else "holds a number that is too large"
                 raise RowError("invalid_json", f"`{name or key}` {what}") from None
     return values
 
