@@ -40,6 +40,13 @@ def test_a_row_keeps_its_id_index_line_and_foreign_keys(read_rows: ReadRows) -> 
     assert extra_of(job) == {"meta": {"k": [1, 2.5, None]}, "big": 123456789012345678901234567890}
 
 
+def test_ids_are_integers_of_64_bits(read_rows: ReadRows) -> None:
+    ids = [-(2**63), 2**63 - 1, -(2**63) - 1, 2**63]
+    rows = read_rows("\n".join(f'{{"id":{row_id},"prompt":"p"}}' for row_id in ids).encode())
+    assert [row.place.id for row in rows if isinstance(row, Job)] == ids[:2]
+    assert [row.place.id for row in rows if isinstance(row, JobResult)] == [3, 4]
+
+
 def test_bom_crlf_blank_lines_and_a_missing_last_newline(read_rows: ReadRows) -> None:
     rows = read_rows(b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n  \t\n{"prompt":"b"}\r\n\n{"prompt":"c"}')
     assert [(row.place.id, row.place.index) for row in rows] == [(1, 0), (4, 1), (6, 2)]

@@ -150,6 +150,15 @@ def test_duplicates_are_the_same_after_a_resume_however_keys_are_escaped(
     assert read(done) == [row for row in whole if row.place.index not in answered]
 
 
+def test_a_passed_through_id_is_no_id_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id":"a","prompt":"p"}\n{"custom_id":"a","prompt":"p"}')
+    done = AnsweredRows()
+    done.all.add(0)
+    ((row,),) = RowReader([str(path)], RowParser({}, RowKeys(id="custom_id")), answered=done).batches()
+    assert isinstance(row, Job)
+
+
 def test_an_escaped_custom_id_is_an_id_after_a_resume(tmp_path: Path) -> None:
     body = '"url":"/v1/completions","body":{"prompt":"p"}}'
     path = tmp_path / "in.jsonl"

@@ -96,7 +96,9 @@ class RowParser:
             ids = self._decode_ids(row) if isinstance(row, bytes) else None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None  # another row than the one that was answered
-        return None if ids is None or ids.custom_id is not msgspec.UNSET else ids.id
+        if ids is None or ids.custom_id is not msgspec.UNSET:
+            return None
+        return msgspec.UNSET if self._keys.id == "custom_id" else ids.id
 
 
 class _Ids(msgspec.Struct):
@@ -108,7 +110,7 @@ class _Ids(msgspec.Struct):
 
 def _ids_decoder(id_key: str) -> msgspec.json.Decoder[Any]:
     """Return a decoder of `_Ids` with `id` under another key."""
-    if id_key == "custom_id":  # such a row is parsed
+    if id_key == "custom_id":  # a row that has it is parsed
         return msgspec.json.Decoder(_Ids)
     fields = [("id", Any, msgspec.UNSET), ("custom_id", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET)]
     return msgspec.json.Decoder(msgspec.defstruct("_IdsUnder", fields, rename={"id": id_key}))
@@ -149,7 +151,9 @@ def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str,
             try:
                 values[key] = _decode(value) if isinstance(value, msgspec.Raw) else value
             except msgspec.DecodeError:  # JSON it is; such numbers are all that we cannot hold
-                name = _find_non_finite(json.loads(bytes(value), parse_int=_no_number), key)
+                name = None
+                with contextlib.suppress(RecursionError):
+                    name = _find_non_finite(json.loads(bytes(value), parse_int=_no_number), key)
                 what = "is not a finite number" if name is not None else "holds a number that is too large"
                 raise RowError("invalid_json", f"`{name or key}` {what}") from None
     return values
