@@ -39,7 +39,7 @@ from nvcli.sampling_params import SamplingParams
 from row_maker import VOCAB_SIZE, RowMaker
 from row_oracle import JobFacts, Oracle, check, error_of, index_of
 
-MAX_GROWTH_BYTES = 64 * 1024 * 1024
+MAX_GROWTH_BYTES = 16 * 1024 * 1024
 """Memory may grow by so much after the first fifth of the rows: the allocators' own play."""
 
 
@@ -195,6 +195,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 def resident_bytes() -> int:
     """Memory of this process that is in RAM, after what is free was given back to the system."""
+    gc.unfreeze()  # a job freezes what it has imported, with its garbage; a command has one job, and this loop many
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
