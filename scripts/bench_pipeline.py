@@ -44,8 +44,9 @@ from nvcli.messages import EngineReady, pack
 from nvcli.models.config import load_model_config
 
 ANSWER = pack(range(20, 28))
-FORMS = ("prompt", "chat", "no-id", "huge")
+FORMS = ("prompt", "chat", "no-id", "huge", "nested")
 HUGE_BYTES = 50_000_000
+NESTED_BYTES = 100_000_000
 
 
 class NullEngine:
@@ -134,7 +135,9 @@ class Silent(Progress):
 
 
 def lines(num_rows: int, form: str) -> Iterator[bytes]:
-    """Short questions, all different; `huge`: with 50 MB of text each, by turns to be answered and to be handed on."""
+    """Short questions, all different; `huge`: with 50 MB of text each, by turns to be answered and to be handed on;
+    `nested`: with 100 MB of empty objects each to be handed on."""
+    nested = b"{}," * (NESTED_BYTES // 3) if form == "nested" else b""
     filler = "x" * HUGE_BYTES if form == "huge" else ""
     for number in range(num_rows):
         text = f"What is {number} + {number % 977}? Answer with a number."
@@ -145,7 +148,8 @@ def lines(num_rows: int, form: str) -> Iterator[bytes]:
             row["prompt"] = text + filler * (number % 2)
             if form == "huge":
                 row["document"] = filler * (1 - number % 2)
-        yield json.dumps(row).encode() + b"\n"
+        line = json.dumps(row).encode()
+        yield line[:-1] + b',"kept":[' + nested + b"0]}\n" if nested else line + b"\n"
 
 
 def run_all(

@@ -12,7 +12,7 @@ import msgspec
 from nvcli.config import Order
 from nvcli.errors import RowError
 from nvcli.jobs.compression import Unpacker, compression_of
-from nvcli.jobs.job import Choice, JobResult, Place, RowForm, Usage, failed
+from nvcli.jobs.job import Choice, Job, JobResult, Place, RowForm, Usage, failed
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.output.reorder import ReorderBuffer
@@ -28,6 +28,11 @@ def result_of(index: int, *, failing: Iterable[int] = (), form: RowForm = RowFor
         return failed(place, RowError("prompt_too_long", "too long"))
     choices = [Choice(index=0, text=f"ünswer {index}\n", finish_reason="stop")]
     return JobResult(place=place, choices=choices, usage=Usage(prompt_tokens=index))
+
+
+def extra_of(row: Job | JobResult) -> dict[str, Any]:
+    """The values that a row passes through."""
+    return {key: msgspec.json.decode(value) for key, value in row.place.extra.items()}
 
 
 def open_job(path: Path, job: Manifest = JOB, **options: Any) -> JobOutput:

@@ -251,3 +251,27 @@ def test_a_file_that_may_not_grow_is_continued_when_it_may(shell: Shell) -> None
     assert 0 < len(shell.rows()) < 200
     assert shell.run("in.jsonl").returncode == 1
     assert sorted(row["index"] for row in shell.rows()) == list(range(200))
+
+
+def test_an_input_that_is_changed_during_the_run_ends_it_and_the_same_command_goes_on(shell: Shell) -> None:
+    whole = (shell.folder / "in.jsonl").read_text()
+    cut = "on_poll=lambda: os.path.exists('in.out.jsonl') and os.truncate('in.jsonl', 100)"
+    done = shell.run("in.jsonl", fakes=cut)
+    assert (done.returncode, done.stderr.count("error: the input in.jsonl was changed during the run")) == (3, 1)
+    other = shell.run("in.jsonl")
+    assert other.returncode == 2
+    assert "was made by another job" in other.stderr
+    (shell.folder / "in.jsonl").write_text(whole)
+    again = shell.run("in.jsonl")
+    assert again.returncode == 1
+    assert "continuing" in again.stderr
+    assert sorted(row["index"] for row in shell.rows()) == list(range(200))
+
+
+def test_an_output_that_is_replaced_during_the_run_ends_it_and_the_same_command_goes_on(shell: Shell) -> None:
+    sed = "on_poll=lambda: os.path.exists('in.out.jsonl') and os.system('sed -i s/p/q/ in.out.jsonl')"
+    done = shell.run("in.jsonl", fakes=sed)
+    assert done.returncode == 3
+    assert "error: the output in.out.jsonl was changed by another program during the run" in done.stderr
+    assert shell.run("in.jsonl").returncode == 1
+    assert sorted(row["index"] for row in shell.rows()) == list(range(200))

@@ -6,6 +6,7 @@
     ├── CapacityError    the run does not fit the memory; the message carries the itemised plan and the fix
     │   └── LimitsTooHigh    the weights fit, and lower limits might
     ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
+    ├── InputChanged     an input is not what it was when the job began; what is answered stays
     ├── OutputError      the output cannot be written any further (a full disk); what is written stays
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
     └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
@@ -49,6 +50,10 @@ class WorkerError(NvcliError):
     def __init__(self, message: str, traceback: str = "") -> None:
         super().__init__(message)
         self.traceback = traceback
+
+
+class InputChanged(NvcliError):
+    """An input was changed while the job ran."""
 
 
 class OutputError(NvcliError):

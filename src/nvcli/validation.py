@@ -72,6 +72,17 @@ def is_text(value: str) -> bool:
     return True
 
 
+def is_utf8(data: bytes) -> bool:
+    """Tell whether bytes are UTF-8 text."""
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known name, or all of them."""
     names = list(known)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import msgspec
+
 from nvcli.errors import RowError
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -16,7 +18,12 @@ LIMITS = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
 
 
 def job(prompt: str = "abc", *, index: int = 0, extra: dict[str, Any] | None = None, **sampling: Any) -> Job:
-    place = Place(id=index, index=index, line="line", extra=extra or {})
+    place = Place(
+        id=index,
+        index=index,
+        line="line",
+        extra={key: msgspec.Raw(msgspec.json.encode(value)) for key, value in (extra or {}).items()},
+    )
     return Job(place=place, prompt=prompt, sampling=SamplingParams(**sampling))
 
 

@@ -21,6 +21,7 @@ from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.sampling_params import SamplingParams
+from output_jobs import extra_of
 
 ReadRows = Callable[..., list[Job | JobResult]]
 """The fixture of conftest.py."""
@@ -36,7 +37,14 @@ def test_a_row_keeps_its_id_index_line_and_foreign_keys(read_rows: ReadRows) -> 
     job = only(rows)
     assert isinstance(job, Job)
     assert (job.place.id, job.place.index, job.place.line, job.prompt) == ("a", 0, "line 2", "x")
-    assert job.place.extra == {"meta": {"k": [1, 2.5, None]}, "big": 123456789012345678901234567890}
+    assert extra_of(job) == {"meta": {"k": [1, 2.5, None]}, "big": 123456789012345678901234567890}
+
+
+def test_ids_are_integers_of_64_bits(read_rows: ReadRows) -> None:
+    ids = [-(2**63), 2**63 - 1, -(2**63) - 1, 2**63]
+    rows = read_rows("\n".join(f'{{"id":{row_id},"prompt":"p"}}' for row_id in ids).encode())
+    assert [row.place.id for row in rows if isinstance(row, Job)] == ids[:2]
+    assert [row.place.id for row in rows if isinstance(row, JobResult)] == [3, 4]
 
 
 def test_bom_crlf_blank_lines_and_a_missing_last_newline(read_rows: ReadRows) -> None:
@@ -63,7 +71,11 @@ BAD_ROWS = [
     (b'{"prompt": "a"} {"prompt": "b"}', "invalid_json", "trailing"),
     (b'{"prompt": "a", "sampling": {"temperature": NaN}}', "invalid_json", "`sampling.temperature` is not a finite"),
     (b'{"prompt": "a", "sampling": {"stop": "x", "top_p": 1e400}}', "invalid_json", "`sampling.top_p` is not a finite"),
-    (b'{"prompt": "a", "x": [1, -1e999]}', "invalid_json", "`x[1]` is not a finite"),
+    (b'{"messages": [1, -1e999]}', "invalid_json", "`messages[1]` is not a finite"),
+    (b'{"prompt": "a", "id": ' + b"9" * 5000 + b"}", "invalid_json", "`id` holds a number that is too large"),
+    (b'{"prompt": "a", "x": [1, NaN]}', "invalid_json", "`x[1]` is not a finite"),
+    (b'{"prompt": "a", "x": "\xff"}', "invalid_json", "not UTF-8"),
+    (b"[1,", "invalid_json", "not valid JSON"),
     (b"3", "not_an_object", "got 3"),
     (b'["prompt"]', "not_an_object", '["prompt"]'),
     (b"null", "not_an_object", "null"),
@@ -118,7 +130,7 @@ def test_a_bad_row_is_an_error_that_names_line_and_key_and_the_next_row_is_fine(
 def test_an_error_row_keeps_its_id_and_foreign_keys(read_rows: ReadRows) -> None:
     bad = only(read_rows(b'{"id": "q7", "prompt": 1, "topic": "x"}'))
     assert isinstance(bad, JobResult)
-    assert (bad.place.id, bad.place.extra) == ("q7", {"topic": "x"})
+    assert (bad.place.id, extra_of(bad)) == ("q7", {"topic": "x"})
 
 
 @pytest.mark.parametrize(

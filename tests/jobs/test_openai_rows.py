@@ -11,6 +11,7 @@ import pytest
 from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, RowForm, Usage
 from nvcli.jobs.rows.output_row import OutputForm, output_row, read_output_row
 from nvcli.sampling_params import SamplingParams
+from output_jobs import extra_of
 
 ReadRows = Callable[..., list[Job | JobResult]]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -117,7 +118,7 @@ def test_a_bad_row_is_answered_with_error_objects(read_rows: ReadRows, data: byt
 def test_ids_are_shared_by_both_forms_and_foreign_keys_pass_through(read_rows: ReadRows) -> None:
     rows = read_rows(line(outer={"topic": "t"}) + b'{"id":"a","prompt":"x"}\n' + line())
     assert isinstance(rows[0], Job)
-    assert rows[0].place.extra == {"topic": "t"}
+    assert extra_of(rows[0]) == {"topic": "t"}
     assert [row.error and row.error.type for row in rows[1:] if isinstance(row, JobResult)] == ["duplicate_id"] * 2
     assert [row.place.form for row in rows[1:]] == [RowForm.NATIVE, RowForm.CHAT]
 

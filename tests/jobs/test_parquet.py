@@ -20,7 +20,7 @@ from nvcli.jobs.output.parquet_output import write_parquet
 from nvcli.jobs.own_files import manifest_path
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
-from output_jobs import open_job, write
+from output_jobs import extra_of, open_job, write
 
 
 def read(path: Path, **options: Any) -> list[Job | JobResult]:
@@ -47,7 +47,7 @@ def test_columns_are_keys_and_nulls_are_absent(tmp_path: Path) -> None:
     )
     rows = read(path)
     assert isinstance(rows[0], Job)
-    assert (rows[0].place.id, rows[0].prompt, rows[0].sampling.top_k, rows[0].place.extra) == ("a", "p", 5, {"x": 1.5})
+    assert (rows[0].place.id, rows[0].prompt, rows[0].sampling.top_k, extra_of(rows[0])) == ("a", "p", 5, {"x": 1.5})
     assert isinstance(rows[1], Job)
     assert (rows[1].place.id, rows[1].messages) == (2, [{"role": "user", "content": "hi"}])
     errors = [row.error.type for row in rows if isinstance(row, JobResult) and row.error]
@@ -59,7 +59,7 @@ def test_other_column_names_and_many_rows(tmp_path: Path) -> None:
     rows = read(path, keys=RowKeys(prompt="question", id="key"))
     assert [row.prompt for row in rows if isinstance(row, Job)] == [f"q{i}" for i in range(700)]
     assert [row.place.id for row in rows] == list(range(700))
-    assert rows[5].place.extra == {"prompt": "kept"}
+    assert extra_of(rows[5]) == {"prompt": "kept"}
 
 
 def test_what_is_no_parquet_is_an_error(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from nvcli.jobs.compression import CompressionError, Unpacker, make_packer
 from nvcli.jobs.input.digests import SAMPLE_BYTES, WHOLE_BYTES, digest_file
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.line_splitter import OVERSIZED, LineSplitter
+from nvcli.jobs.line_splitter import DroppedLine, LineSplitter
 from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.seen_ids import SeenIds
+from output_jobs import extra_of
 
 ReadRows = Callable[..., list[Job | JobResult]]
 
@@ -105,7 +106,7 @@ def test_other_key_names(read_rows: ReadRows, tmp_path: Path) -> None:
     parser = RowParser({}, RowKeys(prompt="question", messages="chat", id="key"))
     rows = [row for batch in RowReader([str(path)], parser).batches() for row in batch]
     assert isinstance(rows[0], Job)
-    assert (rows[0].place.id, rows[0].prompt, rows[0].place.extra) == ("a", "q", {"prompt": "kept", "id": 5})
+    assert (rows[0].place.id, rows[0].prompt, extra_of(rows[0])) == ("a", "q", {"prompt": "kept", "id": 5})
     assert isinstance(rows[1], Job)
     messages = [row.error.message for row in rows if isinstance(row, JobResult) and row.error is not None]
     expected = [
@@ -141,11 +142,9 @@ def test_a_line_without_end_is_an_error_row_and_not_kept(read_rows: ReadRows, mo
 
 @given(st.lists(st.binary(max_size=30)), st.integers(1, 40))
 def test_lines_of_any_chunks(chunks: list[bytes], bound: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_splitter, "MAX_LINE_BYTES", bound)
-        splitter = LineSplitter()
-        lines = [line for chunk in chunks for line in splitter.feed(chunk)]
-        last = splitter.end()
+    splitter = LineSplitter(max_bytes=bound)
+    lines = [line for chunk in chunks for line in splitter.feed(chunk)]
+    last = splitter.end()
     expected = b"".join(chunks).split(b"\n")
     if not expected[-1]:
         expected.pop()
@@ -153,7 +152,7 @@ def test_lines_of_any_chunks(chunks: list[bytes], bound: int) -> None:
     assert len(found) == len(expected)
     for line, whole in zip(found, expected, strict=True):
         # A line within one chunk is kept whatever its length: it is in memory anyway.
-        assert line == whole or (line is OVERSIZED and len(whole) > bound)
+        assert line == whole or (isinstance(line, DroppedLine) and line.num_bytes == len(whole) > bound)
 
 
 ANY_ROWS = st.lists(
@@ -212,6 +211,8 @@ def test_sets_of_rows(rows: set[int], dropped: set[int]) -> None:
         following = found.next_present(start)
         assert following == min((row for row in rows if row >= start), default=following)
         assert following in rows or not any(row >= start for row in rows)
+    assert others.is_within(found)
+    assert found.is_within(others) == (rows <= dropped)
     rest = found.minus(others)
     assert rest.count == len(rows - dropped)
     assert {row for row in range(300) if row in rest} == rows - dropped

@@ -21,7 +21,8 @@ from nvcli.end_signals import handle_end_signals
 from nvcli.standard_streams import secure_standard_streams
 
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
-model; 3 the engine or the disk failed; 130 interrupted. After 1 by --max-errors, 3 and 130 the same command goes on."""
+model; 3 the engine or the disk failed, or a file was changed; 130 interrupted. After 1 by --max-errors, 3 and 130 the
+same command goes on."""
 _DOCTOR_EXIT_CODES = "Exit codes: 0 nothing found would stop a run; 1 something would; 2 usage or configuration."
 
 app = typer.Typer(
@@ -82,7 +83,7 @@ def main() -> None:
 
 def _run() -> int:
     """Run the command that the arguments name, say how it failed if it did, and return its exit code."""
-    from nvcli.errors import NvcliError, OutputError, TooManyErrors, WorkerError
+    from nvcli.errors import InputChanged, NvcliError, OutputError, TooManyErrors, WorkerError
 
     try:
         app(prog_name="nvcli")  # ends with SystemExit, its own usage errors included (2)
@@ -94,7 +95,7 @@ def _run() -> int:
         code = 130
     except OutputGone:
         code = 141  # as a command that SIGPIPE ends
-    except (WorkerError, OutputError) as error:
+    except (WorkerError, InputChanged, OutputError) as error:
         say_failure(error)
         code = 3
     except TooManyErrors as error:

@@ -28,6 +28,7 @@ from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
@@ -59,9 +60,9 @@ def generate(
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
     `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
-    before is gone then. Raises ConfigError, LoadError, CapacityError, WorkerError, OutputError or TooManyErrors;
-    OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal that asks for the end
-    (`end_signals`). Rows that were answered by then are in the output.
+    before is gone then. Raises ConfigError, LoadError, CapacityError, WorkerError, InputChanged, OutputError or
+    TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal that asks for
+    the end (`end_signals`). Rows that were answered by then are in the output.
     """
     started_at = time.monotonic()
     if overwrite and retry_errors:
@@ -131,13 +132,18 @@ class _JobRun:
             self._make_loop(engines, writer).run(lambda: self._each_round(check_interrupts))
             self._check_errors()
             self._generated_at = time.monotonic()
+            check_unchanged(self._job.known_inputs)
             writer.close()
+            num_notes = len(self._opened.notes)
             self._opened.finish(
                 rows=self._num_rows,
                 errors=self._opened.errors + self._counts.errors,
                 rows_read=self._reader.rows_read,
                 all_read=self._reader.all_read,
             )
+            self._counts.rows_resumed = self._opened.answered.all.count  # rows that the input does not have are gone
+            for note in self._opened.notes[num_notes:]:
+                self._progress.note(note)
 
     def summary(self) -> Summary:
         """Say what the run did. Call when it is over."""

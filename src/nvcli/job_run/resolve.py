@@ -22,7 +22,8 @@ from nvcli.job_run.planning.layout import Layout, choose_layout
 from nvcli.job_run.text.prepare import ModelLimits
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
-from nvcli.jobs.input.digests import describe_inputs, is_repeatable
+from nvcli.jobs.input.digests import is_repeatable
+from nvcli.jobs.input.known_input import KnownInput, know_inputs
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
@@ -56,6 +57,8 @@ class ResolvedJob:
     """The defaults that lie under a row's own `sampling`."""
     can_continue: bool
     """Whether the inputs can be read again, so that another run may continue the output."""
+    known_inputs: tuple[KnownInput, ...]
+    """The inputs as they were when the job was resolved; none where one of them cannot be read again."""
     manifest: Manifest
     """Everything that the answers depend on, to be kept beside the output."""
 
@@ -72,7 +75,7 @@ class ResolvedJob:
     def make_reader(self, answered: AnsweredRows) -> RowReader:
         """Make a reader of the inputs that passes over the rows that are `answered`."""
         parser = RowParser(self.sampling_defaults, row_keys(self.run.job))
-        return RowReader(self.inputs, parser, limit=self.limit, answered=answered)
+        return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
 
 
 def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
@@ -92,12 +95,13 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
     config = resolve_engine_config(run, model_path, model)
     defaults = sampling_defaults(run, model)
     can_continue = is_repeatable(names)
+    known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
         model=run.model,
         hub_id=run.model if is_hub_id(run.model) else None,
         facts=job_facts(run, config, defaults, model_path=model_path),
-        inputs=list(zip(names, describe_inputs(names), strict=True)) if can_continue else [],
+        inputs=[(known.name, known.description) for known in known_inputs],
     )
     return ResolvedJob(
         run=run,
@@ -109,6 +113,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
         config=config,
         sampling_defaults=defaults,
         can_continue=can_continue,
+        known_inputs=known_inputs,
         manifest=manifest,
     )
 

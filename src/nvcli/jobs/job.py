@@ -44,8 +44,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the row over all inputs, from 0; blank lines are not rows."""
     line: str
     """The line as messages name it: `line 7`, or `line 7 of b.jsonl` where there are several inputs."""
-    extra: dict[str, Any] = {}
-    """Keys that are not nvcli's own; they go into the output row as they came."""
+    extra: dict[str, msgspec.Raw] = {}
+    """Keys that are not nvcli's own, with their values as JSON; they go into the output row as they came."""
     form: RowForm = RowForm.NATIVE
     model: str | None = None
     """The model that a row of an OpenAI form names, which its answer repeats."""

@@ -1,28 +1,34 @@
-"""Splits chunks of bytes into lines, with a bound on the length of a line."""
+"""Splits chunks of bytes into lines, with a bound on the length of a line where one is wanted."""
 
 from __future__ import annotations
 
-from typing import Final
-
 MAX_LINE_BYTES = 512 * 1024 * 1024
-"""A longer line is not kept, so that a file without line ends does not fill the memory."""
+"""A longer line of an input is not kept, so that a file without line ends does not fill the memory."""
 
 
-class OversizedLine:
-    """The stand-in for a line of more than `MAX_LINE_BYTES`."""
+class DroppedLine:
+    """The stand-in for a line that is not kept: it is too long, or no line that is wanted holds such bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
 
 
-OVERSIZED: Final = OversizedLine()
-Line = bytes | OversizedLine
+Line = bytes | DroppedLine
 
 
 class LineSplitter:
     """Makes lines without their newline of chunks that may end anywhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_bytes: int | None, unwanted: bytes | None = None) -> None:
+        """A line of more than `max_bytes`, or one that holds the byte `unwanted`, is not kept. None: no such rule.
+
+        A line within one chunk is given out in any case, because it is in memory anyway.
+        """
+        self._max_bytes = max_bytes
+        self._unwanted = unwanted
         self._pieces: list[bytes] = []
         self._num_bytes = 0
-        self._is_oversized = False
+        self._is_dropped = False
 
     def feed(self, chunk: bytes) -> list[Line]:
         """Return the lines that end in this chunk."""
@@ -37,18 +43,20 @@ class LineSplitter:
 
     def end(self) -> Line | None:
         """Return the line after the last newline, if there is one."""
-        line = self._take()
-        return line or None
+        return self._take() if self._num_bytes else None
 
     def _add(self, piece: bytes) -> None:
         self._num_bytes += len(piece)
-        if self._num_bytes > MAX_LINE_BYTES:
-            self._is_oversized = True
+        if (self._max_bytes is not None and self._num_bytes > self._max_bytes) or (
+            self._unwanted is not None and self._unwanted in piece
+        ):
+            self._is_dropped = True
+        if self._is_dropped:
             self._pieces.clear()
         elif piece:
             self._pieces.append(piece)
 
     def _take(self) -> Line:
-        line = OVERSIZED if self._is_oversized else b"".join(self._pieces)
-        self._pieces, self._num_bytes, self._is_oversized = [], 0, False
+        line = DroppedLine(self._num_bytes) if self._is_dropped else b"".join(self._pieces)
+        self._pieces, self._num_bytes, self._is_dropped = [], 0, False
         return line

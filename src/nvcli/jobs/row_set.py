@@ -2,55 +2,88 @@
 
 from __future__ import annotations
 
+_PAGE_BITS = 15
+_PAGE_ROWS = 1 << _PAGE_BITS
+
 
 class RowSet:
-    """A set of row numbers from 0 that takes one bit for each number up to the largest."""
+    """A set of row numbers from 0.
+
+    It takes one bit for each number of the pages of 32,768 numbers that it has numbers of. So a number far beyond the
+    others, as a damaged or foreign line may have, takes 4 KiB.
+    """
 
     def __init__(self) -> None:
-        self._bits = bytearray()
+        self._pages: dict[int, bytearray] = {}
         self.count = 0
 
     def add(self, index: int) -> bool:
         """Add a number. Returns False if it was in the set before."""
-        byte, bit = index >> 3, 1 << (index & 7)
-        if byte >= len(self._bits):
-            self._bits.extend(bytes(byte + 1 - len(self._bits)))
-        if self._bits[byte] & bit:
+        page = self._pages.get(index >> _PAGE_BITS)
+        if page is None:
+            page = self._pages[index >> _PAGE_BITS] = bytearray(_PAGE_ROWS // 8)
+        byte, bit = (index & _PAGE_ROWS - 1) >> 3, 1 << (index & 7)
+        if page[byte] & bit:
             return False
-        self._bits[byte] |= bit
+        page[byte] |= bit
         self.count += 1
         return True
 
+    def discard(self, index: int) -> None:
+        """Take a number out if it is in the set."""
+        if index in self:
+            self._pages[index >> _PAGE_BITS][(index & _PAGE_ROWS - 1) >> 3] &= ~(1 << (index & 7))
+            self.count -= 1
+
     def __contains__(self, index: int) -> bool:
-        byte = index >> 3
-        return byte < len(self._bits) and bool(self._bits[byte] & 1 << (index & 7))
+        page = self._pages.get(index >> _PAGE_BITS)
+        return page is not None and bool(page[(index & _PAGE_ROWS - 1) >> 3] & 1 << (index & 7))
 
     def minus(self, other: RowSet) -> RowSet:
         """Return this set without the numbers of `other`, which must all be in it."""
         rest = RowSet()
-        rest._bits = bytearray(self._bits)
-        for byte, bits in enumerate(other._bits):
-            rest._bits[byte] &= ~bits
+        rest._pages = {number: bytearray(page) for number, page in self._pages.items()}
+        for number, page in other._pages.items():
+            mine = rest._pages[number]
+            for byte, bits in enumerate(page):
+                mine[byte] &= ~bits
         rest.count = self.count - other.count
         return rest
+
+    def is_within(self, other: RowSet) -> bool:
+        """Tell whether all numbers of this set are in the other one too."""
+        nothing = bytes(_PAGE_ROWS // 8)
+        return all(
+            _bits_from(page, 0) & ~_bits_from(other._pages.get(number, nothing), 0) == 0
+            for number, page in self._pages.items()
+        )
 
     def next_missing(self, index: int) -> int:
         """Return the first number from `index` on that is not in the set."""
         while index in self:
-            if not index & 7:
-                while self._bits[index >> 3 : (index >> 3) + 1] == b"\xff":
-                    index += 8
-                if index not in self:
-                    return index
-            index += 1
+            page = self._pages[index >> _PAGE_BITS]
+            index += _lowest_bit(~_bits_from(page, index & _PAGE_ROWS - 1))  # at most to the next page
         return index
 
     def next_present(self, index: int) -> int:
         """Return the first number from `index` on that is in the set; behind the largest, a number that is not."""
-        while index >> 3 < len(self._bits) and index not in self:
-            rest_of_byte = self._bits[index >> 3] >> (index & 7)
-            index += 1 if rest_of_byte else 8 - (index & 7)
+        if index in self:
+            return index
+        for number in sorted(number for number in self._pages if number >= index >> _PAGE_BITS):
+            start = max(index, number << _PAGE_BITS)
+            rest = _bits_from(self._pages[number], start & _PAGE_ROWS - 1)
+            if rest:
+                return start + _lowest_bit(rest)
         return index
+
+
+def _bits_from(page: bytes | bytearray, place: int) -> int:
+    """Return the bits of a page from a place on, that of the place itself as the lowest."""
+    return int.from_bytes(page[place >> 3 :], "little") >> (place & 7)
+
+
+def _lowest_bit(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
 
 
 class AnsweredRows:

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from nvcli.models.json_file import JsonFile
 from nvcli.validation import show
 
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:

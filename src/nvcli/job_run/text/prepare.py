@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
 
 import msgspec
 
@@ -167,14 +165,9 @@ class Preparer:
         )
 
 
-def _num_bytes(value: Any) -> int:
-    """Estimate what decoded JSON takes in memory."""
-    total = sys.getsizeof(value)
-    if isinstance(value, Mapping):
-        total += sum(_num_bytes(key) + _num_bytes(inner) for key, inner in value.items())
-    elif isinstance(value, list):
-        total += sum(map(_num_bytes, value))
-    return total
+def _num_bytes(extra: Mapping[str, msgspec.Raw]) -> int:
+    """Estimate what passed-through values take in memory."""
+    return sum(200 + len(key) + len(memoryview(raw)) for key, raw in extra.items())
 
 
 def _check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None:

@@ -8,8 +8,10 @@ import stat
 from collections.abc import Iterator
 from typing import IO
 
+from nvcli.jobs import line_splitter
 from nvcli.jobs.compression import READ_BYTES, Unpacker, compression_of
 from nvcli.jobs.files import STREAM
+from nvcli.jobs.input.known_input import KnownInput, ReadCheck
 from nvcli.jobs.line_splitter import Line, LineSplitter
 
 _BOM = b"\xef\xbb\xbf"
@@ -18,17 +20,20 @@ _BOM = b"\xef\xbb\xbf"
 class LineSource:
     """The lines of one input, once."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, known: KnownInput | None = None) -> None:
+        """`known` is the input as it was when the job began, where that is to be checked."""
         self.name = name
+        self._known = known
         self.bytes_read = 0
         """Bytes that were read, as they are on disk."""
 
     def lines(self) -> Iterator[Line | None]:
         """Yield the lines, without newlines and the file's BOM, and None before each read that may have to wait.
 
-        Raises OSError or CompressionError where the input cannot be read on, after the lines before that place.
+        Raises OSError or CompressionError where the input cannot be read on, and InputChanged where it is not what it
+        was, after the lines before that place.
         """
-        splitter = LineSplitter()
+        splitter = LineSplitter(max_bytes=line_splitter.MAX_LINE_BYTES)
         at_start = True
         for chunk in self._chunks():
             if chunk is None:
@@ -47,6 +52,7 @@ class LineSource:
         compression = compression_of(self.name)
         unpacker = Unpacker(compression) if compression else None
         with _open(self.name) as raw:
+            check = ReadCheck(self._known, raw.fileno()) if self._known is not None else None
             may_wait = not stat.S_ISREG(os.fstat(raw.fileno()).st_mode)
             while True:
                 if may_wait:
@@ -55,6 +61,8 @@ class LineSource:
                 if chunk is None:  # a pipe that its other users have set not to wait
                     select.select([raw], [], [])
                     continue
+                if check is not None:
+                    check.take(chunk)
                 if not chunk:
                     break
                 self.bytes_read += len(chunk)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, InputChanged
 from nvcli.jobs.compression import CompressionError
 from nvcli.jobs.files import STREAM
+from nvcli.jobs.input.known_input import KnownInput
 from nvcli.jobs.input.line_source import LineSource
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.own_files import is_parquet
@@ -67,12 +68,17 @@ class RowReader:
         *,
         limit: int | None = None,
         answered: AnsweredRows | None = None,
+        known: Sequence[KnownInput] = (),
     ) -> None:
-        """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read."""
+        """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read.
+
+        `known` are inputs that must be what they were when the job began.
+        """
         self._inputs = list(inputs)
         self._parser = parser
         self._limit = limit
         self._answered = answered or AnsweredRows()
+        self._known = {each.name: each for each in known}
         self._source: _Source | None = None
         self._line_number = 0
         """The number of the line that was read last, in its input; blank lines count."""
@@ -94,7 +100,10 @@ class RowReader:
         return self._bytes_before + (source.bytes_read if source is not None else 0)
 
     def batches(self) -> Iterator[list[Job | JobResult]]:
-        """Yield the rows in order. A batch comes when it is full, and before a read that may have to wait."""
+        """Yield the rows in order. A batch comes when it is full, and before a read that may have to wait.
+
+        Raises ConfigError where an input cannot be read on, and InputChanged where it is not what it was.
+        """
         batch = _Batch()
         for name in self._inputs:
             try:
@@ -102,6 +111,10 @@ class RowReader:
                     is_due = batch.add(row, num_bytes) if row is not None else bool(batch.rows)
                     if is_due:
                         yield batch.take()
+            except InputChanged:
+                if batch.rows:
+                    yield batch.take()
+                raise
             except (OSError, CompressionError) as error:
                 if batch.rows:
                     yield batch.take()
@@ -119,7 +132,7 @@ class RowReader:
 
     def _rows(self, name: str) -> Iterator[tuple[Job | JobResult | None, int]]:
         """Yield the rows of one input with the bytes of their lines, and None before a read that may have to wait."""
-        source = self._source = _open_source(name)
+        source = self._source = _open_source(name, self._known.get(name))
         self._line_number = 0
         for line in source.lines():
             if line is None:
@@ -153,12 +166,12 @@ class RowReader:
         return self._parser.parse(line, index=index, line_id=line_id, where=where)
 
 
-def _open_source(name: str) -> _Source:
+def _open_source(name: str, known: KnownInput | None) -> _Source:
     if is_parquet(name):
         from nvcli.jobs.input.parquet_source import ParquetSource
 
-        return ParquetSource(Path(name))
-    return LineSource(name)
+        return ParquetSource(Path(name), known)
+    return LineSource(name, known)
 
 
 def _label(name: str) -> str:

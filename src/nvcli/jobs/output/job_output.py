@@ -25,6 +25,7 @@ from nvcli.jobs.compression import compression_of, make_packer
 from nvcli.jobs.files import STREAM, STREAM_FOLDERS
 from nvcli.jobs.output.locked_file import LockedFile, in_chunks
 from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, save_manifest, sync_folder
+from nvcli.jobs.output.output_guard import OutputGuard, check_place
 from nvcli.jobs.output.output_scan import scan_output, sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
@@ -78,7 +79,8 @@ class JobOutput:
         """Finish the output once every row that was read is answered and the sink is closed. Raises OutputError.
 
         `rows` and `errors` count the whole output, which may hold later rows too. `rows_read` and `all_read` say how
-        far the inputs were read.
+        far the inputs were read. Rows that inputs which were read to their end do not have are dropped, from `answered`
+        and `errors` too.
         """
 
     def close(self) -> None:
@@ -120,6 +122,9 @@ class FileOutput(JobOutput):
             super().__init__(OutputForm(created=self._job.created, model=self._job.model))
             if not is_new:
                 self._continue()
+            self._guard = OutputGuard(rows_path(path), self._file.fd)
+            if not is_new:
+                self._guard.begin()
         except BaseException as error:
             self._release(is_unused=True)
             if isinstance(error, OSError):
@@ -130,6 +135,7 @@ class FileOutput(JobOutput):
             str(path),
             pack=self._pack,
             before_first_write=self._begin if is_new else None,
+            guard=self._guard,
         )
 
     @property
@@ -138,10 +144,15 @@ class FileOutput(JobOutput):
 
     def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
         try:
+            self._check_rows(rows)
+            if all_read:
+                num_dropped, dropped_errors = self._drop_rows_from(rows_read)
+                rows, errors = rows - num_dropped, Counter(errors) - dropped_errors
             if self._needs_sorting:
                 self._replace(_in_order(self._file.path, self._options.reorder_bytes))
+            check_place(rows_path(self._path), self._file.fd)
             if is_parquet(self._path):
-                self._write_parquet()
+                self._write_parquet(rows)
             if self._options.can_continue:
                 finished = Finished(
                     rows=rows,
@@ -185,6 +196,7 @@ class FileOutput(JobOutput):
         else:
             manifest_path(self._path).unlink(missing_ok=True)
             sync_folder(self._path.parent)
+        self._guard.begin()
         self._options.on_begin()
 
     def _check_job(self) -> Manifest:
@@ -244,6 +256,36 @@ class FileOutput(JobOutput):
         has_all = finished.all_read or (limit is not None and limit <= finished.rows_read)
         return has_all and not (self._options.retry_errors and finished.errors)
 
+    def _check_rows(self, num_rows: int) -> None:
+        """Raise OutputError unless the file holds what was there and what was written, so many rows in all."""
+        self._guard.check_written()
+        if self._guard.was_touched:
+            found = scan_output(self._file.path).answered.all
+            if found.count != num_rows or not self.answered.all.is_within(found):
+                raise OutputError(
+                    f"the output {self._path} was changed by another program during the run, and does not hold all "
+                    f"{num_rows:,} rows any more; those that it lost will be computed again"
+                )
+
+    def _drop_rows_from(self, num_rows: int) -> tuple[int, Counter[str]]:
+        """Drop the rows from this number on, which the inputs do not have.
+
+        Returns how many they were, and the failed ones among them by error type.
+        """
+        num_dropped, errors = 0, Counter[str]()
+        if self.answered.all.next_present(num_rows) in self.answered.all:
+            for row, _ in sound_lines(self._file.path):
+                if row.index >= num_rows:
+                    num_dropped += 1
+                    self.answered.all.discard(row.index)
+                    if row.error_type is not None:
+                        self.answered.failed.discard(row.index)
+                        errors[row.error_type] += 1
+            self._replace(line for row, line in sound_lines(self._file.path) if row.index < num_rows)
+            self.errors -= errors
+            self.notes.append(f"{self._path}: {num_dropped:,} lines of rows that the input does not have were dropped")
+        return num_dropped, errors
+
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Replace the rows of the output by these lines, which have no newline."""
         self._file.replace(map(self._pack, in_chunks(lines)))
@@ -253,7 +295,8 @@ class FileOutput(JobOutput):
         if is_parquet(self._path) and self._file.is_new and self._path.exists():
             os.fchmod(self._file.fd, self._path.stat().st_mode & 0o777)
 
-    def _write_parquet(self) -> None:
+    def _write_parquet(self, rows: int) -> None:
+        """Write the table. Raises OutputError where it does not come to so many rows."""
         from nvcli.jobs.output.parquet_output import write_parquet
 
         table = real_path(self._path)
@@ -261,7 +304,12 @@ class FileOutput(JobOutput):
         mode = (table if table.exists() else self._file.path).stat().st_mode & 0o777
         try:
             temporary.touch(mode=0o600)  # nobody else may read it before it has its own mode
-            write_parquet(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
+            num_written = write_parquet(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
+            if num_written != rows:
+                raise OutputError(
+                    f"the table {self._path} was not made: {rows:,} rows were answered, and {self._file.path.name} "
+                    f"holds {num_written:,} whole ones; the others will be computed again"
+                )
             with temporary.open("rb") as file:
                 os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nvcli.jobs.compression import READ_BYTES, CompressionError, Unpacker, compression_of
-from nvcli.jobs.line_splitter import LineSplitter
+from nvcli.jobs.line_splitter import Line, LineSplitter
 from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.output_row import WrittenRow, read_output_row
 
@@ -37,7 +37,7 @@ def scan_output(path: Path) -> OutputScan:
     num_bad = 0  # since the last sound line
     for lines, end in _blocks(path):
         for line in lines:
-            row = read_output_row(line)
+            row = read_output_row(line) if isinstance(line, bytes) else None
             if row is None or not scan.answered.all.add(row.index):
                 num_bad += 1
                 continue
@@ -57,12 +57,12 @@ def sound_lines(path: Path) -> Iterator[tuple[WrittenRow, bytes]]:
     seen = RowSet()
     for lines, _ in _blocks(path):
         for line in lines:
-            row = read_output_row(line)
-            if row is not None and seen.add(row.index):
+            row = read_output_row(line) if isinstance(line, bytes) else None
+            if row is not None and isinstance(line, bytes) and seen.add(row.index):
                 yield row, line
 
 
-def _blocks(path: Path) -> Iterator[tuple[list[bytes], int]]:
+def _blocks(path: Path) -> Iterator[tuple[list[Line], int]]:
     """Yield complete lines, and where in the file the smallest part that holds them ends.
 
     That part is the line itself, or in a compressed file the member that it is in. Lines of a torn member are not given
@@ -74,29 +74,35 @@ def _blocks(path: Path) -> Iterator[tuple[list[bytes], int]]:
         yield from _packed_blocks(chunks, compression) if compression else _plain_blocks(chunks)
 
 
-def _plain_blocks(chunks: Iterator[bytes]) -> Iterator[tuple[list[bytes], int]]:
-    splitter = LineSplitter()
+def _splitter() -> LineSplitter:
+    """Make a splitter for our own lines, which may be of any length.
+
+    What a lost write leaves is zeros, without an end where the file has a hole. They need not be kept.
+    """
+    return LineSplitter(max_bytes=None, unwanted=b"\0")
+
+
+def _plain_blocks(chunks: Iterator[bytes]) -> Iterator[tuple[list[Line], int]]:
+    splitter = _splitter()
     at = 0
     for chunk in chunks:
         for line in splitter.feed(chunk):
-            if not isinstance(line, bytes):
-                return  # no row is that long: what a lost write left
-            at += len(line) + 1
+            at += (len(line) if isinstance(line, bytes) else line.num_bytes) + 1
             yield [line], at
 
 
-def _packed_blocks(chunks: Iterator[bytes], compression: str) -> Iterator[tuple[list[bytes], int]]:
+def _packed_blocks(chunks: Iterator[bytes], compression: str) -> Iterator[tuple[list[Line], int]]:
     unpacker = Unpacker(compression)
-    splitter = LineSplitter()
-    lines: list[bytes] = []
+    splitter = _splitter()
+    lines: list[Line] = []
     end = 0
     try:
         for chunk in chunks:
             for plain in unpacker.feed(chunk):
-                lines += (line for line in splitter.feed(plain) if isinstance(line, bytes))
+                lines += splitter.feed(plain)
                 if unpacker.member_end > end:
                     end = unpacker.member_end
                     yield lines, end
-                    lines, splitter = [], LineSplitter()
+                    lines, splitter = [], _splitter()
     except CompressionError:
         return

@@ -1,21 +1,27 @@
 """Writes an output's rows to a Parquet file, a batch at a time. Needs pyarrow.
 
 nvcli's own keys have fixed types. For each other key a first pass finds out whether every row has a number, a truth
-value or a text there. All that is nested or mixed, and OpenAI's `response`, becomes JSON text.
+value or a text there. All that is nested or mixed, and OpenAI's `response`, becomes JSON text: the bytes of the row as
+they are, because objects made of them could take thirty times the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyarrow
+import pyarrow.lib
 import pyarrow.parquet
 
+from nvcli.errors import OutputError
+
 _BATCH_ROWS = 1024
+_BATCH_BYTES = 16 * 1024 * 1024
+"""A batch has at most so many rows, and no further row once it has so many bytes of JSON."""
 
 _LOGPROBS = pyarrow.struct(
     [
@@ -59,22 +65,44 @@ _NUMBERS = ({int, float}, {int, _LargeInt})
 _MAX_FLOAT_INT = 1 << 53
 
 
-def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
-    """Write rows to a file. `lines` begins a pass over the rows and is called twice. Raises OSError."""
-    decode = msgspec.json.Decoder(dict[str, Any]).decode
+_Row = dict[str, msgspec.Raw]
+"""A row whose values are JSON still."""
+
+_decode_row = msgspec.json.Decoder(_Row).decode
+
+
+def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> int:
+    """Write rows to a file, and return how many rows the file says that it has.
+
+    `lines` begins a pass over the rows and is called twice. Raises OSError, and OutputError for rows that no table can
+    hold.
+    """
     columns = _Columns()
     for line in lines():
-        columns.look_at(decode(line))
+        columns.look_at(_decode_row(line))
     schema = pyarrow.schema(columns.types)
-    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        batch: list[dict[str, Any]] = []
-        for line in lines():
-            batch.append(columns.fit(decode(line)))
-            if len(batch) == _BATCH_ROWS:
+    try:
+        with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+            for batch in _batches(lines(), columns):
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema))
-                batch = []
-        if batch:
-            writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+    except pyarrow.lib.ArrowException as error:
+        raise OutputError(
+            f"the rows cannot be made a Parquet table: {error}; they are kept, and `-o FILE.jsonl` has no such limits"
+        ) from None
+    return int(pyarrow.parquet.read_metadata(path).num_rows)
+
+
+def _batches(lines: Iterable[bytes], columns: _Columns) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    num_bytes = 0
+    for line in lines:
+        batch.append(columns.fit(_decode_row(line)))
+        num_bytes += len(line)
+        if len(batch) == _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 class _Columns:
@@ -86,7 +114,7 @@ class _Columns:
         self._is_native = True
         """Whether all rows have nvcli's own form."""
 
-    def look_at(self, row: dict[str, Any]) -> None:
+    def look_at(self, row: _Row) -> None:
         """Take note of a row. All rows are looked at before the first one is fitted."""
         self._is_native = self._is_native and "index" in row and "choices" in row
         for key, value in row.items():
@@ -100,15 +128,17 @@ class _Columns:
             for name in list(self._kinds) or ["id", *_OWN_TYPES]
         ]
 
-    def fit(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Bring the values of a row into the types of its columns."""
-        for name in self._json_names & row.keys():
-            row[name] = _as_text(row[name])
-        for choice in row["choices"] if self._is_native else ():
+    def fit(self, row: _Row) -> dict[str, Any]:
+        """Return the values of a row in the types of its columns."""
+        json_names = self._json_names
+        fitted: dict[str, Any] = {
+            name: _as_text(raw) if name in json_names else _decode(raw) for name, raw in row.items()
+        }
+        for choice in fitted["choices"] if self._is_native else ():
             if choice.get("logprobs"):
                 top = choice["logprobs"]["top_logprobs"]
                 choice["logprobs"]["top_logprobs"] = [list(alternatives.items()) for alternatives in top]
-        return row
+        return fitted
 
     @cached_property
     def _json_names(self) -> set[str]:
@@ -123,11 +153,23 @@ class _Columns:
         return self._is_native and name in _OWN_TYPES
 
 
-def _kind(value: Any) -> type:
+_decode = msgspec.json.Decoder().decode
+_KINDS = {b'"': str, b"t": bool, b"f": bool, b"n": type(None), b"{": object, b"[": object}
+"""The kinds of values that their first byte tells."""
+
+
+def _kind(raw: msgspec.Raw) -> type:
     """Return the kind of a value; `object` where no column of scalars can hold it."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _MAX_FLOAT_INT:
-        return _LargeInt if -(1 << 63) <= value < 1 << 63 else object
-    return type(value)
+    kind = _KINDS.get(bytes(memoryview(raw)[:1]))
+    if kind is not None:
+        return kind
+    try:
+        number = _decode(raw)
+    except msgspec.DecodeError:  # larger than any number that we can hold
+        return object
+    if isinstance(number, int) and abs(number) > _MAX_FLOAT_INT:
+        return _LargeInt if -(1 << 63) <= number < 1 << 63 else object
+    return type(number)
 
 
 def _is_mixed(kinds: set[type]) -> bool:
@@ -142,6 +184,7 @@ def _column_type(kinds: set[type]) -> pyarrow.DataType:
     return _SCALARS.get(next(iter(scalars)), _SCALARS[str]) if len(scalars) == 1 else _SCALARS[str]
 
 
-def _as_text(value: Any) -> str | None:
+def _as_text(raw: msgspec.Raw) -> str | None:
     """Return a text as it is, and anything else as JSON."""
-    return value if isinstance(value, str | None) else msgspec.json.encode(value).decode()
+    text = bytes(raw)
+    return _decode(raw) if text.startswith((b'"', b"n")) else text.decode()

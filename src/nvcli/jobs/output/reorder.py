@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nvcli.errors import OutputError
 
-_HEADER = struct.Struct("<QI")
+_HEADER = struct.Struct("<QQ")
 """The row and the length of a line, which stand before it in the file."""
 _READ_BYTES = 128 * 1024
 _OVERHEAD = 150

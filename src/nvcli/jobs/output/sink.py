@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from nvcli.errors import OutputError
+from nvcli.jobs.output.output_guard import OutputGuard
 
 
 class OutputClosed(Exception):
@@ -26,12 +27,17 @@ class Sink:
         *,
         pack: Callable[[bytes], bytes] = bytes,
         before_first_write: Callable[[], None] | None = None,
+        guard: OutputGuard | None = None,
     ) -> None:
-        """Take over a descriptor. `pack` makes a complete compressed member of a chunk."""
+        """Take over a descriptor. `pack` makes a complete compressed member of a chunk.
+
+        `guard` knows the file and notices when somebody else changes it.
+        """
         self._fd = fd
         self._name = name
         self._pack = pack
         self._before_first_write = before_first_write
+        self._guard = guard
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self.is_started = before_first_write is None
         """Whether `before_first_write` was called, or there is none."""
@@ -55,8 +61,11 @@ class Sink:
         self.start()
         if self._sync_error is not None:
             raise self._failed(self._sync_error)
+        if self._guard is not None:
+            self._guard.check()
         start = os.fstat(self._fd).st_size if self._is_file else 0
-        view = memoryview(self._pack(data))
+        packed = self._pack(data)
+        view = memoryview(packed)
         try:
             while view:
                 try:
@@ -70,6 +79,8 @@ class Sink:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, start)  # no half lines; a run that continues it would cut them off
             raise self._failed(error) from error
+        if self._guard is not None:
+            self._guard.wrote(packed)
 
     def sync(self) -> None:
         """Ask that everything written so far be put on disk soon. Does not wait."""

@@ -37,7 +37,7 @@ class ResultWriter:
         """
         self._sink = sink
         self._form = form or OutputForm()
-        self._encode = msgspec.json.Encoder(enc_hook=str).encode  # tables hold values that JSON does not have
+        self._encode = msgspec.json.Encoder().encode
         self._lines = bytearray()
         self._reorder = reorder
         # A little is left for the sync itself.

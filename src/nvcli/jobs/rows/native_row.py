@@ -54,7 +54,9 @@ def native_id(row: dict[str, Any], keys: RowKeys, line_id: int) -> JobId:
     if keys.id not in row:
         return line_id
     value = row[keys.id]
-    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT):
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and -MAX_INT - 1 <= value <= MAX_INT:
         return value
     raise RowError("invalid_id", f"`{keys.id}` is {show(value)}; allowed: text or an integer of 64 bits")
 

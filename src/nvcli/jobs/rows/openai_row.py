@@ -7,6 +7,7 @@ that would change the answer and is not known here is an error, never ignored; n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nvcli.errors import RowError
@@ -56,7 +57,7 @@ _CHAT_KEYS = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
 _COMPLETION_KEYS = ("prompt", "logprobs", "best_of")
 
 
-def looks_like_openai(row: dict[str, Any]) -> bool:
+def looks_like_openai(row: Mapping[str, Any]) -> bool:
     """Tell whether a row without a prompt of nvcli's own form is meant as a row of a batch file."""
     return ("custom_id" in row) + ("url" in row) + ("body" in row) >= 2
 

@@ -8,6 +8,7 @@ import msgspec
 
 from nvcli.jobs.job import JobResult, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
+from nvcli.validation import is_utf8
 
 
 class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +62,8 @@ _line_decoder = msgspec.json.Decoder(_Line)
 
 
 def read_output_row(line: bytes) -> WrittenRow | None:
-    """Read a line of an output; None for a line that is no whole row, such as a torn one."""
-    if not line.endswith(b"}") or b"\0" in line:
+    """Read a line of an output; None for a line that is no whole row of UTF-8 text, such as a torn one."""
+    if not line.endswith(b"}") or b"\0" in line or not is_utf8(line):  # parts that are skipped are not decoded
         return None
     try:
         row = _line_decoder.decode(line)

@@ -1,17 +1,23 @@
-"""Makes a `Job` of each row of the input, or the typed error of that row. Never raises for what a row holds."""
+"""Makes a `Job` of each row of the input, or the typed error of that row. Never raises for what a row holds.
+
+Only the values of nvcli's own keys become objects. What is passed through stays the JSON that it is, because objects
+made of it could take thirty times the memory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, JobId, JobResult, Place, RowForm, failed
-from nvcli.jobs.line_splitter import MAX_LINE_BYTES, Line, OversizedLine
+from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
+from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
 from nvcli.jobs.rows.seen_ids import SeenIds
@@ -19,6 +25,11 @@ from nvcli.validation import show
 
 Row = Line | dict[str, Any]
 """A row as it is read: a line of JSON, or the values of a table's row."""
+
+_SHOWN_BYTES = 60
+"""A message shows so much of a line."""
+_EXPLAINED_BYTES = 1 << 20
+"""Lines up to this size are looked through for what is wrong in them."""
 
 MAX_LEVELS = 400
 """The most levels of objects and lists in a row, so that whoever handles it later does not run out of stack."""
@@ -33,23 +44,21 @@ class RowParser:
         self._own_keys = self._keys.all
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
-        self._decode = msgspec.json.Decoder().decode
-        self._decode_id: Callable[[bytes], Any] = msgspec.json.Decoder(
-            msgspec.defstruct("IdOnly", [("id", Any, msgspec.UNSET)], rename={"id": self._keys.id})
-        ).decode
+        self._decode_ids = _ids_decoder(self._keys.id).decode
 
     def parse(self, row: Row, *, index: int, line_id: int, where: str) -> Job | JobResult:
         """Parse one row. `line_id` is the id of a row without one, and `where` names the line in messages."""
         row_id: JobId = line_id
         form = RowForm.NATIVE
         model = None
-        extra: dict[str, Any] = {}
+        extra: dict[str, msgspec.Raw] = {}
         try:
-            values = row if isinstance(row, dict) else self._decode_line(row)
-            is_native = not looks_like_openai(values) or any(key in values for key in self._keys.prompts)
+            given: Mapping[str, Any] = row if isinstance(row, dict) else _split_line(row)
+            is_native = not looks_like_openai(given) or any(key in given for key in self._keys.prompts)
             own_keys = self._own_keys if is_native else OPENAI_KEYS
-            if not values.keys() <= own_keys:
-                extra = {key: value for key, value in values.items() if key not in own_keys}
+            values = _own_values(given, own_keys)
+            if len(values) < len(given):
+                extra = {key: _as_json(value) for key, value in given.items() if key not in own_keys}
             if is_native:
                 is_given = self._keys.id in values
                 row_id = native_id(values, self._keys, line_id)
@@ -71,49 +80,114 @@ class RowParser:
 
     def skip(self, row: Row, *, line_id: int, is_good: bool) -> None:
         """Take note of the id of a row that is answered already. `is_good` says that its answer was no error."""
-        if is_good and isinstance(row, bytes) and b'"custom_id"' not in row:
-            try:
-                row_id = self._decode_id(row).id
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                row_id = None  # another row than the one that was answered
-            if row_id is msgspec.UNSET:
-                self._seen.add(line_id, given=False)
-            elif isinstance(row_id, str | int):
-                self._seen.add(row_id, given=True)
-            return
-        self.parse(row, index=0, line_id=line_id, where="")
+        row_id = self._id_of(row) if is_good else None
+        if row_id is msgspec.UNSET:
+            self._seen.add(line_id, given=False)
+        elif isinstance(row_id, str | int):
+            self._seen.add(row_id, given=True)
+        else:
+            self.parse(row, index=0, line_id=line_id, where="")
 
-    def _decode_line(self, line: Line) -> dict[str, Any]:
-        if isinstance(line, OversizedLine):
-            raise RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
+    def _id_of(self, row: Row) -> Any:
+        """Return the id of a good row, or UNSET for a native row without one; None where it takes parsing to know."""
+        if isinstance(row, dict):
+            return None if "custom_id" in row else row.get(self._keys.id, msgspec.UNSET)
         try:
-            row = self._decode(line)
-        except UnicodeDecodeError as error:
-            raise RowError("invalid_json", f"not UTF-8 text ({error.reason})") from None
-        except RecursionError:
-            raise _nested_too_deep() from None
-        except msgspec.DecodeError as error:
-            raise RowError("invalid_json", _explain_bad_json(line, str(error))) from None
-        if line.count(b"{") + line.count(b"[") > MAX_LEVELS and _is_deeper(row, MAX_LEVELS):
-            raise _nested_too_deep()
-        if not isinstance(row, dict):
-            raise RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {show(row)}')
-        return row
+            ids = self._decode_ids(row) if isinstance(row, bytes) else None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None  # another row than the one that was answered
+        if ids is None or ids.custom_id is not msgspec.UNSET:
+            return None
+        return msgspec.UNSET if self._keys.id == "custom_id" else ids.id
+
+
+class _Ids(msgspec.Struct):
+    """The keys of a row that may hold its id. Unlike the text of the row, they tell whatever way they are escaped."""
+
+    id: Any = msgspec.UNSET
+    custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _ids_decoder(id_key: str) -> msgspec.json.Decoder[Any]:
+    """Return a decoder of `_Ids` with `id` under another key."""
+    if id_key == "custom_id":  # a row that has it is parsed
+        return msgspec.json.Decoder(_Ids)
+    fields = [("id", Any, msgspec.UNSET), ("custom_id", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET)]
+    return msgspec.json.Decoder(msgspec.defstruct("_IdsUnder", fields, rename={"id": id_key}))
+
+
+_decode = msgspec.json.Decoder().decode
+_decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
+_encode = msgspec.json.Encoder(enc_hook=str).encode  # tables hold values that JSON does not have
+
+
+def _split_line(line: Line) -> dict[str, msgspec.Raw]:
+    """Return the values of a line by key, as JSON. Raises RowError."""
+    if isinstance(line, DroppedLine):
+        raise RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
+    try:
+        if not line.isascii():
+            line.decode()  # texts that stay JSON are not decoded
+        raws = _decode_raws(line)
+    except UnicodeDecodeError as error:
+        raise RowError("invalid_json", f"not UTF-8 text ({error.reason})") from None
+    except RecursionError:
+        raise _nested_too_deep() from None
+    except msgspec.ValidationError:
+        raise _no_object(line) from None
+    except msgspec.DecodeError as error:
+        raise RowError("invalid_json", _explain_bad_json(line, str(error))) from None
+    if is_deeper(line, MAX_LEVELS):
+        raise _nested_too_deep()
+    return raws
+
+
+def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
+    """Return the values of nvcli's own keys as objects. Raises RowError."""
+    values = {}
+    for key, value in given.items():
+        if key in own_keys:
+            try:
+                values[key] = _decode(value) if isinstance(value, msgspec.Raw) else value
+            except msgspec.DecodeError:  # JSON it is; such numbers are all that we cannot hold
+                name = None
+                with contextlib.suppress(RecursionError):
+                    name = _find_non_finite(json.loads(bytes(value), parse_int=_no_number), key)
+                what = "is not a finite number" if name is not None else "holds a number that is too large"
+                raise RowError("invalid_json", f"`{name or key}` {what}") from None
+    return values
+
+
+def _no_number(digits: str) -> None:
+    return None
+
+
+def _as_json(value: Any) -> msgspec.Raw:
+    """Return a value as JSON in memory of its own, so that it does not keep its whole line there."""
+    return value.copy() if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
+
+
+def _no_object(line: bytes) -> RowError:
+    """Return the error of a line that is some other JSON than an object, or no JSON after its beginning."""
+    try:
+        _check_json(line)
+    except RecursionError:
+        return _nested_too_deep()
+    except msgspec.DecodeError as error:
+        return RowError("invalid_json", _explain_bad_json(line, str(error)))
+    if is_deeper(line, MAX_LEVELS):
+        return _nested_too_deep()
+    return RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {_show_json(line)}')
+
+
+def _show_json(line: bytes) -> str:
+    text = line.strip()[:_SHOWN_BYTES].decode(errors="ignore")
+    return text if len(text) < _SHOWN_BYTES else f"{text[:-1]}…"
 
 
 def _nested_too_deep() -> RowError:
     return RowError("invalid_json", f"nested too deep; allowed: {MAX_LEVELS} levels of objects and lists")
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Tell whether there are more than `levels` levels of objects and lists. Does not recurse."""
-    level = [value]
-    for _ in range(levels + 1):
-        level = [inner for inner in level if isinstance(inner, dict | list)]
-        if not level:
-            return False
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    return True
 
 
 def _explain_bad_json(line: bytes, reason: str) -> str:
@@ -121,10 +195,10 @@ def _explain_bad_json(line: bytes, reason: str) -> str:
 
     `reason` is msgspec's. Python's laxer parser finds the key of a number that JSON does not have.
     """
-    try:
-        key = _find_non_finite(json.loads(line), "")
-    except (ValueError, RecursionError):
-        key = None
+    key = None
+    if len(line) <= _EXPLAINED_BYTES:
+        with contextlib.suppress(ValueError, RecursionError):
+            key = _find_non_finite(json.loads(line), "")
     if key is not None:
         return f"`{key}` is not a finite number"
     return f"not valid JSON: {reason.removeprefix('JSON is malformed: ')}"

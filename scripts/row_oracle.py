@@ -1,0 +1,486 @@
+"""What must become of a row, by the format's documentation (src/nvcli/jobs/README.md) and not by nvcli's code.
+
+A line is parsed with Python's own `json`. `Oracle.expect` says whether it is a row, of which form, under which id,
+which keys with which bytes pass through, and which error types are allowed: none, or one of those of everything that is
+wrong with it. `check` compares that with the output row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+MAX_LEVELS = 400
+INT64 = range(-(1 << 63), 1 << 63)
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+OURS = ("kv_cache_too_small", "tokenizer_error", "aborted")
+
+_NATIVE_OUTPUT = ("id", "index", "choices", "usage", "error")
+_OPENAI_OUTPUT = ("id", "index", "custom_id", "response", "error")
+_SHARED = (
+    *("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+)
+_IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+_HARMLESS = {"stream": False, "tools": [], "response_format": {"type": "text"}}
+_NUMBERS = {
+    # name: whether it must be an integer, and what is allowed
+    "max_tokens": (True, lambda value: 1 <= value in INT64),
+    "min_tokens": (True, lambda value: 0 <= value in INT64),
+    "temperature": (False, lambda value: 0 <= value <= 100),
+    "top_p": (False, lambda value: 0 < value <= 1),
+    "top_k": (True, lambda value: -1 <= value in INT64),
+    "min_p": (False, lambda value: 0 <= value <= 1),
+    "seed": (True, lambda value: 0 <= value in INT64),
+    "n": (True, lambda value: 1 <= value <= 1024),
+    "presence_penalty": (False, lambda value: -2 <= value <= 2),
+    "frequency_penalty": (False, lambda value: -2 <= value <= 2),
+    "repetition_penalty": (False, lambda value: 0 < value <= 100),
+    "logprobs": (True, lambda value: 0 <= value <= 20),
+}
+_MAY_BE_NULL = ("max_tokens", "seed", "logprobs")
+_MAX_DIGITS = 4300
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_MAY_BE_TOO_LARGE = re.compile(r"[eE]|\d{300}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """The settings of a job that decide what becomes of its rows."""
+
+    max_model_len: int
+    vocab_size: int
+    prompt_key: str = "prompt"
+    messages_key: str = "messages"
+    id_key: str = "id"
+    on_too_long: str = "error"
+    max_tokens: int | None = None
+    """The configuration's `sampling.max_tokens`."""
+
+
+@dataclass(slots=True)
+class Expected:
+    """What must become of one row."""
+
+    index: int
+    id: str | int | None
+    """None: the row of an OpenAI file without a sound `custom_id`."""
+    is_openai: bool = False
+    errors: set[str] = field(default_factory=set)
+    """One of these is its error type; empty: the row is answered."""
+    passed: dict[str, str] = field(default_factory=dict)
+    """The keys that pass through, with their values as they stand in the line."""
+    prompt_tokens: int | None = None
+    num_choices: int = 1
+
+
+class _Bad(ValueError):
+    """The line is not JSON as the format wants it."""
+
+
+class Oracle:
+    """Says what must become of the lines of one job, in their order: ids must differ."""
+
+    def __init__(self, facts: JobFacts, tokenizer: Path) -> None:
+        self._facts = facts
+        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+        self._ids: set[tuple[type, str | int]] = set()
+
+    def expect(self, data: bytes) -> Iterator[Expected]:
+        """Yield what must become of each row of an input, by its bytes."""
+        index = 0
+        lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if line and not line.isspace():
+                yield self._row(line, index, number)
+                index += 1
+
+    def _row(self, line: bytes, index: int, number: int) -> Expected:
+        try:
+            values, texts = _parse(line)
+        except _Bad as bad:
+            self._take(number)
+            return Expected(index, number, errors={str(bad)})
+        facts = self._facts
+        prompts = (facts.prompt_key, facts.messages_key, "prompt_token_ids")
+        is_openai = sum(key in values for key in ("custom_id", "url", "body")) >= 2 and not any(
+            key in values for key in prompts
+        )
+        own = ("custom_id", "method", "url", "body") if is_openai else (*prompts, facts.id_key, "sampling")
+        if any(_has_too_large_number(texts[key]) for key in own if key in texts):
+            self._take(number)
+            return Expected(index, number, errors={"invalid_json"})
+        expected = Expected(index, number, is_openai)
+        output_keys = _OPENAI_OUTPUT if is_openai else _NATIVE_OUTPUT
+        expected.passed = {key: text for key, text in texts.items() if key not in own and key not in output_keys}
+        self._check_id(values, expected, number)
+        limits = self._openai(values, expected) if is_openai else self._native(values, expected)
+        if limits is not None and not expected.errors:
+            self._check_lengths(*limits, expected)
+        return expected
+
+    def _take(self, row_id: str | int) -> bool:
+        """Take an id; False if another row has it."""
+        key = type(row_id), row_id
+        is_new = key not in self._ids
+        self._ids.add(key)
+        return is_new
+
+    def _check_id(self, values: dict[str, Any], expected: Expected, number: int) -> None:
+        key = "custom_id" if expected.is_openai else self._facts.id_key
+        given = values.get(key)
+        is_text = isinstance(given, str)
+        is_number = not expected.is_openai and _is_integer(given) and given in INT64
+        if not is_text and not is_number:
+            if key in values or expected.is_openai:
+                expected.errors.add("invalid_id")
+                expected.id = None if expected.is_openai else number
+                self._take(number)
+                return
+            given = number
+        assert given is not None
+        expected.id = given
+        if not self._take(given):
+            expected.errors.add("duplicate_id")
+
+    def _native(self, values: dict[str, Any], expected: Expected) -> tuple[int, dict[str, Any]] | None:
+        facts = self._facts
+        sampling = values.get("sampling", {})
+        if isinstance(sampling, dict):
+            sampling = self._with_defaults(sampling)
+        if not isinstance(sampling, dict) or not _is_sound(sampling) or not sampling.keys() <= _native_sampling():
+            expected.errors.add("invalid_sampling")
+        given = [key for key in (facts.prompt_key, facts.messages_key, "prompt_token_ids") if key in values]
+        if len(given) != 1:
+            expected.errors.add("conflicting_prompts" if given else "missing_prompt")
+            return None
+        key, value = given[0], values[given[0]]
+        if key == facts.prompt_key:
+            length = self._text(value, expected)
+        elif key == facts.messages_key:
+            length = self._messages(value, expected)
+        else:
+            length = self._token_ids(value, expected)
+        return None if length is None or not isinstance(sampling, dict) else (length, sampling)
+
+    def _openai(self, values: dict[str, Any], expected: Expected) -> tuple[int, dict[str, Any]] | None:
+        if values.get("method", "POST") != "POST":
+            expected.errors.add("invalid_value")
+        url, body = values.get("url"), values.get("body")
+        if url not in (CHAT, COMPLETION):
+            expected.errors.add("unsupported_url")
+        if not isinstance(body, dict):
+            expected.errors.add("invalid_value")
+        if not isinstance(body, dict) or url not in (CHAT, COMPLETION):
+            return None
+        given = {key: value for key, value in body.items() if value is not None}
+        is_chat = url == CHAT
+        known = (
+            *_SHARED,
+            *_IGNORED,
+            *(("messages", "max_completion_tokens", "top_logprobs") if is_chat else ("prompt",)),
+        )
+        for key, value in given.items():
+            if not (value == _HARMLESS[key] and not _is_number(value) if key in _HARMLESS else key in known):
+                expected.errors.add("unsupported_parameter")
+        if not isinstance(given.get("model", ""), str):
+            expected.errors.add("invalid_value")
+        sampling = {key: given[key] for key in _SHARED if key in given}
+        if is_chat:
+            if "max_completion_tokens" in given:
+                if given.get("max_tokens", given["max_completion_tokens"]) != given["max_completion_tokens"]:
+                    expected.errors.add("invalid_sampling")
+                sampling["max_tokens"] = given["max_completion_tokens"]
+            wanted, count = sampling.pop("logprobs", False), given.get("top_logprobs", 0)
+            is_count = _is_integer(count) and 0 <= count <= 20
+            if not isinstance(wanted, bool) or not is_count or ("top_logprobs" in given and not wanted):
+                expected.errors.add("invalid_sampling")
+        sampling = self._with_defaults(sampling)
+        if not _is_sound(sampling):
+            expected.errors.add("invalid_sampling")
+        name = "messages" if is_chat else "prompt"
+        if name not in given:
+            expected.errors.add("missing_prompt")
+            return None
+        value = given[name]
+        if is_chat:
+            length = self._messages(value, expected)
+        else:
+            if isinstance(value, list) and value and isinstance(value[0], str | list):
+                if len(value) > 1:
+                    expected.errors.add("invalid_value")
+                value = value[0]
+            length = self._token_ids(value, expected) if isinstance(value, list) else self._text(value, expected)
+        return None if length is None else (length, sampling)
+
+    def _with_defaults(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        default = self._facts.max_tokens
+        return sampling if default is None else {"max_tokens": default, **sampling}
+
+    def _text(self, value: Any, expected: Expected) -> int | None:
+        if not isinstance(value, str):
+            expected.errors.add("invalid_value")
+            return None
+        return len(self._tokenizer.encode(value).ids)
+
+    def _messages(self, value: Any, expected: Expected) -> int | None:
+        """The tokens of a conversation, by the template of the built-in model."""
+        if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+            expected.errors.add("invalid_value")
+            return None
+        text = ""
+        for message in value:
+            content = message.get("content")
+            if content is None:
+                expected.errors.add("chat_template_error")
+                return None
+            joined = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            text += f"<|im_start|>{message['role']}\n{joined}<|im_end|>\n"
+        return len(self._tokenizer.encode(text + "<|im_start|>assistant\n", add_special_tokens=False).ids)
+
+    def _token_ids(self, value: Any, expected: Expected) -> int | None:
+        if not isinstance(value, list) or not all(map(_is_integer, value)):
+            expected.errors.add("invalid_value")
+            return None
+        if not all(0 <= token < self._facts.vocab_size for token in value):
+            expected.errors.add("token_out_of_vocabulary")
+        return len(value)
+
+    def _check_lengths(self, num_tokens: int, sampling: Mapping[str, Any], expected: Expected) -> None:
+        """Check a prompt of so many tokens and its answer against the model."""
+        facts = self._facts
+        biased = [int(token) for token in sampling.get("logit_bias", {})]
+        if any(token >= facts.vocab_size for token in (*biased, *sampling.get("stop_token_ids", ()))):
+            expected.errors.add("token_out_of_vocabulary")
+        asked = sampling.get("max_tokens")
+        most = facts.max_model_len
+        answer = asked if asked is not None else max(1, most - num_tokens)
+        kept = num_tokens
+        if not num_tokens:
+            expected.errors.add("empty_prompt")
+        elif num_tokens + (asked or 1) > most:
+            if facts.on_too_long == "error":
+                expected.errors.add("prompt_too_long" if num_tokens >= most else "max_tokens_too_large")
+            else:
+                answer = asked if asked is not None else max(1, most // 4)
+                kept = most - answer
+                if kept < 1:
+                    expected.errors.add("max_tokens_too_large")
+        if sampling.get("min_tokens", 0) > answer:
+            expected.errors.add("max_tokens_too_large")
+        expected.prompt_tokens = kept
+        expected.num_choices = sampling.get("n", 1)
+
+
+def index_of(line: bytes) -> int:
+    """Return the number of the input row that an output row answers."""
+    row, _ = _parse(line)
+    return int(row["index"] if "index" in row else row["id"].removeprefix("batch_req_"))
+
+
+def error_of(line: bytes) -> str | None:
+    """Return the error type of an output row; None for an answer."""
+    error = _parse(line)[0]["error"]
+    return None if error is None else str(error["code" if "code" in error else "type"])
+
+
+def check(line: bytes, expected: Expected) -> str | None:
+    """Say what is wrong with an output row; None where it is what must become of its input row."""
+    row, texts = _parse(line)
+    if expected.is_openai:
+        error, index = row["error"] and row["error"]["code"], int(row["id"].removeprefix("batch_req_"))
+        row_id, body = row["custom_id"], row["response"]["body"]
+        status = 200 if error is None else 500 if error in OURS else 400
+        is_form = row["response"]["status_code"] == status and (error is None) == ("choices" in body)
+        output_keys: Sequence[str] = ("id", "custom_id", "response", "error")
+    else:
+        error, index, row_id, body = row["error"] and row["error"]["type"], row["index"], row["id"], row
+        is_form = error is None or (row["choices"] == [] and row["usage"]["prompt_tokens"] == 0)
+        output_keys = _NATIVE_OUTPUT
+    passed = {key: text for key, text in texts.items() if key not in output_keys}
+    found = [
+        ("index", index, expected.index),
+        ("form", is_form, True),
+        ("id", (type(row_id), row_id), (type(expected.id), expected.id)),
+        ("passed", passed, expected.passed),
+    ]
+    if error not in (expected.errors or {None}):
+        found.append(("error", error, expected.errors or None))
+    if error is None and not expected.errors:
+        found.append(("choices", len(body["choices"]), expected.num_choices))
+        found.append(("prompt tokens", body["usage"]["prompt_tokens"], expected.prompt_tokens))
+    wrong = [f"{name} is {got!r}, must be {wanted!r}" for name, got, wanted in found if got != wanted]
+    if wrong and error is not None:
+        wrong.append(row["error"]["message"])
+    return "; ".join(wrong) or None
+
+
+def _parse(line: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of a line by key, and the text of each. Raises _Bad with the type of the error."""
+    try:
+        text = line.decode()
+        if _depth(text) > MAX_LEVELS:
+            raise _Bad("invalid_json")
+        value, texts = _values(text)
+        if _SURROGATE.search(text) and not _is_text(value):
+            raise _Bad("invalid_json")
+    except ValueError:
+        raise _Bad("invalid_json") from None
+    if not isinstance(value, dict):
+        raise _Bad("not_an_object")
+    return value, texts
+
+
+def _values(text: str) -> tuple[Any, dict[str, str]]:
+    """Parse JSON; with the text of each value where it is an object."""
+    hook = _object if _SURROGATE.search(text) else None
+    decoder = json.JSONDecoder(parse_constant=_no_constant, parse_int=_integer, object_pairs_hook=hook)
+    stripped = text.strip(" \t\r\n")
+    value = decoder.decode(stripped)
+    texts: dict[str, str] = {}
+    if isinstance(value, dict):
+        at = 1
+        while True:
+            at = _skip(stripped, at, " \t\r\n,")
+            if stripped[at] == "}":
+                break
+            key, at = decoder.raw_decode(stripped, at)
+            at = _skip(stripped, at, " \t\r\n:")
+            _, end = decoder.raw_decode(stripped, at)
+            texts[key] = stripped[at:end]
+            at = end
+    return value, texts
+
+
+def _skip(text: str, at: int, characters: str) -> int:
+    while text[at] in characters:
+        at += 1
+    return at
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object, after a look at the values that a later equal key hides."""
+    values = dict(pairs)
+    if len(values) < len(pairs) and not all(_is_text([key, value]) for key, value in pairs):
+        raise ValueError("half of a surrogate pair")
+    return values
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _integer(digits: str) -> int | float:
+    return float("inf") if len(digits.removeprefix("-")) > _MAX_DIGITS else int(digits)
+
+
+def _depth(text: str) -> int:
+    if text.count("[") + text.count("{") <= MAX_LEVELS:
+        return 0
+    depth = deepest = 0
+    is_string = is_escaped = False
+    for character in text:
+        if is_escaped:
+            is_escaped = False
+        elif character == "\\":
+            is_escaped = is_string
+        elif character == '"':
+            is_string = not is_string
+        elif not is_string and character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif not is_string and character in "]}":
+            depth -= 1
+    return deepest
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Every value in a value that is no object and no list, and every key."""
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            todo += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            todo += value
+        else:
+            yield value
+
+
+def _is_text(value: Any) -> bool:
+    """Whether UTF-8 can hold all texts of a value, which have no half of a surrogate pair."""
+    return not any("\ud800" <= c <= "\udfff" for leaf in _leaves(value) if isinstance(leaf, str) for c in leaf)
+
+
+def _has_too_large_number(text: str) -> bool:
+    """Whether a number in JSON text is one that cannot be held, under a key that is given twice too."""
+    if _MAY_BE_TOO_LARGE.search(text) is None:
+        return False
+    numbers: list[float] = []
+    json.loads(text, parse_float=lambda digits: numbers.append(float(digits)), parse_int=_note_integer(numbers))
+    return float("inf") in map(abs, numbers)
+
+
+def _note_integer(numbers: list[float]) -> Callable[[str], int | float]:
+    def note(digits: str) -> int | float:
+        value = _integer(digits)
+        if isinstance(value, float):
+            numbers.append(value)
+        return value
+
+    return note
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    if isinstance(content, list):
+        return all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+    return isinstance(content, str) or (content is None and "tool_calls" in message)
+
+
+def _native_sampling() -> set[str]:
+    return {*_SHARED, "return_token_ids"}
+
+
+def _is_sound(sampling: Mapping[str, Any]) -> bool:
+    """Whether all values of a `sampling` object are allowed."""
+    for name, (is_integer, is_allowed) in _NUMBERS.items():
+        value = sampling.get(name, ...)
+        if value is ... or (value is None and name in _MAY_BE_NULL):
+            continue
+        if not (_is_integer(value) if is_integer else _is_number(value)) or not is_allowed(value):
+            return False
+    flags = (sampling.get(name, False) for name in ("ignore_eos", "return_token_ids"))
+    stops = sampling.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    stop_ids, bias = sampling.get("stop_token_ids", []), sampling.get("logit_bias", {})
+    max_tokens, min_tokens = sampling.get("max_tokens"), sampling.get("min_tokens", 0)
+    return (
+        all(isinstance(flag, bool) for flag in flags)
+        and (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops))
+        and (isinstance(stop_ids, list) and all(_is_integer(token) and token >= 0 for token in stop_ids))
+        and isinstance(bias, dict)
+        and all(re.fullmatch(r"0|[1-9]\d*", token) for token in bias)
+        and all(_is_number(value) and -100 <= value <= 100 for value in bias.values())
+        and len(bias) + len(stop_ids) <= 1024
+        and (max_tokens is None or min_tokens <= max_tokens)
+    )

@@ -1,0 +1,171 @@
+"""What is passed through comes out as it went in, byte for byte, and takes no more memory than its bytes."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvcli.jobs.input import parquet_source
+from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.output import parquet_output
+from nvcli.jobs.output.parquet_output import write_parquet
+from nvcli.jobs.row_set import AnsweredRows
+from nvcli.jobs.rows.native_row import RowKeys
+from nvcli.jobs.rows.nesting import is_deeper
+from nvcli.jobs.rows.output_row import OutputForm, output_row
+from nvcli.jobs.rows.parser import RowParser
+
+ReadRows = Callable[..., list[Job | JobResult]]
+"""The fixture of conftest.py."""
+
+
+def test_values_are_copied_byte_for_byte(read_rows: ReadRows) -> None:
+    values = rb'"n":1.10,"large":123456789012345678901234567890,"huge":-1e999,"t":"\u00fc\/","o":{ "a" :[ 1 ,null]}'
+    for own in (b'"prompt":"p"', b'"prompt":1', b'"custom_id":"a","url":"u","body":{}'):
+        (row,) = read_rows(b"{" + values + b"," + own + b"}")
+        result = row if isinstance(row, JobResult) else JobResult(place=row.place)
+        assert values in msgspec.json.encode(output_row(result, OutputForm()))
+
+
+def test_what_is_passed_through_makes_no_objects() -> None:
+    line = b'{"prompt":"p","kept":[' + b"{}," * 1_000_000 + b"{}]}"
+    parser = RowParser({})
+    parser.parse(b"[" * 401 + b"]" * 401, index=0, line_id=1, where="")  # imports numpy
+    tracemalloc.start()
+    row = parser.parse(line, index=1, line_id=2, where="")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(row, Job)
+    assert peak < 6 * len(line)
+
+
+def test_a_small_value_does_not_keep_its_line_in_memory(read_rows: ReadRows) -> None:
+    tracemalloc.start()
+    rows = [read_rows(b'{"prompt":1,"text":"x","messages":"' + b"x" * 1_000_000 + b'"}') for _ in range(5)]
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(rows) == 5
+    assert held < 1_000_000
+
+
+def test_nested_values_become_json_text_in_a_table(tmp_path: Path) -> None:
+    own = b'"index":0,"choices":[],"usage":{},"error":null'
+    rows = [
+        b'{"id":"a",' + own + b',"x":{ "a":1.50},"mixed":1.50,"huge":1e999}',
+        b'{"id":"b",' + own + b',"mixed":"t"}',
+    ]
+    write_parquet(lambda: rows, tmp_path / "out.parquet")
+    first, second = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert (first["x"], first["mixed"], first["huge"]) == ('{ "a":1.50}', "1.50", "1e999")
+    assert (second["x"], second["mixed"]) == (None, "t")
+
+
+def test_batches_of_tables_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "p" * 1000, "same": "s" * 1000} for _ in range(50)]
+    path = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    sizes = []
+
+    def to_pylist(batch: pyarrow.RecordBatch) -> list[dict[str, str]]:
+        sizes.append(batch.num_rows)
+        return batch.to_pylist()  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(parquet_source, "_BATCH_BYTES", 10_000)
+    monkeypatch.setattr(parquet_source, "_rows_of", to_pylist)
+    read = [row for batch in RowReader([str(path)], RowParser({})).batches() for row in batch]
+    assert len(read) == 50
+    assert max(sizes) <= 5
+    monkeypatch.setattr(parquet_output, "_BATCH_BYTES", 10_000)
+    lines = [msgspec.json.encode(row) for row in rows]
+    write_parquet(lambda: lines, path)
+    assert pyarrow.parquet.read_metadata(path).num_row_groups == 10
+    assert pyarrow.parquet.read_table(path).to_pylist() == rows
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='[]{}"\\/aü', max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='[{"\\', max_size=3), inner, max_size=3)
+    ),
+)
+
+
+@given(JSON, st.booleans())
+def test_nesting_is_told_from_the_text(value: object, escaped: bool) -> None:
+    def depth(value: object) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    text = json.dumps(value, ensure_ascii=escaped).encode()
+    assert [is_deeper(text, levels) for levels in range(5)] == [depth(value) > levels for levels in range(5)]
+
+
+KEYS = ("id", "custom_id", "prompt", "url", "body", "key")
+
+
+def spelled(key: str, escapes: int) -> str:
+    """A key as JSON with some of its characters escaped."""
+    return '"' + "".join(f"\\u{ord(c):04x}" if escapes >> at & 1 else c for at, c in enumerate(key)) + '"'
+
+
+ROWS = st.lists(
+    st.builds(
+        lambda keys: "{" + ",".join(f"{spelled(key, escapes)}:{value}" for key, escapes, value in keys) + "}",
+        st.lists(
+            st.tuples(st.sampled_from(KEYS), st.integers(0, 511), st.sampled_from(['"a"', '"b"', "1", "2", "null"])),
+            max_size=4,
+        ).map(lambda keys: [*keys, ("prompt", 0, '"p"')]),
+    ),
+    max_size=8,
+)
+
+
+@given(ROWS, st.sets(st.integers(0, 7)), st.sampled_from(["id", "key", "custom_id"]))
+def test_duplicates_are_the_same_after_a_resume_however_keys_are_escaped(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], answered: set[int], id_key: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "in.jsonl"
+    path.write_text("\n".join(lines))
+
+    def read(done: AnsweredRows | None) -> list[Job | JobResult]:
+        reader = RowReader([str(path)], RowParser({}, RowKeys(id=id_key)), answered=done)
+        return [row for batch in reader.batches() for row in batch]
+
+    whole, done = read(None), AnsweredRows()
+    for row in whole:
+        if row.place.index in answered:
+            done.all.add(row.place.index)
+            if isinstance(row, JobResult):
+                done.failed.add(row.place.index)
+    assert read(done) == [row for row in whole if row.place.index not in answered]
+
+
+def test_a_passed_through_id_is_no_id_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id":"a","prompt":"p"}\n{"custom_id":"a","prompt":"p"}')
+    done = AnsweredRows()
+    done.all.add(0)
+    ((row,),) = RowReader([str(path)], RowParser({}, RowKeys(id="custom_id")), answered=done).batches()
+    assert isinstance(row, Job)
+
+
+def test_an_escaped_custom_id_is_an_id_after_a_resume(tmp_path: Path) -> None:
+    body = '"url":"/v1/completions","body":{"prompt":"p"}}'
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"custom\\u005fid":"a",' + body + '\n{"custom_id":"a",' + body)
+    done = AnsweredRows()
+    done.all.add(0)
+    ((row,),) = RowReader([str(path)], RowParser({}), answered=done).batches()
+    assert isinstance(row, JobResult)
+    assert row.error is not None
+    assert row.error.type == "duplicate_id"
