@@ -80,7 +80,7 @@ class NullEngine:
         if self._empty_since is not None:
             self.starved_seconds += time.perf_counter() - self._empty_since
             self._empty_since = None
-        self._held += [request.request_id for request in requests]
+        self._held += [sample.request_id for request in requests for sample in request.samples()]
         if not self._rate:
             self._finish(len(self._held))
 

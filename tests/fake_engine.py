@@ -32,7 +32,10 @@ class FakeEngine:
         seed: int = 0,
     ) -> None:
         self.config = config
+        self.received: list[Request] = []
+        """Requests as they came, each for all samples of a row."""
         self.requests: list[Request] = []
+        """A request for each sample."""
         self.aborted: list[int] = []
         self.closed = False
         self.max_held = 0
@@ -71,6 +74,8 @@ class FakeEngine:
 
     def add(self, requests: list[Request]) -> None:
         assert not self.closed
+        self.received += requests
+        requests = [sample for request in requests for sample in request.samples()]
         for request in requests:
             assert request.request_id not in self._running
             prompt = list(unpack(request.prompt_ids))

@@ -13,6 +13,11 @@ MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 """Most `logit_bias` entries plus stop token ids of one row; bounds the size of a step's input."""
 
+MAX_STOP_STRINGS = 1024
+"""Most stop strings of one row."""
+
+MAX_STOP_CHARS = 65_536
+"""Most characters of all stop strings of one row together; they take about 200 bytes of memory each."""
 
 MAX_INT = (1 << 63) - 1
 """Whatever carries a number to an engine holds no larger one."""
@@ -65,6 +70,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ValueError(f"`{name}` is {getattr(self, name)}; allowed: an integer of 64 bits")
         if any(not s for s in self.stop_strings):
             raise ValueError("`stop` must not contain an empty string")
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"`stop` holds {len(self.stop_strings):,} texts; allowed: at most {MAX_STOP_STRINGS:,}")
+        if (num_chars := sum(map(len, self.stop_strings))) > MAX_STOP_CHARS:
+            raise ValueError(f"`stop` holds {num_chars:,} characters; allowed: at most {MAX_STOP_CHARS:,} together")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"`min_tokens` ({self.min_tokens}) is larger than `max_tokens` ({self.max_tokens})")
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_BIASED_TOKENS:

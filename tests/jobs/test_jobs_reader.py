@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -152,6 +153,24 @@ def test_sampling_of_a_row_lies_over_the_defaults(read_rows: ReadRows) -> None:
     sampling = [row.sampling for row in rows if isinstance(row, Job)]
     assert sampling[0] == SamplingParams(temperature=0.5, top_k=5)
     assert sampling[1] == sampling[2] == SamplingParams(temperature=0.5, max_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"stop": ["x"] * 1025}, "`stop` holds 1,025 texts; allowed: at most 1,024"),
+        ({"stop": ["x" * 40_000, "y" * 30_000]}, "`stop` holds 70,000 characters; allowed: at most 65,536 together"),
+        ({"stop_token_ids": list(range(1025))}, "`logit_bias` and `stop_token_ids` hold more than 1024 tokens"),
+    ],
+)
+def test_sampling_has_bounds(read_rows: ReadRows, sampling: dict[str, Any], message: str) -> None:
+    result = only(read_rows(msgspec.json.encode({"prompt": "a", "sampling": sampling})))
+    assert isinstance(result, JobResult)
+    assert result.error is not None
+    assert result.error.type == "invalid_sampling"
+    assert message in result.error.message
+    at_most = {"stop": ["x" * 64] * 1024, "stop_token_ids": list(range(1024))}
+    assert isinstance(only(read_rows(msgspec.json.encode({"prompt": "a", "sampling": at_most}))), Job)
 
 
 def test_text_parts_of_a_message_are_joined(read_rows: ReadRows) -> None:

@@ -67,7 +67,7 @@ class FileWorkload:
         failed: list[JobResult] = []
         for row in prepared_rows(run, model_path, model, self.input, limit=self.num_rows):
             if isinstance(row, PreparedRow):
-                requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).requests(self.seed)
+                requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).request(self.seed).samples()
             else:
                 failed.append(row)
         reason = failed[0].error.message if failed and failed[0].error is not None else "it has no rows"
