@@ -22,6 +22,8 @@ _WHERE = re.compile(r"^(?P<reason>.*?)(?: - at (?P<is_key>`key` in )?`\$(?P<path
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<item>\d+|\.\.\.)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 class InvalidValue(ValueError):
     """A value or key that is not allowed. `path` says where it stands; the text is ready for a user."""
@@ -68,6 +70,12 @@ def is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def describe_surrogate(text: str) -> str | None:
+    """Say in words which lone surrogate a text holds first; None if it holds none."""
+    found = _SURROGATE.search(text)
+    return found and f"it holds the lone surrogate \\u{ord(found[0]):04x}, which is half of a character"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

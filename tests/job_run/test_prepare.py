@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
+
+from nvcli.config import OnTooLong
 from nvcli.errors import RowError
+from nvcli.job_run.text.long_text import encode_long
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm
 from nvcli.jobs.rows.parser import MAX_LEVELS, RowParser
+from nvcli.messages import pack
 from nvcli.sampling_params import MAX_INT, SamplingParams
 
 LIMITS = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
@@ -114,24 +119,87 @@ def test_errors_do_not_keep_their_rows_alive(tokenizer: Tokenizer) -> None:
         gc.enable()
 
 
+class Watched:
+    """A tokenizer that remembers what it was given."""
+
+    def __init__(self, tokenizer: Tokenizer, **changes: Any) -> None:
+        self._tokenizer = tokenizer
+        self._changes = changes
+        self.encoded: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return self._changes[name] if name in self._changes else getattr(self._tokenizer, name)
+
+    def encode(self, texts: list[str], **options: Any) -> Any:
+        self.encoded.extend(texts)
+        return self._tokenizer.encode(texts, **options)
+
+
+def prepare_watched(watched: Any, limits: ModelLimits, *jobs: Job) -> list[PreparedRow | JobResult]:
+    return Preparer(watched, limits).prepare(jobs)
+
+
 def test_a_text_that_can_never_fit_is_not_tokenized(tokenizer: Tokenizer) -> None:
     longest = 4 * max(len(token) for token in ("<|bos|>", "<|end|>"))
-    encoded: list[str] = []
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tokenizer, name)
-
-        def encode(self, texts: list[str], **options: Any) -> Any:
-            encoded.extend(texts)
-            return tokenizer.encode(texts, **options)
-
-    watched: Any = Watched()
+    watched = Watched(tokenizer)
     texts = ["ab", "x" * 65 * longest, "x" * (65 * longest + 1)]
-    rows = Preparer(watched, LIMITS).prepare([job(text) for text in texts])
+    rows = prepare_watched(watched, LIMITS, *map(job, texts))
     assert [type(row) for row in rows] == [PreparedRow, JobResult, JobResult]
     for row in rows[1:]:
         assert isinstance(row, JobResult)
         assert row.error is not None
         assert row.error.type == "prompt_too_long"
-    assert encoded == texts[:2]
+    assert watched.encoded == ["x" * 16 * 64, "ab"]
+
+
+@pytest.mark.parametrize("on_too_long", ["error", "truncate-left", "truncate-right"])
+def test_of_a_long_text_only_what_matters_is_tokenized(tokenizer: Tokenizer, on_too_long: OnTooLong) -> None:
+    """Whatever the tokenizer: of this one it is not known how many characters a token may stand for."""
+    limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,), on_too_long=on_too_long)
+    text = "".join(chr(ord("a") + number * number % 26) for number in range(100_000))
+    watched = Watched(tokenizer, max_token_chars=None)
+    (row,) = prepare_watched(watched, limits, job(text, max_tokens=10))
+    assert sum(map(len, watched.encoded)) < 10_000
+    if on_too_long == "error":
+        assert isinstance(row, JobResult)
+        assert row.error is not None
+        assert row.error.type == "prompt_too_long"
+        assert "has 100,000 characters" in row.error.message
+    else:
+        assert isinstance(row, PreparedRow)
+        (ids,) = tokenizer.encode([text], add_special_tokens=True)
+        assert isinstance(ids, list)
+        assert row.prompt_ids == pack(ids[-54:] if on_too_long == "truncate-left" else ids[:54])
+
+
+def test_a_long_text_of_few_tokens_is_kept_whole(tokenizer: Tokenizer) -> None:
+    text = "<|end|>" * 300  # 300 tokens of 7 characters; the tokens of 64 × 16 characters would fit
+    limits = ModelLimits(max_model_len=302, vocab_size=258, eos_token_ids=(1,))
+    (row,) = Preparer(tokenizer, limits).prepare([job(text)])
+    assert isinstance(row, PreparedRow)
+    assert row.num_prompt_tokens == 301
+    long = encode_long(
+        text, lambda piece: [0] * (len(piece) // 7), max_model_len=300 // 16, on_too_long="truncate-right"
+    )
+    assert isinstance(long, list)
+    assert 18 + 64 < len(long) <= 300
+    assert encode_long(text, lambda piece: [0], max_model_len=8, on_too_long="error") == [0]
+
+
+def test_stop_ids_that_leave_no_token_before_min_tokens(tokenizer: Tokenizer) -> None:
+    limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
+    preparer = Preparer(tokenizer, limits)
+    everything = [0, *range(2, 258)]  # with the end-of-sequence id 1
+    row, fine, also_fine = preparer.prepare(
+        [
+            job(min_tokens=1, stop_token_ids=everything),
+            job(min_tokens=1, stop_token_ids=everything[1:]),
+            job(stop_token_ids=everything),
+        ]
+    )
+    assert isinstance(row, JobResult)
+    assert row.error is not None
+    assert row.error.type == "invalid_sampling"
+    assert "`sampling.min_tokens` is 1" in row.error.message
+    assert isinstance(fine, PreparedRow)
+    assert isinstance(also_fine, PreparedRow)

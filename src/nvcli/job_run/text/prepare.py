@@ -11,6 +11,7 @@ import msgspec
 
 from nvcli.config import OnTooLong
 from nvcli.errors import RowError
+from nvcli.job_run.text.long_text import encode_long, is_long
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
 from nvcli.messages import pack
@@ -86,8 +87,8 @@ class Preparer:
                 prompts[at] = row.prompt_token_ids
         # A chat template writes the special tokens itself.
         for texts, add_special_tokens in ((plain, True), (chats, False)):
-            for at in [at for at, text in texts.items() if self._is_hopeless(text)]:
-                prompts[at] = self._hopeless(texts.pop(at))
+            for at in [at for at, text in texts.items() if is_long(text, self._limits.max_model_len)]:
+                prompts[at] = self._encode_long(texts.pop(at), add_special_tokens=add_special_tokens)
             if texts:
                 encoded = self._tokenizer.encode(list(texts.values()), add_special_tokens=add_special_tokens)
                 prompts.update(zip(texts, encoded, strict=True))
@@ -139,6 +140,12 @@ class Preparer:
         _check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
         _check_vocabulary(f"`{under}.logit_bias`", list(sampling.logit_bias), self._limits)
         self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
+        if sampling.min_tokens and len(self._stop_ids) == self._limits.vocab_size:
+            raise RowError(
+                "invalid_sampling",
+                f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
+                "are stop tokens, so none may be chosen; leave one of the two out",
+            )
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
@@ -146,24 +153,20 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
-    def _is_hopeless(self, text: str) -> bool:
-        """Tell whether a text is too long whatever its tokens.
-
-        Tokenizing it would not be worth the memory (a line of 50 MB is 12 million tokens).
-        """
+    def _encode_long(self, text: str, *, add_special_tokens: bool) -> list[int] | RowError:
+        max_len, on_too_long = self._limits.max_model_len, self._limits.on_too_long
         most = self._tokenizer.max_token_chars
-        return (
-            most is not None
-            and self._limits.on_too_long == "error"
-            and len(text) > most * (self._limits.max_model_len + 1)
-        )
-
-    def _hopeless(self, text: str) -> RowError:
-        max_len = self._limits.max_model_len
-        return RowError(
-            "prompt_too_long",
-            f"the prompt has {len(text)} characters, which are more tokens than `max_model_len` ({max_len}); "
-            "shorten it, or set `job.on_too_long` to cut it",
+        if on_too_long == "error" and most is not None and len(text) > most * (max_len + 1):
+            return RowError(
+                "prompt_too_long",
+                f"the prompt has {len(text)} characters, which are more tokens than `max_model_len` ({max_len}); "
+                "shorten it, or set `job.on_too_long` to cut it",
+            )
+        return encode_long(
+            text,
+            lambda piece: self._tokenizer.encode([piece], add_special_tokens=add_special_tokens)[0],
+            max_model_len=max_len,
+            on_too_long=on_too_long,
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nvcli.errors import LoadError, RowError
+from nvcli.validation import describe_surrogate
 
 MAX_INLINE_TOKENS = 8192
 """Up to so many tokens are decoded right here, in a millisecond: a thread that encodes would make them wait."""
@@ -109,9 +110,12 @@ class Tokenizer:
         """
         try:
             return [*self._encode(texts, add_special_tokens)]
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # what tokenizers' Rust code panics with is no Exception
             if len(texts) == 1:
-                return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {error}")]
+                reason = describe_surrogate(texts[0]) or str(error)
+                return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {reason}")]
             return [self.encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

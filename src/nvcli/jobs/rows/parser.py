@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, JobId, JobResult, Place, RowForm, failed
 from nvcli.jobs.line_splitter import MAX_LINE_BYTES, Line, OversizedLine
+from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
@@ -89,11 +89,11 @@ class RowParser:
         try:
             row = self._decode(line)
         except UnicodeDecodeError as error:
-            raise RowError("invalid_json", f"not UTF-8 text ({error.reason})") from None
+            raise RowError("invalid_json", explain_bad_utf8(line, error.reason)) from None
         except RecursionError:
             raise _nested_too_deep() from None
         except msgspec.DecodeError as error:
-            raise RowError("invalid_json", _explain_bad_json(line, str(error))) from None
+            raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
         if line.count(b"{") + line.count(b"[") > MAX_LEVELS and _is_deeper(row, MAX_LEVELS):
             raise _nested_too_deep()
         if not isinstance(row, dict):
@@ -114,28 +114,3 @@ def _is_deeper(value: Any, levels: int) -> bool:
             return False
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
     return True
-
-
-def _explain_bad_json(line: bytes, reason: str) -> str:
-    """Say why a line is not JSON, in words that help to find the place.
-
-    `reason` is msgspec's. Python's laxer parser finds the key of a number that JSON does not have.
-    """
-    try:
-        key = _find_non_finite(json.loads(line), "")
-    except (ValueError, RecursionError):
-        key = None
-    if key is not None:
-        return f"`{key}` is not a finite number"
-    return f"not valid JSON: {reason.removeprefix('JSON is malformed: ')}"
-
-
-def _find_non_finite(value: Any, name: str) -> str | None:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return name or "the value"
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        items = [(f"{name}.{key}" if name else key, inner) for key, inner in value.items()]
-    elif isinstance(value, list):
-        items = [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]
-    return next((found for key, inner in items if (found := _find_non_finite(inner, key)) is not None), None)
