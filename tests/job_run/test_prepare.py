@@ -25,8 +25,13 @@ def job(prompt: str = "abc", *, index: int = 0, extra: dict[str, Any] | None = N
     return Job(place=place, prompt=prompt, sampling=SamplingParams(**sampling))
 
 
+def preparer_of(tokenizer: Tokenizer, limits: ModelLimits) -> Preparer:
+    """These rows have no conversations."""
+    return Preparer(tokenizer, limits, lambda conversations: [])
+
+
 def prepare(tokenizer: Tokenizer, *jobs: Job) -> list[PreparedRow]:
-    rows = Preparer(tokenizer, LIMITS).prepare(jobs)
+    rows = preparer_of(tokenizer, LIMITS).prepare(jobs)
     assert all(isinstance(row, PreparedRow) for row in rows)
     return rows  # type: ignore[return-value]
 
@@ -64,7 +69,7 @@ def test_the_same_ids_and_sampling_are_the_same_row_however_they_are_written(tok
 def test_an_end_of_sequence_id_outside_the_vocabulary_does_not_reach_the_engine(tokenizer: Tokenizer) -> None:
     """A rank that forbids it, for `min_tokens`, would look for its logit: the run would end there."""
     limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1, 300))
-    (row,) = Preparer(tokenizer, limits).prepare([job(min_tokens=2, stop_token_ids=[5])])
+    (row,) = preparer_of(tokenizer, limits).prepare([job(min_tokens=2, stop_token_ids=[5])])
     assert isinstance(row, PreparedRow)
     assert row.stop_ids == [1, 5]
 
@@ -89,7 +94,7 @@ def test_errors_name_keys_as_the_row_has_them(tokenizer: Tokenizer) -> None:
         place = Place(id="a", index=0, line="line", form=form)
         prompt = "abc" if prompt_token_ids is None else None
         row = Job(place=place, prompt=prompt, prompt_token_ids=prompt_token_ids, sampling=SamplingParams(**sampling))
-        (result,) = Preparer(tokenizer, LIMITS).prepare([row])
+        (result,) = preparer_of(tokenizer, LIMITS).prepare([row])
         assert isinstance(result, JobResult)
         assert result.error is not None
         return result.error.message
@@ -112,7 +117,7 @@ def test_errors_do_not_keep_their_rows_alive(tokenizer: Tokenizer) -> None:
     before = errors_alive()
     gc.disable()
     try:
-        results = Preparer(tokenizer, LIMITS).prepare([job("x" * 10_000), job("x" * 100), job("\ud800")])
+        results = preparer_of(tokenizer, LIMITS).prepare([job("x" * 10_000), job("x" * 100), job("\ud800")])
         assert [isinstance(row, JobResult) for row in results] == [True] * 3
         assert errors_alive() == before
     finally:
@@ -136,7 +141,7 @@ class Watched:
 
 
 def prepare_watched(watched: Any, limits: ModelLimits, *jobs: Job) -> list[PreparedRow | JobResult]:
-    return Preparer(watched, limits).prepare(jobs)
+    return preparer_of(watched, limits).prepare(jobs)
 
 
 def test_a_text_that_can_never_fit_is_not_tokenized(tokenizer: Tokenizer) -> None:
@@ -175,7 +180,7 @@ def test_of_a_long_text_only_what_matters_is_tokenized(tokenizer: Tokenizer, on_
 def test_a_long_text_of_few_tokens_is_kept_whole(tokenizer: Tokenizer) -> None:
     text = "<|end|>" * 300  # 300 tokens of 7 characters; the tokens of 64 × 16 characters would fit
     limits = ModelLimits(max_model_len=302, vocab_size=258, eos_token_ids=(1,))
-    (row,) = Preparer(tokenizer, limits).prepare([job(text)])
+    (row,) = preparer_of(tokenizer, limits).prepare([job(text)])
     assert isinstance(row, PreparedRow)
     assert row.num_prompt_tokens == 301
     long = encode_long(
@@ -188,7 +193,7 @@ def test_a_long_text_of_few_tokens_is_kept_whole(tokenizer: Tokenizer) -> None:
 
 def test_stop_ids_that_leave_no_token_before_min_tokens(tokenizer: Tokenizer) -> None:
     limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
-    preparer = Preparer(tokenizer, limits)
+    preparer = preparer_of(tokenizer, limits)
     everything = [0, *range(2, 258)]  # with the end-of-sequence id 1
     row, fine, also_fine = preparer.prepare(
         [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job_run.open_rows import OpenRow
 from nvcli.job_run.resolve import row_keys, sampling_defaults
+from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files
 from nvcli.jobs.files import check_inputs
@@ -39,9 +41,10 @@ def prepared_rows(
         on_too_long=run.job.on_too_long,
     )
     parser = RowParser(sampling_defaults(run, model), row_keys(run.job))
-    preparer = Preparer(Tokenizer.load(model_path), limits)
-    for rows in RowReader([input_file], parser, limit=limit).batches():
-        yield from preparer.prepare(rows)
+    with closing(ChatRenderer(model_path)) as chat_renderer:
+        preparer = Preparer(Tokenizer.load(model_path), limits, chat_renderer.render)
+        for rows in RowReader([input_file], parser, limit=limit).batches():
+            yield from preparer.prepare(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

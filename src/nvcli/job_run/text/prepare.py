@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -19,6 +19,9 @@ from nvcli.sampling_params import SamplingParams
 
 _ROW_BYTES = 1000
 """Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
+
+Conversation = list[dict[str, Any]]
+Render = Callable[[Sequence[Conversation]], list[str | RowError]]
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +56,11 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
 class Preparer:
     """Tokenizes rows for one model. Used by one thread."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, render: Render) -> None:
+        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`)."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._render = render
         eos_id = tokenizer.eos_token_id
         eos_ids = limits.eos_token_ids or (() if eos_id is None else (eos_id,))
         # An id that the model has no logit for is never sampled, and cannot be forbidden either (`min_tokens`).
@@ -71,20 +76,23 @@ class Preparer:
         """Return one entry for each row, in their order. Results of rows that failed before are handed on."""
         prompts: dict[int, list[int] | RowError] = {}
         plain: dict[int, str] = {}
-        chats: dict[int, str] = {}
+        conversations: dict[int, Conversation] = {}
         for at, row in enumerate(rows):
             if not isinstance(row, Job):
                 continue
             if row.prompt is not None:
                 plain[at] = row.prompt
             elif row.messages is not None:
-                try:
-                    chats[at] = self._tokenizer.render(row.messages)
-                except RowError as error:
-                    prompts[at] = error
+                conversations[at] = row.messages
             else:
                 assert row.prompt_token_ids is not None
                 prompts[at] = row.prompt_token_ids
+        chats: dict[int, str] = {}
+        for at, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
+            if isinstance(rendered, RowError):
+                prompts[at] = rendered
+            else:
+                chats[at] = rendered
         # A chat template writes the special tokens itself.
         for texts, add_special_tokens in ((plain, True), (chats, False)):
             for at in [at for at, text in texts.items() if is_long(text, self._limits.max_model_len)]:
