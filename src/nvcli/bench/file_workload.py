@@ -39,6 +39,7 @@ def prepared_rows(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         on_too_long=run.job.on_too_long,
+        special_tokens=run.job.special_tokens,
     )
     parser = RowParser(sampling_defaults(run, model), row_keys(run.job))
     with closing(ChatRenderer(model_path)) as chat_renderer:

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from nvcli.config import OnTooLong
+from nvcli.config import OnTooLong, SpecialTokens
 from nvcli.errors import RowError
 from nvcli.job_run.text.long_text import encode_long, is_long
+from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
 from nvcli.messages import pack
@@ -31,6 +32,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     on_too_long: OnTooLong = "error"
+    special_tokens: SpecialTokens = "allow"
 
 
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,7 @@ class Preparer:
         self._tokenizer = tokenizer
         self._limits = limits
         self._render = render
+        self._rule = special_token_rule(limits.special_tokens, tokenizer)
         eos_id = tokenizer.eos_token_id
         eos_ids = limits.eos_token_ids or (() if eos_id is None else (eos_id,))
         # An id that the model has no logit for is never sampled, and cannot be forbidden either (`min_tokens`).
@@ -81,9 +84,17 @@ class Preparer:
             if not isinstance(row, Job):
                 continue
             if row.prompt is not None:
-                plain[at] = row.prompt
+                refusal = self._rule.check(row.prompt, "prompt")
+                if refusal is None:
+                    plain[at] = row.prompt
+                else:
+                    prompts[at] = refusal
             elif row.messages is not None:
-                conversations[at] = row.messages
+                refusal = self._rule.check(row.messages, "messages")
+                if refusal is None:
+                    conversations[at] = self._rule.to_template(row.messages)
+                else:
+                    prompts[at] = refusal
             else:
                 assert row.prompt_token_ids is not None
                 prompts[at] = row.prompt_token_ids
@@ -93,12 +104,11 @@ class Preparer:
                 prompts[at] = rendered
             else:
                 chats[at] = rendered
-        # A chat template writes the special tokens itself.
-        for texts, add_special_tokens in ((plain, True), (chats, False)):
+        for texts, is_rendered in ((plain, False), (chats, True)):
             for at in [at for at, text in texts.items() if is_long(text, self._limits.max_model_len)]:
-                prompts[at] = self._encode_long(texts.pop(at), add_special_tokens=add_special_tokens)
+                prompts[at] = self._encode_long(texts.pop(at), is_rendered=is_rendered)
             if texts:
-                encoded = self._tokenizer.encode(list(texts.values()), add_special_tokens=add_special_tokens)
+                encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
                 prompts.update(zip(texts, encoded, strict=True))
         return [self._prepare_row(row, prompts[at]) if isinstance(row, Job) else row for at, row in enumerate(rows)]
 
@@ -161,7 +171,7 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
-    def _encode_long(self, text: str, *, add_special_tokens: bool) -> list[int] | RowError:
+    def _encode_long(self, text: str, *, is_rendered: bool) -> list[int] | RowError:
         max_len, on_too_long = self._limits.max_model_len, self._limits.on_too_long
         most = self._tokenizer.max_token_chars
         if on_too_long == "error" and most is not None and len(text) > most * (max_len + 1):
@@ -172,7 +182,7 @@ class Preparer:
             )
         return encode_long(
             text,
-            lambda piece: self._tokenizer.encode([piece], add_special_tokens=add_special_tokens)[0],
+            lambda piece: self._rule.encode([piece], is_rendered=is_rendered)[0],
             max_model_len=max_len,
             on_too_long=on_too_long,
         )

@@ -99,6 +99,24 @@ class Tokenizer:
             raise LoadError(f"{model_path}: cannot load the tokenizer: {first_line}") from error
 
     @property
+    def backend(self) -> Any | None:
+        """The Rust object (`tokenizers.Tokenizer`); None for a tokenizer in plain Python."""
+        return self._backend
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """The spellings of the special tokens, and of the other added tokens that the chat template's text holds."""
+        if self._backend is None:
+            return list(self._tokenizer.all_special_tokens)
+        template = self._tokenizer.chat_template or ""
+        text = template if isinstance(template, str) else "\n".join(template.values())
+        return [
+            token.content
+            for token in self._backend.get_added_tokens_decoder().values()
+            if token.special or (token.content in text and not token.content.isspace())
+        ]
+
+    @property
     def eos_token_id(self) -> int | None:
         eos = self._tokenizer.eos_token_id
         return eos if isinstance(eos, int) else None
