@@ -19,6 +19,10 @@ MAX_STOP_STRINGS = 1024
 MAX_STOP_CHARS = 65_536
 """Most characters of all stop strings of one row together; they take about 200 bytes of memory each."""
 
+MAX_ANSWER_NUMBERS = 1 << 24
+"""Most token ids and log-probabilities that the answers of one row may hold. One takes about 70 bytes of memory, in the
+engine and in the parent."""
+
 MAX_INT = (1 << 63) - 1
 """Whatever carries a number to an engine holds no larger one."""
 
@@ -63,6 +67,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def numbers_per_token(self) -> int:
+        """The token ids and log-probabilities that an answer holds for each of its tokens."""
+        return self.return_token_ids + (0 if self.logprobs is None else 1 + self.logprobs)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "min_tokens"):

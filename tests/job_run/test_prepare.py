@@ -191,6 +191,26 @@ def test_a_long_text_of_few_tokens_is_kept_whole(tokenizer: Tokenizer) -> None:
     assert encode_long(text, lambda piece: [0], max_model_len=8, on_too_long="error") == [0]
 
 
+def test_the_numbers_that_a_row_may_be_answered_with_are_bounded(tokenizer: Tokenizer) -> None:
+    """1,024 answers of 32,000 tokens with 20 alternatives each would take 50 GB in the engine."""
+    limits = ModelLimits(max_model_len=40_000, vocab_size=258, eos_token_ids=(1,))
+    rows = preparer_of(tokenizer, limits).prepare(
+        [
+            job(n=1024, logprobs=20, max_tokens=32_000),
+            job(n=1024, return_token_ids=True),  # max_tokens is what is left
+            job(n=1024, logprobs=20, max_tokens=780),
+            job(n=419, return_token_ids=True),
+            job(n=1024, max_tokens=32_000),
+        ]
+    )
+    assert [type(row) for row in rows] == [JobResult, JobResult, PreparedRow, PreparedRow, PreparedRow]
+    too_many = rows[0]
+    assert isinstance(too_many, JobResult)
+    assert too_many.error is not None
+    assert too_many.error.type == "invalid_sampling"
+    assert "hold 688,128,000 numbers; allowed: 16,777,216" in too_many.error.message
+
+
 def test_stop_ids_that_leave_no_token_before_min_tokens(tokenizer: Tokenizer) -> None:
     limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
     preparer = preparer_of(tokenizer, limits)

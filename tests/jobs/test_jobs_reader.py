@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,36 @@ def test_sampling_has_bounds(read_rows: ReadRows, sampling: dict[str, Any], mess
     assert message in result.error.message
     at_most = {"stop": ["x" * 64] * 1024, "stop_token_ids": list(range(1024))}
     assert isinstance(only(read_rows(msgspec.json.encode({"prompt": "a", "sampling": at_most}))), Job)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "sampling": {"x" * 3_000_000: 1}},
+        {"custom_id": "a", "url": "/v1/completions", "body": {"x" * 3_000_000: 1}},
+        {"prompt": ["x" * 3_000_000]},
+        {"messages": [{"role": [["x", [1]]] * 400_000}]},
+        {"id": {str(number): number for number in range(300_000)}},
+    ],
+)
+def test_messages_about_large_values_are_short_and_soon_made(
+    read_rows: ReadRows, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error row had a message of 20 MB, and seconds went into writing out what was not shown."""
+    written: list[int] = []
+
+    def count(encoder: json.JSONEncoder, value: Any, **options: Any) -> Iterator[str]:
+        for piece in iterencode(encoder, value, **options):
+            written.append(len(piece))
+            yield piece
+
+    iterencode = json.JSONEncoder.iterencode
+    monkeypatch.setattr(json.JSONEncoder, "iterencode", count)
+    result = only(read_rows(msgspec.json.encode(row)))
+    assert isinstance(result, JobResult)
+    assert result.error is not None
+    assert len(result.error.message) < 600
+    assert sum(written) < 3_100_000  # a text is written out, and no list or object
 
 
 def test_text_parts_of_a_message_are_joined(read_rows: ReadRows) -> None:

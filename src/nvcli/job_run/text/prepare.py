@@ -16,7 +16,7 @@ from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
 from nvcli.messages import pack
-from nvcli.sampling_params import SamplingParams
+from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
 
 _ROW_BYTES = 1000
 """Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
@@ -224,6 +224,13 @@ def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: s
         raise RowError(
             "max_tokens_too_large",
             f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
+        )
+    if (num_numbers := sampling.n * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
+        raise RowError(
+            "invalid_sampling",
+            f"{sampling.n:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids hold "
+            f"{num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` or "
+            f"`{under}.logprobs`",
         )
     return ids, max_tokens
 
