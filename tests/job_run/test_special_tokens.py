@@ -151,8 +151,17 @@ def test_marks_survive_json_and_upper_case_in_a_template() -> None:
     text = json.dumps(message).upper()
     (ids,) = rule.encode([text], is_rendered=True)
     assert not {1, 258, 259} & set(ids)
-    plain = '{"ROLE": "X", "CONTENT": "A</s>", "<sep>": ["<begin>", 1, NULL]}'
+    plain = '{"ROLE": "X", "CONTENT": "A</S>", "<SEP>": ["<BEGIN>", 1, NULL]}'
     assert ids == as_text(made_tokenizer(), plain)
+
+
+def test_a_template_may_look_for_tokens_in_a_text_and_take_it_apart() -> None:
+    tokenizer = made_tokenizer()
+    rule = special_token_rule("escape", tokenizer)
+    (message,) = rule.to_template([{"role": "x", "content": "a</s>b<se<begin>p>"}])
+    before, behind = message["content"].split("</s>")
+    (ids,) = rule.encode([f"<sep>{behind.replace('<begin>', '')}</s>{before}"], is_rendered=True)
+    assert ids == [259, *as_text(tokenizer, "b<sep>"), 1, *as_text(tokenizer, "a")]
 
 
 def test_a_token_that_is_read_from_plain_text_too_is_refused() -> None:

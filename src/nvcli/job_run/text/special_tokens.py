@@ -20,7 +20,7 @@ from nvcli.job_run.text.tokenizer import Tokenizer
 
 
 class SpecialTokenRule:
-    """`allow`: special tokens in texts become tokens, as in transformers."""
+    """The rule `allow`, on which the others build: special tokens in texts become tokens, as in transformers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -40,7 +40,7 @@ class SpecialTokenRule:
 
 
 class _Refuse(SpecialTokenRule):
-    """`refuse`: a row whose text spells out a special token is an error row."""
+    """The rule `refuse`: a row whose text spells out a special token is an error row."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -59,11 +59,12 @@ class _Refuse(SpecialTokenRule):
 
 
 class _Escape(SpecialTokenRule):
-    """`escape`: special tokens in texts are tokenized as plain text; those that the chat template writes are tokens.
+    """The rule `escape`: special tokens in texts are text, and those that the chat template writes are tokens.
 
     Rows are tokenized by a copy of the tokenizer that knows special tokens by secret names only. In a conversation
-    their spellings are replaced by marks (secret digits, which templates leave alone). What is spelled out in the
-    rendered text is then the template's, and gets the secret names; after that the marks become spellings again.
+    they are put between two marks (secret digits, which templates leave alone), so that a template still sees them: it
+    may look for `</think>` in an answer. What is spelled out in the rendered text without marks is the template's, and
+    gets the secret name; then the marks are taken out.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,8 +76,9 @@ class _Escape(SpecialTokenRule):
         self._tokens = tokenizer.control_tokens
         self._numbers = {token: number for number, token in enumerate(self._tokens)}
         self._pattern = _any_of(self._tokens)
-        self._mark = str(secrets.randbelow(9 * 10**23) + 10**23)
-        self._marks = re.compile(self._mark + r"(\d{6})")
+        self._open, self._close = (str(secrets.randbelow(9 * 10**23) + 10**23) for _ in range(2))
+        tokens = self._pattern.pattern
+        self._rendered = re.compile(f"{self._open}({tokens}){self._close}|({tokens})|{self._open}|{self._close}")
         # A character that no text has, others for private use that no attacker can guess, and the token's number.
         secret = "\ufdd0" + "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(8))
         self._names = [
@@ -110,10 +112,8 @@ class _Escape(SpecialTokenRule):
         return RowError("special_token", f"`{where}` holds {token}, which this tokenizer cannot read as plain text")
 
     def to_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        def mark(match: re.Match[str]) -> str:
-            return f"{self._mark}{self._numbers[match[0]]:06}"
-
-        marked: list[dict[str, Any]] = _map_texts(lambda text: self._pattern.sub(mark, text), messages)
+        replacement = rf"{self._open}\g<0>{self._close}"
+        marked: list[dict[str, Any]] = _map_texts(lambda text: self._pattern.sub(replacement, text), messages)
         return marked
 
     def encode(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int] | RowError]:
@@ -123,8 +123,11 @@ class _Escape(SpecialTokenRule):
         return [ids if isinstance(ids, RowError) else self._translated(ids, is_rendered) for ids in encoded]
 
     def _with_names(self, text: str) -> str:
-        text = self._pattern.sub(lambda match: self._names[self._numbers[match[0]]], text)
-        return self._marks.sub(lambda match: self._tokens[int(match[1])], text)
+        def name(match: re.Match[str]) -> str:
+            marked, token = match.groups()
+            return self._names[self._numbers[token]] if token is not None else marked or ""
+
+        return self._rendered.sub(name, text)
 
     def _translated(self, ids: list[int], is_rendered: bool) -> list[int]:
         if self._ids:

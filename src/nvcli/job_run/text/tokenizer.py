@@ -113,7 +113,7 @@ class Tokenizer:
         return [
             token.content
             for token in self._backend.get_added_tokens_decoder().values()
-            if token.special or (token.content in text and not token.content.isspace())
+            if token.content.strip() and (token.special or token.content in text)
         ]
 
     @property
