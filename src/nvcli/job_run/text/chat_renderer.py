@@ -72,7 +72,7 @@ class ChatRenderer:
             process = self._process or self._start()
             try:
                 process.control.send(list(conversations))
-                if _wait(process, self._max_seconds):
+                if self._wait(process, self._max_seconds):
                     rendered = self._decode(process.control.recv_bytes())
                     return [
                         RowError(each.error_type, each.error) if each.error_type else each.text for each in rendered
@@ -80,7 +80,8 @@ class ChatRenderer:
                 reason = f"is not done with `messages` after {self._max_seconds:g} seconds"
                 break
             except (EOFError, OSError):
-                reason = f"cannot render `messages`: its process {process.describe_exit()}"
+                if not self._closed:
+                    reason = f"cannot render `messages`: its process {process.describe_exit()}"
                 self._drop()
         self._drop()
         return RowError("chat_template_error", f"the chat template {reason}")
@@ -94,7 +95,7 @@ class ChatRenderer:
             env={"OPENBLAS_NUM_THREADS": "1"},  # numpy comes with transformers, and has nothing to do here
         )
         try:
-            while not _wait(process, _WAIT_SECONDS):
+            while not self._wait(process, _WAIT_SECONDS):
                 pass
             problem = process.control.recv_bytes().decode()
         except (EOFError, OSError):
@@ -105,16 +106,19 @@ class ChatRenderer:
                 raise LoadError(problem)
         return process
 
+    def _wait(self, process: ChildProcess, seconds: float) -> bool:
+        """Wait for an answer or the end of the process; return whether there is one. Raises EOFError once it is closed.
+
+        Waits are counted, not timed, so that a run that was stopped (Ctrl-Z) goes on where it was.
+        """
+        for _ in range(max(1, round(seconds / _WAIT_SECONDS))):
+            if self._closed:
+                raise EOFError
+            if process.control.poll(_WAIT_SECONDS):
+                return True
+        return False
+
     def _drop(self) -> None:
         if self._process is not None:
             self._process.close()
             self._process = None
-
-
-def _wait(process: ChildProcess, seconds: float) -> bool:
-    """Wait for an answer or the end of the process; return whether there is one.
-
-    Waits are counted, not timed, so that a run that was stopped (Ctrl-Z) goes on where it was.
-    """
-    waits = max(1, round(seconds / _WAIT_SECONDS))
-    return any(process.control.poll(_WAIT_SECONDS) for _ in range(waits))
