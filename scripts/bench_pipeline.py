@@ -34,6 +34,7 @@ from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.job_run.generate import generate
 from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.summary import Summary
+from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.reader import RowReader
@@ -81,7 +82,7 @@ class NullEngine:
         if self._empty_since is not None:
             self.starved_seconds += time.perf_counter() - self._empty_since
             self._empty_since = None
-        self._held += [request.request_id for request in requests]
+        self._held += [sample.request_id for request in requests for sample in request.samples()]
         if not self._rate:
             self._finish(len(self._held))
 
@@ -185,9 +186,11 @@ def measure_stages(path: Path, num_rows: int, model: Path, max_num_seqs: int, ra
     tokenizer = Tokenizer.load(model)
     facts = load_model_config(model)
     limits = ModelLimits(max_model_len=2048, vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
-    preparer = Preparer(tokenizer, limits)
+    chat_renderer = ChatRenderer(model)
+    preparer = Preparer(tokenizer, limits, chat_renderer.render)
     batches = show("read", lambda: list(reader().batches()))
     prepared = show("tokenize", lambda: [row for rows in batches for row in preparer.prepare(rows)])
+    chat_renderer.close()
     rows = [row for row in prepared if isinstance(row, PreparedRow)]
     assert len(rows) == num_rows
     print(f"               {sum(row.num_prompt_tokens for row in rows) / num_rows:.0f} tokens a row")

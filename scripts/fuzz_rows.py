@@ -56,7 +56,7 @@ class CheckingEngine(NullEngine):
             ids = unpack(request.prompt_ids)
             assert 1 <= len(ids) <= len(ids) + request.max_tokens - 1 < self._config.max_model_len
             assert all(0 <= token < VOCAB_SIZE for token in ids)
-            self._samplings[request.request_id] = request.sampling
+            self._samplings.update({sample.request_id: sample.sampling for sample in request.samples()})
         super().add(requests)
 
     def poll(self, timeout: float) -> list[RequestOutput]:

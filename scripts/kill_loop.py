@@ -157,12 +157,13 @@ def unpacked(path: Path) -> bytes:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children before their own children."""
+    """Engines before their ranks. The process that renders chat templates is left out: no run ends with it."""
     try:
         children = [
             int(child)
             for task in Path(f"/proc/{pid}/task").iterdir()
             for child in (task / "children").read_text().split()
+            if b"render_process" not in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
     except (FileNotFoundError, ProcessLookupError):
         return []

@@ -32,7 +32,10 @@ class FakeEngine:
         seed: int = 0,
     ) -> None:
         self.config = config
+        self.received: list[Request] = []
+        """Requests as they came, each for all samples of a row."""
         self.requests: list[Request] = []
+        """A request for each sample."""
         self.aborted: list[int] = []
         self.closed = False
         self.max_held = 0
@@ -58,6 +61,7 @@ class FakeEngine:
             raise self._load_error
         self._polls_until_ready -= 1
         if self._polls_until_ready > 0:
+            time.sleep(0.001)  # the thread that loads the tokenizer wants its turn
             return None
         return EngineReady(
             num_blocks=10,
@@ -71,6 +75,8 @@ class FakeEngine:
 
     def add(self, requests: list[Request]) -> None:
         assert not self.closed
+        self.received += requests
+        requests = [sample for request in requests for sample in request.samples()]
         for request in requests:
             assert request.request_id not in self._running
             prompt = list(unpack(request.prompt_ids))

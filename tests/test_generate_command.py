@@ -63,8 +63,12 @@ def share_right(rows: list[dict[str, Any]]) -> float:
 
 
 def descendants(pid: int) -> list[int]:
+    """Engines before their ranks, without the process that renders chat templates."""
     children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+        if b"render_process" not in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
     return children + [pid for child in children for pid in descendants(child)]
 

@@ -31,6 +31,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Order = Literal["completion", "input"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
+SpecialTokens = Literal["allow", "escape", "refuse"]
 
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
@@ -59,6 +60,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     on_too_long: OnTooLong = "error"
     """A prompt that leaves no room for its answer in `max_model_len`: an error row, or the prompt is cut at its left
     or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
+    special_tokens: SpecialTokens = "allow"
+    """Special tokens that the text of a row spells out: tokens, plain text, or a reason to make it an error row."""
     max_errors: Annotated[int, Meta(ge=0)] | None = None
     """More failed rows than this in one run end it; null: it goes on to the end."""
     keep_going: bool = False
@@ -341,6 +344,7 @@ __all__ = [
     "ParallelSize",
     "RunConfig",
     "SamplingParams",
+    "SpecialTokens",
     "find_config_file",
     "format_bytes",
     "load_run_config",

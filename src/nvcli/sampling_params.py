@@ -13,6 +13,15 @@ MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 """Most `logit_bias` entries plus stop token ids of one row; bounds the size of a step's input."""
 
+MAX_STOP_STRINGS = 1024
+"""Most stop strings of one row."""
+
+MAX_STOP_CHARS = 65_536
+"""Most characters of all stop strings of one row together; they take about 200 bytes of memory each."""
+
+MAX_ANSWER_NUMBERS = 1 << 24
+"""Most token ids and log-probabilities that the answers of one row may hold. One takes about 70 bytes of memory, in the
+engine and in the parent."""
 
 MAX_INT = (1 << 63) - 1
 """Whatever carries a number to an engine holds no larger one."""
@@ -59,12 +68,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
+    @property
+    def numbers_per_token(self) -> int:
+        """The token ids and log-probabilities that an answer holds for each of its tokens."""
+        return self.return_token_ids + (0 if self.logprobs is None else 1 + self.logprobs)
+
     def __post_init__(self) -> None:
         for name in ("max_tokens", "top_k", "min_tokens"):
             if (getattr(self, name) or 0) > MAX_INT:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; allowed: an integer of 64 bits")
         if any(not s for s in self.stop_strings):
             raise ValueError("`stop` must not contain an empty string")
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"`stop` holds {len(self.stop_strings):,} texts; allowed: at most {MAX_STOP_STRINGS:,}")
+        if (num_chars := sum(map(len, self.stop_strings))) > MAX_STOP_CHARS:
+            raise ValueError(f"`stop` holds {num_chars:,} characters; allowed: at most {MAX_STOP_CHARS:,} together")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"`min_tokens` ({self.min_tokens}) is larger than `max_tokens` ({self.max_tokens})")
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_BIASED_TOKENS:

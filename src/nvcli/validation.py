@@ -22,6 +22,11 @@ _WHERE = re.compile(r"^(?P<reason>.*?)(?: - at (?P<is_key>`key` in )?`\$(?P<path
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<item>\d+|\.\.\.)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
+_LONGEST_NAME = 100
+"""Names are compared with known ones by so many characters."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 class InvalidValue(ValueError):
     """A value or key that is not allowed. `path` says where it stands; the text is ready for a user."""
@@ -48,15 +53,27 @@ def join_path(path: Path) -> str:
 
 
 def show(value: Any, limit: int = 60) -> str:
-    """Return a value roughly as its user wrote it, on one line and not too long."""
+    """Return a value roughly as its user wrote it, on one line and at most `limit` characters long.
+
+    No more of it is written than is shown: a row may hold hundreds of megabytes in one value.
+    """
     import json
 
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False, default=str)
+        for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+            text += piece
+            if len(text) > limit:
+                break
     except (TypeError, ValueError):
         text = str(value)
     except RecursionError:
         return "a deeply nested value"
+    return shorten(text, limit)
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """Return a text with at most `limit` characters, the last of them an ellipsis where something is left out."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
@@ -83,10 +100,16 @@ def is_utf8(data: bytes) -> bool:
     return True
 
 
+def describe_surrogate(text: str) -> str | None:
+    """Say in words which lone surrogate a text holds first; None if it holds none."""
+    found = _SURROGATE.search(text)
+    return found and f"it holds the lone surrogate \\u{ord(found[0]):04x}, which is half of a character"
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known name, or all of them."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.5)
     return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
 
 
@@ -99,8 +122,9 @@ def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:
     if unknown is not None:
         key = unknown["name"]
         full = under + path + (key,)
+        shown = join_path((*under, *path, shorten(key)))
         return InvalidValue(
-            full, f"unknown key `{join_path(full)}`; {suggest(key, _field_names(_container(info)))}", unknown_key=True
+            full, f"unknown key `{shown}`; {suggest(key, _field_names(_container(info)))}", unknown_key=True
         )
     if not match["reason"].startswith(("Expected ", "Invalid enum value", "Object missing")):
         return InvalidValue(under + path, match["reason"])  # a struct's own __post_init__: complete as it is

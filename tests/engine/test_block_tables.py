@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables, KVGroup
+from nvcli.engine.prompt import Prompt
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import StepDraft
 from requests_factory import make_request
@@ -26,7 +27,8 @@ class Requests:
         self.num_entered = 0
 
     def enter(self, prompt: list[int], *, reserve: int = 0) -> RequestState | None:
-        state = RequestState(make_request(self.num_entered, prompt, 1000))
+        request = make_request(self.num_entered, prompt, 1000)
+        state = RequestState(request, Prompt(request))
         if not self.tables.enter(state, reserve=reserve):
             return None
         state.slot = self.num_entered
@@ -179,11 +181,11 @@ def test_random_operations_keep_integrity(data: st.DataObject) -> None:
     contents: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def write(state: RequestState, start: int) -> None:
-        known = min(len(state.token_ids), state.num_computed)
+        known = min(state.num_tokens, state.num_computed)
         for group, blocks in enumerate(state.blocks):
             for column in range(start // BLOCK_SIZE, -(-state.num_computed // BLOCK_SIZE)):
                 end = (column + 1) * BLOCK_SIZE
-                contents[blocks[column]] = (group, tuple(state.token_ids[:end])) if end <= known else (group, ())
+                contents[blocks[column]] = (group, tuple(state.tokens(0, end))) if end <= known else (group, ())
 
     for _ in range(data.draw(st.integers(1, 40))):
         running = requests.running
@@ -204,10 +206,10 @@ def test_random_operations_keep_integrity(data: st.DataObject) -> None:
             most = state.num_uncomputed if state.num_uncomputed > 0 else 5
             requests.compute(state, data.draw(st.integers(1, most)))
             write(state, start)
-        elif action == "count" and state.num_computed >= len(state.token_ids):
-            tokens = data.draw(st.lists(st.integers(0, 1), max_size=state.num_computed + 1 - len(state.token_ids)))
-            state.token_ids.extend(tokens)
-            state.num_computed = len(state.token_ids) - 1
+        elif action == "count" and state.num_computed >= state.num_tokens:
+            tokens = data.draw(st.lists(st.integers(0, 1), max_size=state.num_computed + 1 - state.num_tokens))
+            state.generated.extend(tokens)
+            state.num_computed = state.num_tokens - 1
             requests.tables.trim(state)
             write(state, state.num_computed)
             requests.tables.register(state)

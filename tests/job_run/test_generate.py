@@ -23,6 +23,7 @@ from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.summary import Summary
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.messages import unpack
+from nvcli.sampling_params import SamplingParams
 from scheduler_engine import SchedulerEngine
 
 pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, before the runs
@@ -188,6 +189,17 @@ def test_samples_of_a_row_are_one_result_in_their_order(run: Runs) -> None:
         (1, 0),
         (1, 1),
     ]
+
+
+def test_a_row_is_sent_once_and_without_what_the_engine_does_not_need(run: Runs) -> None:
+    """200,000 stop strings and 1,024 samples took 13 GB in the engine."""
+    stop = [f"stop {number}" for number in range(1024)]
+    (row,) = run([{"prompt": "abc", "sampling": {"n": 50, "stop": stop}}])
+    assert texts(row) == ["cba"] * 50
+    (request,) = run.engines[0].received
+    assert request.n == 50
+    assert request.stream
+    assert request.sampling == SamplingParams(n=50)
 
 
 def test_an_error_of_one_sample_ends_the_others_of_its_row(run: Runs) -> None:

@@ -6,12 +6,16 @@ import gc
 from typing import Any
 
 import msgspec
+import pytest
 
+from nvcli.config import OnTooLong
 from nvcli.errors import RowError
+from nvcli.job_run.text.long_text import encode_long
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm
 from nvcli.jobs.rows.parser import MAX_LEVELS, RowParser
+from nvcli.messages import pack
 from nvcli.sampling_params import MAX_INT, SamplingParams
 
 LIMITS = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
@@ -27,8 +31,13 @@ def job(prompt: str = "abc", *, index: int = 0, extra: dict[str, Any] | None = N
     return Job(place=place, prompt=prompt, sampling=SamplingParams(**sampling))
 
 
+def preparer_of(tokenizer: Tokenizer, limits: ModelLimits) -> Preparer:
+    """These rows have no conversations."""
+    return Preparer(tokenizer, limits, lambda conversations: [])
+
+
 def prepare(tokenizer: Tokenizer, *jobs: Job) -> list[PreparedRow]:
-    rows = Preparer(tokenizer, LIMITS).prepare(jobs)
+    rows = preparer_of(tokenizer, LIMITS).prepare(jobs)
     assert all(isinstance(row, PreparedRow) for row in rows)
     return rows  # type: ignore[return-value]
 
@@ -66,7 +75,7 @@ def test_the_same_ids_and_sampling_are_the_same_row_however_they_are_written(tok
 def test_an_end_of_sequence_id_outside_the_vocabulary_does_not_reach_the_engine(tokenizer: Tokenizer) -> None:
     """A rank that forbids it, for `min_tokens`, would look for its logit: the run would end there."""
     limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1, 300))
-    (row,) = Preparer(tokenizer, limits).prepare([job(min_tokens=2, stop_token_ids=[5])])
+    (row,) = preparer_of(tokenizer, limits).prepare([job(min_tokens=2, stop_token_ids=[5])])
     assert isinstance(row, PreparedRow)
     assert row.stop_ids == [1, 5]
 
@@ -91,7 +100,7 @@ def test_errors_name_keys_as_the_row_has_them(tokenizer: Tokenizer) -> None:
         place = Place(id="a", index=0, line="line", form=form)
         prompt = "abc" if prompt_token_ids is None else None
         row = Job(place=place, prompt=prompt, prompt_token_ids=prompt_token_ids, sampling=SamplingParams(**sampling))
-        (result,) = Preparer(tokenizer, LIMITS).prepare([row])
+        (result,) = preparer_of(tokenizer, LIMITS).prepare([row])
         assert isinstance(result, JobResult)
         assert result.error is not None
         return result.error.message
@@ -114,31 +123,114 @@ def test_errors_do_not_keep_their_rows_alive(tokenizer: Tokenizer) -> None:
     before = errors_alive()
     gc.disable()
     try:
-        results = Preparer(tokenizer, LIMITS).prepare([job("x" * 10_000), job("x" * 100), job("\ud800")])
+        results = preparer_of(tokenizer, LIMITS).prepare([job("x" * 10_000), job("x" * 100), job("\ud800")])
         assert [isinstance(row, JobResult) for row in results] == [True] * 3
         assert errors_alive() == before
     finally:
         gc.enable()
 
 
+class Watched:
+    """A tokenizer that remembers what it was given."""
+
+    def __init__(self, tokenizer: Tokenizer, **changes: Any) -> None:
+        self._tokenizer = tokenizer
+        self._changes = changes
+        self.encoded: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return self._changes[name] if name in self._changes else getattr(self._tokenizer, name)
+
+    def encode(self, texts: list[str], **options: Any) -> Any:
+        self.encoded.extend(texts)
+        return self._tokenizer.encode(texts, **options)
+
+
+def prepare_watched(watched: Any, limits: ModelLimits, *jobs: Job) -> list[PreparedRow | JobResult]:
+    return preparer_of(watched, limits).prepare(jobs)
+
+
 def test_a_text_that_can_never_fit_is_not_tokenized(tokenizer: Tokenizer) -> None:
     longest = 4 * max(len(token) for token in ("<|bos|>", "<|end|>"))
-    encoded: list[str] = []
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(tokenizer, name)
-
-        def encode(self, texts: list[str], **options: Any) -> Any:
-            encoded.extend(texts)
-            return tokenizer.encode(texts, **options)
-
-    watched: Any = Watched()
+    watched = Watched(tokenizer)
     texts = ["ab", "x" * 65 * longest, "x" * (65 * longest + 1)]
-    rows = Preparer(watched, LIMITS).prepare([job(text) for text in texts])
+    rows = prepare_watched(watched, LIMITS, *map(job, texts))
     assert [type(row) for row in rows] == [PreparedRow, JobResult, JobResult]
     for row in rows[1:]:
         assert isinstance(row, JobResult)
         assert row.error is not None
         assert row.error.type == "prompt_too_long"
-    assert encoded == texts[:2]
+    assert watched.encoded == ["x" * 16 * 64, "ab"]
+
+
+@pytest.mark.parametrize("on_too_long", ["error", "truncate-left", "truncate-right"])
+def test_of_a_long_text_only_what_matters_is_tokenized(tokenizer: Tokenizer, on_too_long: OnTooLong) -> None:
+    """Whatever the tokenizer: of this one it is not known how many characters a token may stand for."""
+    limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,), on_too_long=on_too_long)
+    text = "".join(chr(ord("a") + number * number % 26) for number in range(100_000))
+    watched = Watched(tokenizer, max_token_chars=None)
+    (row,) = prepare_watched(watched, limits, job(text, max_tokens=10))
+    assert sum(map(len, watched.encoded)) < 10_000
+    if on_too_long == "error":
+        assert isinstance(row, JobResult)
+        assert row.error is not None
+        assert row.error.type == "prompt_too_long"
+        assert "has 100,000 characters" in row.error.message
+    else:
+        assert isinstance(row, PreparedRow)
+        (ids,) = tokenizer.encode([text], add_special_tokens=True)
+        assert isinstance(ids, list)
+        assert row.prompt_ids == pack(ids[-54:] if on_too_long == "truncate-left" else ids[:54])
+
+
+def test_a_long_text_of_few_tokens_is_kept_whole(tokenizer: Tokenizer) -> None:
+    text = "<|end|>" * 300  # 300 tokens of 7 characters; the tokens of 64 × 16 characters would fit
+    limits = ModelLimits(max_model_len=302, vocab_size=258, eos_token_ids=(1,))
+    (row,) = preparer_of(tokenizer, limits).prepare([job(text)])
+    assert isinstance(row, PreparedRow)
+    assert row.num_prompt_tokens == 301
+    long = encode_long(
+        text, lambda piece: [0] * (len(piece) // 7), max_model_len=300 // 16, on_too_long="truncate-right"
+    )
+    assert isinstance(long, list)
+    assert 18 + 64 < len(long) <= 300
+    assert encode_long(text, lambda piece: [0], max_model_len=8, on_too_long="error") == [0]
+
+
+def test_the_numbers_that_a_row_may_be_answered_with_are_bounded(tokenizer: Tokenizer) -> None:
+    """1,024 answers of 32,000 tokens with 20 alternatives each would take 50 GB in the engine."""
+    limits = ModelLimits(max_model_len=40_000, vocab_size=258, eos_token_ids=(1,))
+    rows = preparer_of(tokenizer, limits).prepare(
+        [
+            job(n=1024, logprobs=20, max_tokens=32_000),
+            job(n=1024, return_token_ids=True),  # max_tokens is what is left
+            job(n=1024, logprobs=20, max_tokens=780),
+            job(n=419, return_token_ids=True),
+            job(n=1024, max_tokens=32_000),
+        ]
+    )
+    assert [type(row) for row in rows] == [JobResult, JobResult, PreparedRow, PreparedRow, PreparedRow]
+    too_many = rows[0]
+    assert isinstance(too_many, JobResult)
+    assert too_many.error is not None
+    assert too_many.error.type == "invalid_sampling"
+    assert "hold 688,128,000 numbers; allowed: 16,777,216" in too_many.error.message
+
+
+def test_stop_ids_that_leave_no_token_before_min_tokens(tokenizer: Tokenizer) -> None:
+    limits = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
+    preparer = preparer_of(tokenizer, limits)
+    everything = [0, *range(2, 258)]  # with the end-of-sequence id 1
+    row, fine, also_fine = preparer.prepare(
+        [
+            job(min_tokens=1, stop_token_ids=everything),
+            job(min_tokens=1, stop_token_ids=everything[1:]),
+            job(stop_token_ids=everything),
+        ]
+    )
+    assert isinstance(row, JobResult)
+    assert row.error is not None
+    assert row.error.type == "invalid_sampling"
+    assert "`sampling.min_tokens` is 1" in row.error.message
+    assert isinstance(fine, PreparedRow)
+    assert isinstance(also_fine, PreparedRow)

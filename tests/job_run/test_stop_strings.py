@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.job_run.text.stop_strings import StopStringDetector
+from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
@@ -19,7 +19,7 @@ def decode_bytes(ids: Sequence[int]) -> str:
 def run(
     ids: Sequence[int], stops: list[str], groups: Sequence[int] = (), min_tokens: int = 0
 ) -> tuple[str | None, int]:
-    detector = StopStringDetector(decode_bytes, stops, min_tokens=min_tokens)
+    detector = StopStringDetector(decode_bytes, StopStrings(stops), min_tokens=min_tokens)
     at = 0
     for size in [*groups, len(ids)]:
         if detector.push(ids[at : at + size]):
@@ -60,7 +60,7 @@ def test_a_token_may_end_a_stop_string_and_begin_a_character() -> None:
         return b"".join(texts[i] for i in ids).decode(errors="replace")
 
     for stop, expected in (("b.", ("a", 1)), ("\u00fc.", ("ab.", 2)), (".c", ("ab.\u00fc", 3)), (".\u00fc", ("ab", 2))):
-        detector = StopStringDetector(decode, [stop])
+        detector = StopStringDetector(decode, StopStrings([stop]))
         detector.push([0, 1, 2])
         assert (detector.text, detector.num_tokens) == expected
 
@@ -83,7 +83,7 @@ def test_tokens_of_several_characters() -> None:
     def decode(ids: Sequence[int]) -> str:
         return "".join(vocabulary[i] for i in ids)
 
-    detector = StopStringDetector(decode, ["Stop"])
+    detector = StopStringDetector(decode, StopStrings(["Stop"]))
     assert not detector.push([0, 1])
     assert detector.push([2, 3, 4])
     assert (detector.text, detector.num_tokens) == ("Hello world. ", 4)
@@ -93,9 +93,23 @@ def test_a_leading_space_that_the_decoder_drops_at_the_start_is_kept_in_the_midd
     def decode(ids: Sequence[int]) -> str:  # as SentencePiece does
         return "".join([" a", " b", " c"][i] for i in ids).removeprefix(" ")
 
-    detector = StopStringDetector(decode, ["b c"])
+    detector = StopStringDetector(decode, StopStrings(["b c"]))
     assert detector.push([0, 1, 2])
     assert detector.text == "a "
+
+
+def test_stop_strings_that_begin_alike_and_end_alike() -> None:
+    stops = ["abcde", "bcdf", "cd!", "d?"]
+    assert run(list(b"abcdf"), stops) == ("a", 5)
+    assert run(list(b"abcd!"), stops) == ("ab", 5)
+    assert run(list(b"abcd?"), stops) == ("abc", 5)
+    assert run(list(b"abcabcde"), stops) == ("abc", 8)
+
+
+def test_many_long_stop_strings_cost_no_more_than_few() -> None:
+    """Each token was looked for in all of them, over as many characters as the longest has."""
+    stops = [f"{'a' * 60}{number}" for number in range(1024)]
+    assert run([*b"a" * 20_000, *b"1b"], stops) == ("a" * 19_940, 20_001)
 
 
 @given(

@@ -50,7 +50,29 @@ def test_one_text_that_cannot_be_read_does_not_take_the_others_with_it(tokenizer
     first, bad, last = tokenizer.encode(["a", "\ud800", "b"], add_special_tokens=False)
     assert isinstance(bad, RowError)
     assert bad.type == "tokenizer_error"
+    assert r"it holds the lone surrogate \ud800" in bad.message
     assert [first, last] == [ids_of(tokenizer, text, add_special_tokens=False) for text in "ab"]
+
+
+def test_a_text_that_makes_the_tokenizer_panic_does_not_take_the_others_with_it() -> None:
+    """A panic of Rust code is no Exception; it ended the run, at every resume."""
+    demo = Tokenizer.load(demo_path())
+    first, bad, last = demo.encode(["a", " " * 12_000_000, "b"], add_special_tokens=True)
+    assert isinstance(bad, RowError)
+    assert bad.type == "tokenizer_error"
+    assert [first, last] == [ids_of(demo, text) for text in "ab"]
+
+
+def test_an_interrupt_is_no_error_of_the_text() -> None:
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    slow: Any = SlowTokenizer()
+    tokenizer = Tokenizer(slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlowTokenizer, "__call__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.encode(["a"], add_special_tokens=True)
 
 
 def test_templates(tokenizer: Tokenizer) -> None:

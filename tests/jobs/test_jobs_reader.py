@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -64,6 +66,14 @@ BAD_ROWS = [
     (b"{", "invalid_json", "line 1: not valid JSON"),
     (b'{"prompt": "a",}', "invalid_json", "not valid JSON"),
     (b'{"prompt": "\xff"}', "invalid_json", "not UTF-8"),
+    (b'{"a": [{"b": "x\\ud83d"}]}', "invalid_json", r"`a[0].b` is no text: it holds the lone surrogate \ud83d"),
+    (b'{"prompt": "\\udc00 x"}', "invalid_json", r"`prompt` is no text: it holds the lone surrogate \udc00"),
+    (
+        b'{"a": {"\\ud800": 1}}',
+        "invalid_json",
+        r"a key of `a` is no text: it holds the lone surrogate \ud800",
+    ),
+    (b'{"prompt": "\xed\xa0\x80"}', "invalid_json", r"not UTF-8 text (it holds the lone surrogate \ud800"),
     (b'{"prompt": "\\ud800"}', "invalid_json", "not valid JSON"),
     (b"[" * 100_000, "invalid_json", "nested too deep"),
     (b'{"prompt": "a", "x": ' + b'{"a":' * 600 + b"1" + b"}" * 601, "invalid_json", "nested too deep; allowed: 400"),
@@ -164,6 +174,54 @@ def test_sampling_of_a_row_lies_over_the_defaults(read_rows: ReadRows) -> None:
     sampling = [row.sampling for row in rows if isinstance(row, Job)]
     assert sampling[0] == SamplingParams(temperature=0.5, top_k=5)
     assert sampling[1] == sampling[2] == SamplingParams(temperature=0.5, max_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"stop": ["x"] * 1025}, "`stop` holds 1,025 texts; allowed: at most 1,024"),
+        ({"stop": ["x" * 40_000, "y" * 30_000]}, "`stop` holds 70,000 characters; allowed: at most 65,536 together"),
+        ({"stop_token_ids": list(range(1025))}, "`logit_bias` and `stop_token_ids` hold more than 1024 tokens"),
+    ],
+)
+def test_sampling_has_bounds(read_rows: ReadRows, sampling: dict[str, Any], message: str) -> None:
+    result = only(read_rows(msgspec.json.encode({"prompt": "a", "sampling": sampling})))
+    assert isinstance(result, JobResult)
+    assert result.error is not None
+    assert result.error.type == "invalid_sampling"
+    assert message in result.error.message
+    at_most = {"stop": ["x" * 64] * 1024, "stop_token_ids": list(range(1024))}
+    assert isinstance(only(read_rows(msgspec.json.encode({"prompt": "a", "sampling": at_most}))), Job)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "sampling": {"x" * 3_000_000: 1}},
+        {"custom_id": "a", "url": "/v1/completions", "body": {"x" * 3_000_000: 1}},
+        {"prompt": ["x" * 3_000_000]},
+        {"messages": [{"role": [["x", [1]]] * 400_000}]},
+        {"id": {str(number): number for number in range(300_000)}},
+    ],
+)
+def test_messages_about_large_values_are_short_and_soon_made(
+    read_rows: ReadRows, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error row had a message of 20 MB, and seconds went into writing out what was not shown."""
+    written: list[int] = []
+
+    def count(encoder: json.JSONEncoder, value: Any, **options: Any) -> Iterator[str]:
+        for piece in iterencode(encoder, value, **options):
+            written.append(len(piece))
+            yield piece
+
+    iterencode = json.JSONEncoder.iterencode
+    monkeypatch.setattr(json.JSONEncoder, "iterencode", count)
+    result = only(read_rows(msgspec.json.encode(row)))
+    assert isinstance(result, JobResult)
+    assert result.error is not None
+    assert len(result.error.message) < 600
+    assert sum(written) < 3_100_000  # a text is written out, and no list or object
 
 
 def test_text_parts_of_a_message_are_joined(read_rows: ReadRows) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job_run.open_rows import OpenRow
 from nvcli.job_run.resolve import row_keys, sampling_defaults
+from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
@@ -38,11 +40,13 @@ def prepared_rows(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         on_too_long=run.job.on_too_long,
+        special_tokens=run.job.special_tokens,
     )
     parser = RowParser(sampling_defaults(run, model), row_keys(run.job))
-    preparer = Preparer(Tokenizer.load(model_path), limits)
-    for rows in RowReader([input_file], parser, limit=limit).batches():
-        yield from preparer.prepare(rows)
+    with closing(ChatRenderer(model_path)) as chat_renderer:
+        preparer = Preparer(Tokenizer.load(model_path), limits, chat_renderer.render)
+        for rows in RowReader([input_file], parser, limit=limit).batches():
+            yield from preparer.prepare(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,7 @@ class FileWorkload:
         failed: list[JobResult] = []
         for row in prepared_rows(run, model_path, model, self.input, limit=self.num_rows):
             if isinstance(row, PreparedRow):
-                requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).requests(self.seed)
+                requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).request(self.seed).samples()
             else:
                 failed.append(row)
         reason = failed[0].error.message if failed and failed[0].error is not None else "it has no rows"

@@ -63,10 +63,10 @@ class BlockTables:
         Returns False, and takes nothing, if fewer than `reserve` free blocks would be left.
         """
         block_size, manager = self.block_size, self.block_manager
-        num_tokens = len(state.token_ids)
+        num_tokens = state.num_tokens
         # The last token is always computed: its logits are wanted.
         num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
-        state.blocks, state.first_columns = self._match(state.hash_leading_blocks(num_reusable, block_size))
+        state.blocks, state.first_columns = self._match(state.hash_blocks(0, num_reusable, block_size))
         num_cached = len(state.blocks[0])
         num_fresh = -(-num_tokens // block_size) - num_cached
         fresh = manager.allocate(num_fresh * self._num_full + len(self._windowed), reserve=reserve)
@@ -125,18 +125,18 @@ class BlockTables:
     def register(self, state: RequestState) -> list[int]:
         """Register for reuse, and return, the blocks that submitted steps have newly filled with known tokens."""
         block_size, manager = self.block_size, self.block_manager
-        num_full = min(len(state.token_ids), state.num_computed) // block_size
+        num_full = min(state.num_tokens, state.num_computed) // block_size
         first = state.num_hashed_blocks
         if num_full <= first:
             return []
         state.set_hashed_blocks(num_full, block_size)
         if not manager.enable_prefix_caching:
             return []
-        hashes = state.hash_leading_blocks(num_full, block_size)
+        hashes = state.hash_blocks(first, num_full, block_size)
         registered = []
         for group, blocks in enumerate(state.blocks):
             for column in range(max(first, state.first_columns[group]), num_full):
-                manager.register(blocks[column], hashes[column], group)
+                manager.register(blocks[column], hashes[column - first], group)
                 registered.append(blocks[column])
         return registered
 

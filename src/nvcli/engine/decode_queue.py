@@ -102,7 +102,7 @@ class DecodeQueue:
         assert len(members) == len(set(members))
         assert set(members) == set(running)
         for state in [*self._ready, *self._parked]:
-            assert state.num_computed >= len(state.token_ids) - 1
+            assert state.num_computed >= state.num_tokens - 1
         assert not any(state.must_wait for state in self._ready)
         assert all(state.num_pending for state in self._parked)
         assert self._slots in (None, pack([state.slot for state in self._ready]))  # type: ignore[misc]

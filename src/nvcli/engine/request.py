@@ -13,10 +13,14 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One sample of one row. A row with `n` samples is `n` requests; they share the prompt's KV blocks."""
+    """One row, or one sample of it. The scheduler makes a request of each sample; they share the prompt.
+
+    `sampling` need not hold what only the parent uses (stop strings).
+    """
 
     request_id: int
-    """A number that is unique in the run, chosen by the parent."""
+    """A number that is unique in the run, chosen by the parent. The samples of a row have consecutive numbers, of which
+    this is the first."""
     prompt_ids: bytes
     """Packed int32 (`messages.pack`), at least one, and fewer than `max_model_len`."""
     max_tokens: int
@@ -29,9 +33,20 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     row: int
     """The row's number in the job, or 0 if the row brought its own seed."""
     sample: int
-    """The number of the sample among the row's `n`, from 0."""
+    """The number of the first sample among the row's, from 0."""
+    n: int = 1
+    """The number of samples that are asked for."""
     stream: bool = False
     """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
+
+    def samples(self) -> list[Request]:
+        """Return a request for each sample."""
+        if self.n == 1:
+            return [self]
+        return [
+            msgspec.structs.replace(self, request_id=self.request_id + number, sample=self.sample + number, n=1)
+            for number in range(self.n)
+        ]
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -35,6 +35,7 @@ from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
@@ -75,14 +76,16 @@ class Scheduler:
     # ------------------------------------------------------------------ requests
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue requests behind the waiting ones."""
+        """Queue requests behind the waiting ones, each of their samples on its own."""
         for request in requests:
-            state = RequestState(request, needs_last_token=self.limits.num_micro_batches > 1)
-            assert state.num_prompt > 0
-            assert state.max_len <= self.limits.max_model_len
-            assert request.request_id not in self._by_id
-            self._by_id[request.request_id] = state
-            self._waiting.append(state)
+            prompt = Prompt(request)
+            for sample in request.samples():
+                state = RequestState(sample, prompt, needs_last_token=self.limits.num_micro_batches > 1)
+                assert state.num_prompt > 0
+                assert state.max_len <= self.limits.max_model_len
+                assert sample.request_id not in self._by_id
+                self._by_id[sample.request_id] = state
+                self._waiting.append(state)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests early. Requests that have ended already are skipped: their last output is on its way."""
@@ -171,18 +174,18 @@ class Scheduler:
                     num_dropped += 1
                     continue
                 state.num_owed -= 1  # it was preempted
-            token_ids = state.token_ids
-            token_ids.append(token)
+            generated = state.generated
+            generated.append(token)
             if token in state.stop_ids:
                 self._finish(state, "stop", stopped_by_id=True)
-            elif len(token_ids) >= state.checked_at:
+            elif len(generated) >= state.checked_at:
                 self._check(state)
         self._generated_tokens += len(owners) - num_dropped
         self._decoding.unpark(step.sampling)
 
     def _check(self, state: RequestState) -> None:
         """Finish, register or report, as is due, after a token that is not a stop id has come back."""
-        if len(state.token_ids) == state.max_len:
+        if state.num_tokens == state.max_len:
             self._finish(state, "length")
         else:
             self._register(state)
@@ -307,7 +310,7 @@ class Scheduler:
                 continue
             if state.num_pending:
                 break  # preempted a moment ago; its last tokens are still on their way
-            num_tokens = len(state.token_ids)
+            num_tokens = state.num_tokens
             if not self._tables.can_fit(num_tokens):
                 waiting.popleft()
                 self._finish_too_large(state, num_tokens)
@@ -435,8 +438,8 @@ class Scheduler:
         self._decoding.check_integrity(self._prefilling, self._running)
         for state in self._prefilling:
             assert not state.num_pending
-            assert state.num_computed < len(state.token_ids)
+            assert state.num_computed < state.num_tokens
         for state in self._running:
             assert not state.finished
             assert state.num_computed <= self.limits.max_model_len
-            assert len(state.token_ids) < state.max_len
+            assert state.num_tokens < state.max_len

@@ -6,8 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 
 from nvcli.engine.block_manager import BlockHash, hash_blocks
+from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import FinishReason, Request, RequestOutput
-from nvcli.messages import TokenLogprobs, unpack
+from nvcli.messages import TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -15,24 +16,28 @@ class RequestState:
     """Progress of one request. All counts are in tokens.
 
     Steps are in flight while the next one is scheduled, and a step may give fewer tokens than it computes logits for.
-    So the host knows the tokens that came back (`token_ids`), and an upper bound of the tokens whose keys and values
-    are in the cache once the submitted steps have run (`num_computed`). A row of n tokens adds n to it when it is
-    scheduled; of these, as many as the row did not give are taken back when its count arrives. A decoding request's
-    next row computes its last token, which may be on its way: at most `num_computed + 1` tokens are known by then.
+    So the host knows the prompt and the tokens that came back (`generated`), and an upper bound of the tokens whose
+    keys and values are in the cache once the submitted steps have run (`num_computed`). A row of n tokens adds n to it
+    when it is scheduled; of these, as many as the row did not give are taken back when its count arrives. A decoding
+    request's next row computes its last token, which may be on its way: at most `num_computed + 1` tokens are known by
+    then.
     """
 
     request: Request
+    """The request of this one sample."""
+    prompt: Prompt
+    """The prompt, which the other samples of the row share."""
     needs_last_token: bool = False
     """Whether a decode row must bring the request's last token along."""
-    token_ids: array[int] = field(init=False)
-    """Prompt and the generated tokens that came back."""
+    generated: array[int] = field(default_factory=lambda: array("i"))
+    """The generated tokens that came back."""
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)
     """Tokens, prompt included, at which the answer ends."""
     parks_at: int = field(init=False)
     """Once `num_computed` reaches this number, tokens must come back before the next decode row is scheduled."""
-    num_reported: int = field(init=False)
-    """Leading tokens that the parent has or does not need."""
+    num_reported: int = 0
+    """Generated tokens that the parent has."""
     stop_ids: frozenset[int] = field(init=False)
     stream: bool = field(init=False)
     num_computed: int = 0
@@ -51,10 +56,11 @@ class RequestState:
     num_hashed_blocks: int = 0
     """Leading blocks that are registered for reuse."""
     checked_at: int = 0
-    """The number of known tokens from which on an arriving token needs more than to be appended: the answer has its
+    """The number of generated tokens from which on an arriving token needs more than to be appended: the answer has its
     full length, a block may be registered, or tokens are to be reported."""
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Chained hashes of leading full blocks of known tokens, as far as they were needed."""
+    """Chained hashes of the full blocks of known tokens behind those that are full of prompt tokens, as far as they
+    were needed."""
     num_cached_tokens: int | None = None
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -62,22 +68,40 @@ class RequestState:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.token_ids = unpack(request.prompt_ids)
-        self.num_prompt = self.num_reported = len(self.token_ids)
+        self.num_prompt = len(self.prompt.token_ids)
         self.max_len = self.num_prompt + request.max_tokens
         self.parks_at = 0 if self.needs_last_token else self.max_len - 1
-        self.stop_ids = frozenset(request.stop_ids)
+        self.stop_ids = self.prompt.stop_ids
         self.stream = request.stream
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and the generated tokens that came back."""
+        return self.num_prompt + len(self.generated)
+
+    def tokens(self, start: int, end: int) -> array[int]:
+        """Return the known tokens at positions `start` to `end`, without `end`."""
+        num_prompt = self.num_prompt
+        if end <= num_prompt:
+            return self.prompt.token_ids[start:end]
+        if start >= num_prompt:
+            return self.generated[start - num_prompt : end - num_prompt]
+        return self.prompt.token_ids[start:] + self.generated[: end - num_prompt]
+
+    @property
+    def last_token(self) -> int:
+        """The last known token."""
+        return self.generated[-1] if self.generated else self.prompt.token_ids[-1]
 
     @property
     def num_uncomputed(self) -> int:
         """Known tokens that no submitted step computes."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def num_pending(self) -> int:
         """The most tokens that the steps in flight may still add."""
-        return self.num_owed if self.slot is None else max(0, self.num_computed + 1 - len(self.token_ids))
+        return self.num_owed if self.slot is None else max(0, self.num_computed + 1 - self.num_tokens)
 
     def require_last_token(self) -> None:
         """Schedule its next rows, from now on, only once its last token is known here; the row brings it to the
@@ -88,25 +112,32 @@ class RequestState:
     @property
     def must_wait(self) -> bool:
         """Whether a decoding request has been scheduled as far as it may be before tokens come back."""
-        return self.num_computed >= self.parks_at and self.num_computed >= len(self.token_ids)
+        return self.num_computed >= self.parks_at and self.num_computed >= self.num_tokens
 
     @property
     def least_computed(self) -> int:
         """The fewest tokens whose keys and values are in the cache once the submitted steps have run."""
-        return min(self.num_computed, len(self.token_ids) - 1)
+        return min(self.num_computed, self.num_tokens - 1)
 
     def set_hashed_blocks(self, num_blocks: int, block_size: int) -> None:
         """Note that the first `num_blocks` blocks are registered for reuse."""
         self.num_hashed_blocks = num_blocks
-        self.checked_at = 0 if self.stream else min(self.max_len, (num_blocks + 1) * block_size)
+        checked_len = 0 if self.stream else min(self.max_len, (num_blocks + 1) * block_size)
+        self.checked_at = checked_len - self.num_prompt
 
-    def hash_leading_blocks(self, num_blocks: int, block_size: int) -> list[BlockHash]:
-        """Return the hashes of the first `num_blocks` blocks, which must be full of known tokens."""
-        hashes = self.block_hashes
-        if len(hashes) < num_blocks:
-            tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size].tobytes()
-            hashes += hash_blocks(tokens, block_size, parent=hashes[-1] if hashes else b"")
-        return hashes[:num_blocks]
+    def hash_blocks(self, first: int, end: int, block_size: int) -> list[BlockHash]:
+        """Return the hashes of the blocks `first` to `end`, without `end`, which must be full of known tokens."""
+        num_shared = self.num_prompt // block_size
+        shared = self.prompt.hash_leading_blocks(min(end, num_shared), block_size)
+        if end <= num_shared:
+            return shared[first:end]
+        own = self.block_hashes
+        if (num_known := num_shared + len(own)) < end:
+            parent = own[-1] if own else shared[-1] if shared else b""
+            own += hash_blocks(
+                self.tokens(num_known * block_size, end * block_size).tobytes(), block_size, parent=parent
+            )
+        return shared[first:num_shared] + own[max(0, first - num_shared) : end - num_shared]
 
     def report(
         self,
@@ -117,8 +148,8 @@ class RequestState:
         error: str = "",
     ) -> RequestOutput:
         """Make the output that brings the parent the tokens since the last report."""
-        token_ids = self.token_ids[self.num_reported :]
-        self.num_reported = len(self.token_ids)
+        token_ids = self.generated[self.num_reported :]
+        self.num_reported = len(self.generated)
         logprobs, self.logprobs = self.logprobs[: len(token_ids)], self.logprobs[len(token_ids) :]
         return RequestOutput(
             request_id=self.request.request_id,

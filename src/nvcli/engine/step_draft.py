@@ -80,14 +80,14 @@ class StepDraft:
         self._span_slots.append(state.slot)
         self._span_starts.append(start)
         self._span_counts.append(num_tokens)
-        self._token_ids += state.token_ids[start : start + num_tokens].tobytes()
+        self._token_ids += state.tokens(start, start + num_tokens).tobytes()
 
     def add_last_tokens(self, states: Sequence[RequestState]) -> None:
         """Add the last known token of each of these requests."""
         self._span_slots += [state.slot for state in states]  # type: ignore[misc]
-        self._span_starts += [len(state.token_ids) - 1 for state in states]
+        self._span_starts += [state.num_tokens - 1 for state in states]
         self._span_counts += [1] * len(states)
-        self._token_ids += pack([state.token_ids[-1] for state in states])
+        self._token_ids += pack([state.last_token for state in states])
 
     def add_chunk(self, state: RequestState, num_tokens: int, *, num_logits: int) -> None:
         """Add a prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""

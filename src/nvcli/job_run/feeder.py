@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from nvcli.job_run.counts import RowTotals
+from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.reader import RowReader
@@ -30,10 +31,18 @@ class Feeder:
     The tokenizer is loaded in the thread, before the first row is read; `tokenizer` may be used once a batch was taken.
     """
 
-    def __init__(self, reader: RowReader, load_tokenizer: Callable[[], Tokenizer], limits: ModelLimits) -> None:
+    def __init__(
+        self,
+        reader: RowReader,
+        load_tokenizer: Callable[[], Tokenizer],
+        limits: ModelLimits,
+        chat_renderer: ChatRenderer,
+    ) -> None:
+        """`chat_renderer` is closed when the last row is read, or by `stop`."""
         self._reader = reader
         self._load_tokenizer = load_tokenizer
         self._limits = limits
+        self._chat_renderer = chat_renderer
         self._tokenizer: Tokenizer | None = None
         self._changed = threading.Condition()
         self._batches: deque[tuple[Batch, int]] = deque()
@@ -88,18 +97,19 @@ class Feeder:
             raise self._error
 
     def stop(self) -> None:
-        """Read no more. Does not wait: the thread may be in the middle of a read."""
+        """Read no more. Does not wait for the thread, which may be in the middle of a read."""
         with self._changed:
             self._stopped = True
             self._batches.clear()
             self._changed.notify_all()
+        self._chat_renderer.close()
 
     def _run(self) -> None:
         try:
             started = time.perf_counter()
             self._tokenizer = self._load_tokenizer()
             self.load_seconds = time.perf_counter() - started
-            preparer = Preparer(self._tokenizer, self._limits)
+            preparer = Preparer(self._tokenizer, self._limits, self._chat_renderer.render)
             mark = time.perf_counter()
             for rows in self._reader.batches():
                 read = time.perf_counter()
@@ -113,6 +123,7 @@ class Feeder:
         except BaseException as error:  # handed over: it belongs to whoever waits for rows
             self._error = error
         finally:
+            self._chat_renderer.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()

@@ -27,6 +27,7 @@ from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
+from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
@@ -110,7 +111,9 @@ class _JobRun:
         self._counts.rows_resumed = opened.answered.all.count
         self._reports: list[EngineReady] = []
         self._reader = job.make_reader(opened.answered)
-        self._feeder = Feeder(self._reader, lambda: _load_tokenizer(job.model_path), job.model_limits)
+        self._feeder = Feeder(
+            self._reader, lambda: _load_tokenizer(job.model_path), job.model_limits, ChatRenderer(job.model_path)
+        )
         self._view = RunView(
             self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
         )

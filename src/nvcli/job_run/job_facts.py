@@ -58,6 +58,7 @@ def job_facts(
         "seed": run.seed,
         "job.order": run.job.order,
         "job.on_too_long": run.job.on_too_long,
+        "job.special_tokens": run.job.special_tokens,
         "job.prompt_field": run.job.prompt_field,
         "job.messages_field": run.job.messages_field,
         "job.id_field": run.job.id_field,

@@ -188,7 +188,7 @@ class JobLoop:
             self._next_request_id += len(row.samples)
             ready[number].give(row)
             room[number] = ready[number].room
-            requests.setdefault(number, []).extend(row.requests(self._seed))
+            requests.setdefault(number, []).append(row.request(self._seed))
         for number, batch in requests.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
             try:
@@ -252,8 +252,8 @@ class JobLoop:
 
     def _take_output(self, replica: _Replica, row: OpenRow, output: RequestOutput) -> list[int]:
         """Add an output to its row. Return the requests that the engine need not go on with."""
-        sample = row.sample_of(output.request_id)
-        if not sample.take(output, row.prepared.sampling, self._feeder.tokenizer):
+        sample, is_complete = row.take(output, self._feeder.tokenizer)
+        if not is_complete:
             return []
         replica.finish(row, output.request_id)
         if output.finish_reason is None:

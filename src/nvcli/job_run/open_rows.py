@@ -9,20 +9,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.job_run.text.stop_strings import StopStringDetector
+from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Choice, JobResult, Logprobs, Usage, failed
 from nvcli.messages import TokenLogprobs, unpack
-from nvcli.sampling_params import SamplingParams
 
 
 class OpenRow:
     """A row that was given to a replica, with its samples as far as they have come."""
 
-    __slots__ = ("error", "num_open", "prepared", "request_ids", "samples")
+    __slots__ = ("_stop_strings", "error", "num_open", "prepared", "request_ids", "samples")
 
     def __init__(self, prepared: PreparedRow, first_request_id: int) -> None:
         self.prepared = prepared
@@ -30,31 +31,42 @@ class OpenRow:
         self.request_ids = range(first_request_id, first_request_id + prepared.sampling.n)
         self.num_open = len(self.samples)
         self.error: RowError | None = None
+        self._stop_strings: StopStrings | None = None
 
-    def sample_of(self, request_id: int) -> Sample:
-        return self.samples[request_id - self.request_ids.start]
+    @property
+    def stop_strings(self) -> StopStrings | None:
+        """The row's stop strings, which its samples share; None if it has none."""
+        sampling = self.prepared.sampling
+        if self._stop_strings is None and sampling.stop:
+            self._stop_strings = StopStrings(sampling.stop_strings)
+        return self._stop_strings
 
-    def requests(self, run_seed: int) -> list[Request]:
-        """Return one request for each sample.
+    def take(self, output: RequestOutput, tokenizer: Tokenizer) -> tuple[Sample, bool]:
+        """Add an output of the engine to its sample, and return the sample and what `Sample.take` returns."""
+        sample = self.samples[output.request_id - self.request_ids.start]
+        return sample, sample.take(output, self, tokenizer)
+
+    def request(self, run_seed: int) -> Request:
+        """Return the request for all samples of the row.
 
         A row's own seed makes its answer independent of the run's seed and of the row's index.
         """
         prepared = self.prepared
-        seed = prepared.sampling.seed
-        return [
-            Request(
-                request_id=request_id,
-                prompt_ids=prepared.prompt_ids,
-                max_tokens=prepared.max_tokens,
-                sampling=prepared.sampling,
-                stop_ids=prepared.stop_ids,
-                seed=run_seed if seed is None else seed,
-                row=prepared.place.index if seed is None else 0,
-                sample=number,
-                stream=bool(prepared.sampling.stop),
-            )
-            for number, request_id in enumerate(self.request_ids)
-        ]
+        sampling = prepared.sampling
+        seed = sampling.seed
+        return Request(
+            request_id=self.request_ids.start,
+            prompt_ids=prepared.prompt_ids,
+            max_tokens=prepared.max_tokens,
+            # Stop strings are found here, in the text that the tokens come to.
+            sampling=msgspec.structs.replace(sampling, stop=[]) if sampling.stop else sampling,
+            stop_ids=prepared.stop_ids,
+            seed=run_seed if seed is None else seed,
+            row=prepared.place.index if seed is None else 0,
+            sample=0,
+            n=sampling.n,
+            stream=bool(sampling.stop),
+        )
 
 
 class Sample:
@@ -80,8 +92,8 @@ class Sample:
         """The tokens that become text: all but a stop token that ended the answer."""
         return self.token_ids[:-1] if self.stopped_by_id else self.token_ids
 
-    def take(self, output: RequestOutput, sampling: SamplingParams, tokenizer: Tokenizer) -> bool:
-        """Add an output of the engine.
+    def take(self, output: RequestOutput, row: OpenRow, tokenizer: Tokenizer) -> bool:
+        """Add an output of the engine to this sample of `row`.
 
         Returns True if the sample is complete with it, because the engine says so or because a stop string is complete.
         """
@@ -92,11 +104,12 @@ class Sample:
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.stopped_by_id = output.stopped_by_id
-        if sampling.stop:
+        stop_strings = row.stop_strings
+        if stop_strings is not None:
             ids = unpack(output.token_ids)
             if self._detector is None:
                 self._detector = StopStringDetector(
-                    tokenizer.decode_one, sampling.stop_strings, min_tokens=sampling.min_tokens
+                    tokenizer.decode_one, stop_strings, min_tokens=row.prepared.sampling.min_tokens
                 )
             if self._detector.push(ids[:-1] if output.stopped_by_id else ids):
                 del self.token_ids[self._detector.num_tokens :]

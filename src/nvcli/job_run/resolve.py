@@ -70,6 +70,7 @@ class ResolvedJob:
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
             on_too_long=self.run.job.on_too_long,
+            special_tokens=self.run.job.special_tokens,
         )
 
     def make_reader(self, answered: AnsweredRows) -> RowReader:

@@ -8,7 +8,7 @@ is one of these, or a type that the engine gave:
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
     invalid_sampling, unsupported_url, unsupported_parameter
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
-    token_out_of_vocabulary, no_chat_template,
+    token_out_of_vocabulary, special_token, no_chat_template,
     chat_template_error, tokenizer_error
 """
 

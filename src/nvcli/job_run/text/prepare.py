@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
-from nvcli.config import OnTooLong
+from nvcli.config import OnTooLong, SpecialTokens
 from nvcli.errors import RowError
+from nvcli.job_run.text.long_text import encode_long, is_long
+from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
 from nvcli.messages import pack
-from nvcli.sampling_params import SamplingParams
+from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
 
 _ROW_BYTES = 1000
 """Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
+
+Conversation = list[dict[str, Any]]
+Render = Callable[[Sequence[Conversation]], list[str | RowError]]
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +31,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     on_too_long: OnTooLong = "error"
+    special_tokens: SpecialTokens = "allow"
 
 
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +57,12 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
 class Preparer:
     """Tokenizes rows for one model. Used by one thread."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, render: Render) -> None:
+        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`)."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._render = render
+        self._rule = special_token_rule(limits.special_tokens, tokenizer)
         eos_id = tokenizer.eos_token_id
         eos_ids = limits.eos_token_ids or (() if eos_id is None else (eos_id,))
         # An id that the model has no logit for is never sampled, and cannot be forbidden either (`min_tokens`).
@@ -68,26 +78,36 @@ class Preparer:
         """Return one entry for each row, in their order. Results of rows that failed before are handed on."""
         prompts: dict[int, list[int] | RowError] = {}
         plain: dict[int, str] = {}
-        chats: dict[int, str] = {}
+        conversations: dict[int, Conversation] = {}
         for at, row in enumerate(rows):
             if not isinstance(row, Job):
                 continue
             if row.prompt is not None:
-                plain[at] = row.prompt
+                refusal = self._rule.check(row.prompt, "prompt")
+                if refusal is None:
+                    plain[at] = row.prompt
+                else:
+                    prompts[at] = refusal
             elif row.messages is not None:
-                try:
-                    chats[at] = self._tokenizer.render(row.messages)
-                except RowError as error:
-                    prompts[at] = error
+                refusal = self._rule.check(row.messages, "messages")
+                if refusal is None:
+                    conversations[at] = self._rule.to_template(row.messages)
+                else:
+                    prompts[at] = refusal
             else:
                 assert row.prompt_token_ids is not None
                 prompts[at] = row.prompt_token_ids
-        # A chat template writes the special tokens itself.
-        for texts, add_special_tokens in ((plain, True), (chats, False)):
-            for at in [at for at, text in texts.items() if self._is_hopeless(text)]:
-                prompts[at] = self._hopeless(texts.pop(at))
+        chats: dict[int, str] = {}
+        for at, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
+            if isinstance(rendered, RowError):
+                prompts[at] = rendered
+            else:
+                chats[at] = rendered
+        for texts, is_rendered in ((plain, False), (chats, True)):
+            for at in [at for at, text in texts.items() if is_long(text, self._limits.max_model_len)]:
+                prompts[at] = self._encode_long(texts.pop(at), is_rendered=is_rendered)
             if texts:
-                encoded = self._tokenizer.encode(list(texts.values()), add_special_tokens=add_special_tokens)
+                encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
                 prompts.update(zip(texts, encoded, strict=True))
         return [self._prepare_row(row, prompts[at]) if isinstance(row, Job) else row for at, row in enumerate(rows)]
 
@@ -137,6 +157,12 @@ class Preparer:
         _check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
         _check_vocabulary(f"`{under}.logit_bias`", list(sampling.logit_bias), self._limits)
         self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
+        if sampling.min_tokens and len(self._stop_ids) == self._limits.vocab_size:
+            raise RowError(
+                "invalid_sampling",
+                f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
+                "are stop tokens, so none may be chosen; leave one of the two out",
+            )
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
@@ -144,24 +170,20 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
-    def _is_hopeless(self, text: str) -> bool:
-        """Tell whether a text is too long whatever its tokens.
-
-        Tokenizing it would not be worth the memory (a line of 50 MB is 12 million tokens).
-        """
+    def _encode_long(self, text: str, *, is_rendered: bool) -> list[int] | RowError:
+        max_len, on_too_long = self._limits.max_model_len, self._limits.on_too_long
         most = self._tokenizer.max_token_chars
-        return (
-            most is not None
-            and self._limits.on_too_long == "error"
-            and len(text) > most * (self._limits.max_model_len + 1)
-        )
-
-    def _hopeless(self, text: str) -> RowError:
-        max_len = self._limits.max_model_len
-        return RowError(
-            "prompt_too_long",
-            f"the prompt has {len(text)} characters, which are more tokens than `max_model_len` ({max_len}); "
-            "shorten it, or set `job.on_too_long` to cut it",
+        if on_too_long == "error" and most is not None and len(text) > most * (max_len + 1):
+            return RowError(
+                "prompt_too_long",
+                f"the prompt has {len(text)} characters, which are more tokens than `max_model_len` ({max_len}); "
+                "shorten it, or set `job.on_too_long` to cut it",
+            )
+        return encode_long(
+            text,
+            lambda piece: self._rule.encode([piece], is_rendered=is_rendered)[0],
+            max_model_len=max_len,
+            on_too_long=on_too_long,
         )
 
 
@@ -196,6 +218,13 @@ def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: s
         raise RowError(
             "max_tokens_too_large",
             f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
+        )
+    if (num_numbers := sampling.n * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
+        raise RowError(
+            "invalid_sampling",
+            f"{sampling.n:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids hold "
+            f"{num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` or "
+            f"`{under}.logprobs`",
         )
     return ids, max_tokens
 

@@ -2,6 +2,11 @@
 
 Each token is looked at on its own, so that the outcome does not depend on how many tokens came together. A stop
 string may begin in one token and end in another, and a character may be spread over several tokens.
+
+All stop strings of a row are looked for at once, by the automaton of Aho and Corasick (1975), which reads each
+character of an answer once, however many strings there are and however long they are. It is written out here because
+answers come in pieces: pyahocorasick (2.3.1) corrupts the heap when some pieces have characters beyond U+FFFF and
+others have not (its issue 221), and ahocorasick_rs takes whole texts only.
 """
 
 from __future__ import annotations
@@ -15,17 +20,94 @@ MAX_PENDING_TOKENS = 8
 """A character has at most four bytes: more pending tokens than this will never become one."""
 
 
+class StopStrings:
+    """The stop strings of a row, made ready to be looked for in each of its answers."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        assert strings
+        assert all(strings)
+        self._root = _Node()
+        for string in strings:
+            self._add(string)
+        self._link()
+
+    def search(self) -> Search:
+        """Return a search through a text that comes in pieces, from its beginning."""
+        return Search(self._root)
+
+    def _add(self, string: str) -> None:
+        node = self._root
+        for char in string:
+            node = node.children.setdefault(char, _Node())
+        node.longest = len(string)
+
+    def _link(self) -> None:
+        """Set `fallback` and `longest` of all nodes, the shortest ones first."""
+        level = list(self._root.children.values())
+        for node in level:
+            node.fallback = self._root
+        while level:
+            for node in level:
+                for char, child in node.children.items():
+                    child.fallback = _next(node.fallback, char) or self._root
+                    child.longest = child.longest or child.fallback.longest
+            level = [child for node in level for child in node.children.values()]
+
+
+class _Node:
+    """A beginning of some stop strings."""
+
+    __slots__ = ("children", "fallback", "longest")
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Node] = {}
+        """The beginnings that are longer by one character, by that character."""
+        self.fallback: _Node | None = None
+        """The longest beginning that this one ends with and is not itself; None for the empty beginning."""
+        self.longest = 0
+        """The length of the longest stop string that this beginning ends with; 0: there is none."""
+
+
+def _next(node: _Node | None, char: str) -> _Node | None:
+    """Return the longest beginning that `node` ends with when `char` follows; None if that is the empty one."""
+    while node is not None and (child := node.children.get(char)) is None:
+        node = node.fallback
+    return child if node is not None else None
+
+
+class Search:
+    """A search for the stop strings of a row in one text."""
+
+    def __init__(self, root: _Node) -> None:
+        self._root = self._node = root
+        self._num_chars = 0
+
+    def take(self, piece: str) -> int | None:
+        """Take the next piece of the text. Of the stop strings that end in it, return where in the text the one that
+        begins first begins; None if none ends in it."""
+        root = self._root
+        end = self._num_chars
+        self._num_chars += len(piece)
+        if self._node is root and root.children.keys().isdisjoint(piece):
+            return None  # most pieces
+        start: int | None = None
+        for char in piece:
+            end += 1
+            self._node = node = _next(self._node, char) or root
+            if node.longest and (start is None or end - node.longest < start):
+                start = end - node.longest
+        return start
+
+
 class StopStringDetector:
     """Takes the tokens of one answer until a stop string is complete."""
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], *, min_tokens: int = 0
+        self, decode: Callable[[Sequence[int]], str], stop_strings: StopStrings, *, min_tokens: int = 0
     ) -> None:
         """`decode` gives the text of token ids. A stop string that is complete before `min_tokens` is just text."""
-        assert stop_strings
-        assert all(stop_strings)
         self._decode = decode
-        self._stop_strings = list(stop_strings)
+        self._search = stop_strings.search()
         self._min_tokens = min_tokens
         self._ids: list[int] = []
         # Text of ids[:_read] is known; ids[_context:_read] is decoded again with each new token, because the text of
@@ -35,9 +117,6 @@ class StopStringDetector:
         self._read = 0
         self._context_text = ""
         self._pieces: list[str] = []
-        self._num_chars = 0
-        self._tail = ""
-        self._tail_chars = max(map(len, stop_strings)) - 1
         self.text: str | None = None
         """The answer before the stop string, once that is complete."""
 
@@ -52,7 +131,7 @@ class StopStringDetector:
         for token_id in token_ids:
             self._ids.append(token_id)
             piece = self._next_piece()
-            if piece and self._search(piece):
+            if piece and self._take_piece(piece):
                 return True
         return False
 
@@ -75,20 +154,10 @@ class StopStringDetector:
                 self._context_text = self._context_text.removesuffix(REPLACEMENT)
         return piece
 
-    def _search(self, piece: str) -> bool:
-        window = self._tail + piece
-        starts = []
-        if len(self._ids) >= self._min_tokens:
-            for stop in self._stop_strings:
-                # A match that ends within the tail was there before this token.
-                start = window.find(stop, max(0, len(self._tail) - len(stop) + 1))
-                if start >= 0:
-                    starts.append(start)
+    def _take_piece(self, piece: str) -> bool:
         self._pieces.append(piece)
-        if starts:
-            num_chars = self._num_chars - len(self._tail) + min(starts)
-            self.text = "".join(self._pieces)[:num_chars]
-            return True
-        self._num_chars += len(piece)
-        self._tail = window[max(0, len(window) - self._tail_chars) :]
-        return False
+        start = self._search.take(piece)
+        if start is None or len(self._ids) < self._min_tokens:
+            return False
+        self.text = "".join(self._pieces)[:start]
+        return True

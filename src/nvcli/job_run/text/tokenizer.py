@@ -20,6 +20,7 @@ from nvcli.job_run.text.tokenizer_files import (
     load_error,
 )
 from nvcli.models.json_file import MAX_INT
+from nvcli.validation import describe_surrogate
 
 MAX_INLINE_TOKENS = 8192
 """Up to so many tokens are decoded right here, in a millisecond: a thread that encodes would make them wait."""
@@ -90,6 +91,24 @@ class Tokenizer:
         return {} if self._backend is None else self._backend.get_vocab(with_added_tokens=True)
 
     @property
+    def backend(self) -> Any | None:
+        """The Rust object (`tokenizers.Tokenizer`); None for a tokenizer in plain Python."""
+        return self._backend
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """The spellings of the special tokens, and of the other added tokens that the chat template's text holds."""
+        if self._backend is None:
+            return list(self._tokenizer.all_special_tokens)
+        template = self._tokenizer.chat_template or ""
+        text = template if isinstance(template, str) else "\n".join(template.values())
+        return [
+            token.content
+            for token in self._backend.get_added_tokens_decoder().values()
+            if token.content.strip() and (token.special or token.content in text)
+        ]
+
+    @property
     def eos_token_id(self) -> int | None:
         eos = self._tokenizer.eos_token_id
         return eos if isinstance(eos, int) else None
@@ -101,9 +120,12 @@ class Tokenizer:
         """
         try:
             return [*self._encode(texts, add_special_tokens)]
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # what tokenizers' Rust code panics with is no Exception
             if len(texts) == 1:
-                return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {error}")]
+                reason = describe_surrogate(texts[0]) or str(error)
+                return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {reason}")]
             return [self.encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

@@ -15,7 +15,7 @@ from nvcli.jobs.job import Job, Place, RowForm
 from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.sampling_params import MAX_LOGPROBS
-from nvcli.validation import InvalidValue, convert, show, suggest
+from nvcli.validation import InvalidValue, convert, shorten, show, suggest
 
 URLS = {"/v1/chat/completions": RowForm.CHAT, "/v1/completions": RowForm.COMPLETION}
 OWN_KEYS = frozenset(("custom_id", "method", "url", "body"))
@@ -120,7 +120,7 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
     known = (*_SAME, *_IGNORED, *_HARMLESS_VALUES, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
     for key, value in given.items():
         if key not in known:
-            raise RowError("unsupported_parameter", f"`body.{key}` is not supported; {suggest(key, known)}")
+            raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, known)}")
         if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
             raise RowError(
                 "unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out"

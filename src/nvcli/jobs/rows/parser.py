@@ -6,8 +6,6 @@ made of it could take thirty times the memory.
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +14,7 @@ import msgspec
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, JobId, JobResult, Place, RowForm, failed
 from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
+from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
 from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
@@ -28,8 +27,6 @@ Row = Line | dict[str, Any]
 
 _SHOWN_BYTES = 60
 """A message shows so much of a line."""
-_EXPLAINED_BYTES = 1 << 20
-"""Lines up to this size are looked through for what is wrong in them."""
 
 MAX_LEVELS = 400
 """The most levels of objects and lists in a row, so that whoever handles it later does not run out of stack."""
@@ -131,13 +128,13 @@ def _split_line(line: Line) -> dict[str, msgspec.Raw]:
             line.decode()  # texts that stay JSON are not decoded
         raws = _decode_raws(line)
     except UnicodeDecodeError as error:
-        raise RowError("invalid_json", f"not UTF-8 text ({error.reason})") from None
+        raise RowError("invalid_json", explain_bad_utf8(line, error.reason)) from None
     except RecursionError:
         raise _nested_too_deep() from None
     except msgspec.ValidationError:
         raise _no_object(line) from None
     except msgspec.DecodeError as error:
-        raise RowError("invalid_json", _explain_bad_json(line, str(error))) from None
+        raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
     if is_deeper(line, MAX_LEVELS):
         raise _nested_too_deep()
     return raws
@@ -150,17 +147,9 @@ def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str,
         if key in own_keys:
             try:
                 values[key] = _decode(value) if isinstance(value, msgspec.Raw) else value
-            except msgspec.DecodeError:  # JSON it is; such numbers are all that we cannot hold
-                name = None
-                with contextlib.suppress(RecursionError):
-                    name = _find_non_finite(json.loads(bytes(value), parse_int=_no_number), key)
-                what = "is not a finite number" if name is not None else "holds a number that is too large"
-                raise RowError("invalid_json", f"`{name or key}` {what}") from None
+            except msgspec.DecodeError:  # it is JSON, with a number or a character that we cannot hold
+                raise RowError("invalid_json", explain_bad_value(bytes(value), key)) from None
     return values
-
-
-def _no_number(digits: str) -> None:
-    return None
 
 
 def _as_json(value: Any) -> msgspec.Raw:
@@ -175,7 +164,7 @@ def _no_object(line: bytes) -> RowError:
     except RecursionError:
         return _nested_too_deep()
     except msgspec.DecodeError as error:
-        return RowError("invalid_json", _explain_bad_json(line, str(error)))
+        return RowError("invalid_json", explain_bad_json(line, str(error)))
     if is_deeper(line, MAX_LEVELS):
         return _nested_too_deep()
     return RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {_show_json(line)}')
@@ -188,28 +177,3 @@ def _show_json(line: bytes) -> str:
 
 def _nested_too_deep() -> RowError:
     return RowError("invalid_json", f"nested too deep; allowed: {MAX_LEVELS} levels of objects and lists")
-
-
-def _explain_bad_json(line: bytes, reason: str) -> str:
-    """Say why a line is not JSON, in words that help to find the place.
-
-    `reason` is msgspec's. Python's laxer parser finds the key of a number that JSON does not have.
-    """
-    key = None
-    if len(line) <= _EXPLAINED_BYTES:
-        with contextlib.suppress(ValueError, RecursionError):
-            key = _find_non_finite(json.loads(line), "")
-    if key is not None:
-        return f"`{key}` is not a finite number"
-    return f"not valid JSON: {reason.removeprefix('JSON is malformed: ')}"
-
-
-def _find_non_finite(value: Any, name: str) -> str | None:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return name or "the value"
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, dict):
-        items = [(f"{name}.{key}" if name else key, inner) for key, inner in value.items()]
-    elif isinstance(value, list):
-        items = [(f"{name}[{number}]", inner) for number, inner in enumerate(value)]
-    return next((found for key, inner in items if (found := _find_non_finite(inner, key)) is not None), None)
