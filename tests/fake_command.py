@@ -9,7 +9,9 @@ from pathlib import Path
 import nvcli
 
 SOURCES = Path(nvcli.__file__).parent.parent
-ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])}
+PATHS = [str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
+"""Without an empty one, which stands for the current folder."""
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 
 WITH_FAKES = """
 import os, sys
