@@ -83,6 +83,8 @@ def run_here(source: Path, output: Path, facts: JobFacts, order: str) -> None:
             prompt_field=facts.prompt_key,
             messages_field=facts.messages_key,
             id_field=facts.id_key,
+            prompt_template=facts.prompt_template,
+            system=facts.system,
         ),
     )
     generate(run, inputs=[str(source)], output=str(output), progress=Silent(sys.stderr), start=CheckingEngine)
@@ -98,6 +100,8 @@ def run_command(source: Path, output: Path, facts: JobFacts, order: str) -> None
         "job.prompt_field": facts.prompt_key,
         "job.messages_field": facts.messages_key,
         "job.id_field": facts.id_key,
+        "job.prompt_template": "null" if facts.prompt_template is None else f'"{facts.prompt_template}"',
+        "job.system": "null" if facts.system is None else f'"{facts.system}"',
     }
     command = [sys.executable, "-m", "nvcli", "generate", str(source), "-o", str(output), "-m", "demo"]
     command += ["--order", order, "--progress", "none"]
@@ -137,6 +141,7 @@ class Fuzzer:
             vocab_size=VOCAB_SIZE,
             on_too_long=rng.choice(("error", "error", "truncate-left", "truncate-right")),
             max_tokens=rng.choice(self._max_tokens),
+            **rng.choice(({}, {}, {}, {"system": "Add."}, {"prompt_template": "{topic}: {prompt}"})),
             **rng.choice(({}, {}, {"prompt_key": "question", "messages_key": "chat", "id_key": "key"})),
         )
         order = rng.choice(("input", "completion"))

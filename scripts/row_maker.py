@@ -101,6 +101,8 @@ class RowMaker:
             pairs.append((facts.id_key, self._id(number)))
         if rng.random() < 0.5:
             pairs.append(("sampling", self._sampling([*SAMPLING])))
+        if (kind in (2, 3) and rng.random() < 0.2) or rng.random() < 0.02:
+            pairs.append(("chat_template_kwargs", self._variables()))
         if rng.random() < 0.3:
             pairs.append((rng.choice(("topic", "topic", "", "ü", "url", "body", "custom_id")), self._value()))
         rng.shuffle(pairs)
@@ -114,6 +116,8 @@ class RowMaker:
         body.append(("model", "m"))
         if url == CHAT:
             body.append(("messages", self._messages()))
+            if rng.random() < 0.2:
+                body.append(("chat_template_kwargs", self._variables()))
             if rng.random() < 0.2:
                 body += [("logprobs", rng.choice((True, False, 1))), ("top_logprobs", rng.choice((None, 0, 3, 20, 21)))]
             if rng.random() < 0.2:
@@ -163,7 +167,17 @@ class RowMaker:
         rng = self._rng
         if rng.random() < 0.85:
             return f"r{number}"
-        return rng.choice((f"r{rng.randrange(100)}", number + 1, rng.randrange(500), self._value()))
+        names = f"row-{rng.randrange(500)}", f"row-{number + rng.randrange(3)}", f"row-{number}-2"
+        return rng.choice((f"r{rng.randrange(100)}", number + 1, rng.randrange(500), None, *names, self._value()))
+
+    def _variables(self) -> Any:
+        rng = self._rng
+        sound: list[tuple[str, Any]] = [("enable_thinking", rng.choice((True, False)))]
+        if rng.random() < 0.3:
+            sound.append(("add_generation_prompt", rng.choice((True, False))))
+        return (
+            sound if rng.random() < 0.8 else rng.choice((None, [], 3, [("tokenize", True)], [("chat_template", "x")]))
+        )
 
     def _value(self, depth: int = 0) -> Any:
         """Any JSON; now and then it is deep, large, or no JSON at all."""
@@ -197,7 +211,20 @@ class RowMaker:
         facts = self._facts
         names = (
             *(facts.prompt_key, facts.messages_key, "prompt_token_ids", facts.id_key, "sampling"),
-            *("custom_id", "url", "body", "method", "index", "choices", "error", "usage", "response", "id", "topic"),
+            *(
+                "custom_id",
+                "url",
+                "body",
+                "method",
+                "index",
+                "choices",
+                "error",
+                "usage",
+                "response",
+                "id",
+                "topic",
+                "input",
+            ),
         )
         if what == 0 and pairs:
             del pairs[at]

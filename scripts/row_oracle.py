@@ -17,6 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 MAX_LEVELS = 400
+_OUTPUT_LEVELS = MAX_LEVELS + 1
+"""What goes under `input` is one level deeper than it was."""
 INT64 = range(-(1 << 63), 1 << 63)
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 OURS = ("kv_cache_too_small", "tokenizer_error", "aborted")
@@ -44,6 +46,11 @@ _NUMBERS = {
     "repetition_penalty": (False, lambda value: 0 < value <= 100),
     "logprobs": (True, lambda value: 0 <= value <= 20),
 }
+_NO_VARIABLES = (
+    *("messages", "conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+_PLACE = re.compile(r"\{(\w+)\}")
 _MAY_BE_NULL = ("max_tokens", "seed", "logprobs")
 _MAX_DIGITS = 4300
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -62,6 +69,9 @@ class JobFacts:
     on_too_long: str = "error"
     max_tokens: int | None = None
     """The configuration's `sampling.max_tokens`."""
+    prompt_template: str | None = None
+    """A template with places such as `{topic}` and no other braces."""
+    system: str | None = None
 
 
 @dataclass(slots=True)
@@ -69,13 +79,14 @@ class Expected:
     """What must become of one row."""
 
     index: int
-    id: str | int | None
-    """None: the row of an OpenAI file without a sound `custom_id`."""
+    id: str | int
     is_openai: bool = False
     errors: set[str] = field(default_factory=set)
     """One of these is its error type; empty: the row is answered."""
     passed: dict[str, str] = field(default_factory=dict)
     """The keys that pass through, with their values as they stand in the line."""
+    under_input: dict[str, str] = field(default_factory=dict)
+    """The keys that go under `input`, likewise."""
     prompt_tokens: int | None = None
     num_choices: int = 1
 
@@ -96,31 +107,36 @@ class Oracle:
         """Yield what must become of each row of an input, by its bytes."""
         index = 0
         lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-        for number, line in enumerate(lines, 1):
+        for line in lines:
             if line and not line.isspace():
-                yield self._row(line, index, number)
+                yield self._row(line, index)
                 index += 1
 
-    def _row(self, line: bytes, index: int, number: int) -> Expected:
+    def _row(self, line: bytes, index: int) -> Expected:
         try:
             values, texts = _parse(line)
         except _Bad as bad:
-            self._take(number)
-            return Expected(index, number, errors={str(bad)})
+            return Expected(index, self._name(index), errors={str(bad)})
         facts = self._facts
         prompts = (facts.prompt_key, facts.messages_key, "prompt_token_ids")
-        is_openai = sum(key in values for key in ("custom_id", "url", "body")) >= 2 and not any(
-            key in values for key in prompts
+        is_openai = sum(values.get(key) is not None for key in ("custom_id", "url", "body")) >= 2 and all(
+            values.get(key) is None for key in prompts
         )
-        own = ("custom_id", "method", "url", "body") if is_openai else (*prompts, facts.id_key, "sampling")
+        own: tuple[str, ...] = ("custom_id", "method", "url", "body")
+        if not is_openai:
+            own = (facts.id_key, "sampling", "chat_template_kwargs")
+            own = own if facts.prompt_template is not None else (*own, *prompts)
         if any(_has_too_large_number(texts[key]) for key in own if key in texts):
-            self._take(number)
-            return Expected(index, number, errors={"invalid_json"})
-        expected = Expected(index, number, is_openai)
+            return Expected(index, self._name(index), errors={"invalid_json"})
+        values = {key: value for key, value in values.items() if value is not None}
+        expected = Expected(index, "", is_openai)
         output_keys = _OPENAI_OUTPUT if is_openai else _NATIVE_OUTPUT
-        expected.passed = {key: text for key, text in texts.items() if key not in own and key not in output_keys}
-        self._check_id(values, expected, number)
-        limits = self._openai(values, expected) if is_openai else self._native(values, expected)
+        kept = {key: text for key, text in texts.items() if key not in own}
+        if any(key in output_keys for key in kept):
+            expected.under_input = {key: kept.pop(key) for key in (*output_keys, "input") if key in kept}
+        expected.passed = kept
+        self._check_id(values, expected)
+        limits = self._openai(values, expected) if is_openai else self._native(values, texts, expected)
         if limits is not None and not expected.errors:
             self._check_lengths(*limits, expected)
         return expected
@@ -132,7 +148,15 @@ class Oracle:
         self._ids.add(key)
         return is_new
 
-    def _check_id(self, values: dict[str, Any], expected: Expected, number: int) -> None:
+    def _name(self, index: int) -> str:
+        """The id of a row that brings none."""
+        name, number = f"row-{index}", 1
+        while not self._take(name):
+            number += 1
+            name = f"row-{index}-{number}"
+        return name
+
+    def _check_id(self, values: dict[str, Any], expected: Expected) -> None:
         key = "custom_id" if expected.is_openai else self._facts.id_key
         given = values.get(key)
         is_text = isinstance(given, str)
@@ -140,31 +164,49 @@ class Oracle:
         if not is_text and not is_number:
             if key in values or expected.is_openai:
                 expected.errors.add("invalid_id")
-                expected.id = None if expected.is_openai else number
-                self._take(number)
-                return
-            given = number
+            expected.id = self._name(expected.index)
+            return
         assert given is not None
         expected.id = given
         if not self._take(given):
             expected.errors.add("duplicate_id")
 
-    def _native(self, values: dict[str, Any], expected: Expected) -> tuple[int, dict[str, Any]] | None:
+    def _native(
+        self, values: dict[str, Any], texts: dict[str, str], expected: Expected
+    ) -> tuple[int, dict[str, Any]] | None:
         facts = self._facts
         sampling = values.get("sampling", {})
         if isinstance(sampling, dict):
             sampling = self._with_defaults(sampling)
         if not isinstance(sampling, dict) or not _is_sound(sampling) or not sampling.keys() <= _native_sampling():
             expected.errors.add("invalid_sampling")
+        variables = values.get("chat_template_kwargs")
+        if variables is not None and not _are_variables(variables):
+            expected.errors.add("invalid_value")
         given = [key for key in (facts.prompt_key, facts.messages_key, "prompt_token_ids") if key in values]
+        if facts.prompt_template is not None:
+            columns = _PLACE.findall(facts.prompt_template)
+            if variables is not None:
+                expected.errors.add("invalid_value")
+            if not set(given) <= set(columns):
+                expected.errors.add("conflicting_prompts")
+            if not all(column in values for column in columns):
+                expected.errors.add("missing_column")
+            if expected.errors or not isinstance(sampling, dict):
+                return None
+            shown = {column: values[column] if isinstance(values[column], str) else texts[column] for column in columns}
+            length = self._text(_PLACE.sub(lambda place: shown[place[1]], facts.prompt_template), expected)
+            return None if length is None else (length, sampling)
         if len(given) != 1:
             expected.errors.add("conflicting_prompts" if given else "missing_prompt")
             return None
         key, value = given[0], values[given[0]]
+        if variables is not None and key != facts.messages_key:
+            expected.errors.add("invalid_value")
         if key == facts.prompt_key:
             length = self._text(value, expected)
         elif key == facts.messages_key:
-            length = self._messages(value, expected)
+            length = self._messages(value, variables, expected)
         else:
             length = self._token_ids(value, expected)
         return None if length is None or not isinstance(sampling, dict) else (length, sampling)
@@ -184,7 +226,11 @@ class Oracle:
         known = (
             *_SHARED,
             *_IGNORED,
-            *(("messages", "max_completion_tokens", "top_logprobs") if is_chat else ("prompt",)),
+            *(
+                ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
+                if is_chat
+                else ("prompt",)
+            ),
         )
         for key, value in given.items():
             if not (value == _HARMLESS[key] and not _is_number(value) if key in _HARMLESS else key in known):
@@ -210,7 +256,10 @@ class Oracle:
             return None
         value = given[name]
         if is_chat:
-            length = self._messages(value, expected)
+            variables = given.get("chat_template_kwargs")
+            if variables is not None and not _are_variables(variables):
+                expected.errors.add("invalid_value")
+            length = self._messages(value, variables, expected)
         else:
             if isinstance(value, list) and value and isinstance(value[0], str | list):
                 if len(value) > 1:
@@ -229,12 +278,15 @@ class Oracle:
             return None
         return len(self._tokenizer.encode(value).ids)
 
-    def _messages(self, value: Any, expected: Expected) -> int | None:
-        """The tokens of a conversation, by the template of the built-in model."""
+    def _messages(self, value: Any, variables: Any, expected: Expected) -> int | None:
+        """The tokens of a conversation, by the template of the built-in model and its variables."""
         if not isinstance(value, list) or not value or not all(map(_is_message, value)):
             expected.errors.add("invalid_value")
             return None
         text = ""
+        system = self._facts.system
+        if system is not None and all(message["role"] not in ("system", "developer") for message in value):
+            value = [{"role": "system", "content": system}, *value]
         for message in value:
             content = message.get("content")
             if content is None:
@@ -242,7 +294,9 @@ class Oracle:
                 return None
             joined = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
             text += f"<|im_start|>{message['role']}\n{joined}<|im_end|>\n"
-        return len(self._tokenizer.encode(text + "<|im_start|>assistant\n", add_special_tokens=False).ids)
+        if not isinstance(variables, dict) or variables.get("add_generation_prompt", True):
+            text += "<|im_start|>assistant\n"
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _token_ids(self, value: Any, expected: Expected) -> int | None:
         if not isinstance(value, list) or not all(map(_is_integer, value)):
@@ -280,19 +334,19 @@ class Oracle:
 
 def index_of(line: bytes) -> int:
     """Return the number of the input row that an output row answers."""
-    row, _ = _parse(line)
+    row, _ = _parse(line, _OUTPUT_LEVELS)
     return int(row["index"] if "index" in row else row["id"].removeprefix("batch_req_"))
 
 
 def error_of(line: bytes) -> str | None:
     """Return the error type of an output row; None for an answer."""
-    error = _parse(line)[0]["error"]
+    error = _parse(line, _OUTPUT_LEVELS)[0]["error"]
     return None if error is None else str(error["code" if "code" in error else "type"])
 
 
 def check(line: bytes, expected: Expected) -> str | None:
     """Say what is wrong with an output row; None where it is what must become of its input row."""
-    row, texts = _parse(line)
+    row, texts = _parse(line, _OUTPUT_LEVELS)
     if expected.is_openai:
         error, index = row["error"] and row["error"]["code"], int(row["id"].removeprefix("batch_req_"))
         row_id, body = row["custom_id"], row["response"]["body"]
@@ -304,11 +358,13 @@ def check(line: bytes, expected: Expected) -> str | None:
         is_form = error is None or (row["choices"] == [] and row["usage"]["prompt_tokens"] == 0)
         output_keys = _NATIVE_OUTPUT
     passed = {key: text for key, text in texts.items() if key not in output_keys}
+    under_input = _parse(passed.pop("input").encode())[1] if expected.under_input and "input" in passed else {}
     found = [
         ("index", index, expected.index),
         ("form", is_form, True),
         ("id", (type(row_id), row_id), (type(expected.id), expected.id)),
         ("passed", passed, expected.passed),
+        ("under input", under_input, expected.under_input),
     ]
     if error not in (expected.errors or {None}):
         found.append(("error", error, expected.errors or None))
@@ -321,11 +377,11 @@ def check(line: bytes, expected: Expected) -> str | None:
     return "; ".join(wrong) or None
 
 
-def _parse(line: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+def _parse(line: bytes, max_levels: int = MAX_LEVELS) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of a line by key, and the text of each. Raises _Bad with the type of the error."""
     try:
         text = line.decode()
-        if _depth(text) > MAX_LEVELS:
+        if _depth(text) > max_levels:
             raise _Bad("invalid_json")
         value, texts = _values(text)
         if _SURROGATE.search(text) and not _is_text(value):
@@ -443,6 +499,11 @@ def _is_integer(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_variables(value: Any) -> bool:
+    """Whether a value of `chat_template_kwargs` is one that a chat template can be given."""
+    return isinstance(value, dict) and value.keys().isdisjoint(_NO_VARIABLES)
 
 
 def _is_message(message: Any) -> bool:

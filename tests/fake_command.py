@@ -27,7 +27,7 @@ class Loaded:  # spares each test the import of transformers
     def __init__(self, path):
         self.backend_tokenizer = Backend.from_file(str(path / "tokenizer.json"))
 
-Tokenizer.load = classmethod(lambda cls, path: cls(Loaded(path)))
+Tokenizer.load = classmethod(lambda cls, path, **options: cls(Loaded(path)))
 EngineClient.start = classmethod(lambda cls, config, name: FakeEngine(config, {options}))
 cli.main()
 """

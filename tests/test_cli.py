@@ -117,6 +117,15 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
         (["generate", "in.jsonl", "-m", "demo", "--progress-file", "./in.jsonl"], "is a file of the job itself"),
         (["generate", "in.jsonl", "-m", "demo", "--progress-file", "in.out.jsonl"], "is a file of the job itself"),
         (["generate", "in.jsonl", "-m", "./nowhere"], "nowhere"),
+        (
+            ["generate", "in.jsonl", "-m", "demo", "--chat-template", "no.jinja"],
+            "no.jinja cannot be read: no such file",
+        ),
+        (["generate", "in.jsonl", "-m", "demo", "--chat-template-kwargs", "{"], "expected a JSON object in quotes"),
+        (
+            ["generate", "in.jsonl", "-m", "demo", "--prompt-template", "{}"],
+            "--prompt-template {}: `job.prompt_template`",
+        ),
         (["generate", "in.jsonl", "-m", "model", "--set", "max_model_len=100"], "`max_model_len` is 100"),
         (["generate", "in.jsonl", "-m", "model", "--tp", "3"], "tensor_parallel_size 3"),
         (["generate", "in.jsonl", "-m", "demo", "--pp", "0"], "--pp 0: `pipeline_parallel_size` is 0"),

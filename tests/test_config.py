@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from nvcli.config import AttentionBackends, EngineConfig, RunConfig, find_config_file, load_run_config, parse_size
+from nvcli.config_source import json_object
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import SamplingParams
 
@@ -111,6 +112,37 @@ ERRORS_IN_FILES = [
 ]
 
 
+ERRORS_IN_FILES += [
+    ("model: m\njob: {prompt_template: 'a {'}", r"run.yaml:2: `job.prompt_template` is \"a \{\"; .*allowed: text with"),
+    (
+        "model: m\njob:\n  messages_template:\n  - {role: user, content: '{}'}",
+        r"run.yaml:3: `job.messages_template` is \"\{\}\"; a place is the name of a column",
+    ),
+    ("model: m\njob: {messages_template: [{rol: user, content: a}]}", r"unknown key `job.messages_template\[0\].rol`"),
+    (
+        "model: m\njob: {prompt_template: a, messages_template: [{role: user, content: a}]}",
+        r"`job.prompt_template` and `job.messages_template` are given",
+    ),
+    (
+        "model: m\njob: {prompt_template: a, system: b}",
+        r"run.yaml:2: `job.prompt_template` makes prompts that are no conv",
+    ),
+    (
+        "model: m\njob: {chat_template_kwargs: {tokenize: 1}}",
+        r"run.yaml:2: .*`tokenize` is no variable of a chat template",
+    ),
+    (
+        "model: m\njob: {chat_template_kwargs: [1]}",
+        r"run.yaml:2: `job.chat_template_kwargs` is \[1\]; allowed: a mapping",
+    ),
+    ("model: m\njob: {chat_template: ''}", r"run.yaml:2: `job.chat_template` is \"\""),
+    (
+        "model: m\njob: {id_field: chat_template_kwargs}",
+        r"the key `chat_template_kwargs` of a row cannot be two things",
+    ),
+]
+
+
 @pytest.mark.parametrize(("text", "message"), ERRORS_IN_FILES)
 def test_errors_in_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -145,6 +177,16 @@ def test_errors_in_flags_name_the_flag() -> None:
         load_run_config(None, (), {"--model": "m", "--tp": 0})
     with pytest.raises(ConfigError, match=r"^--tp .*: not UTF-8 text"):
         load_run_config(None, (), {"--model": "m", "--tp": os.fsdecode(b"caf\xe9")})
+
+
+@pytest.mark.parametrize("text", ["{", "3", "null", '{"a": NaN}', "enable_thinking=false", "{'a': 1}", "\udcff"])
+def test_a_flag_that_takes_a_json_object_says_so(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected a JSON object in quotes, such as --x '\{\"enable_thinking\": false\}'"
+    ):
+        json_object("--x", text)
+    assert json_object("--x", '{"a": [1]}') == {"a": [1]}
+    assert json_object("--x", None) is None
 
 
 def test_an_overridden_error_of_the_file_does_not_count(tmp_path: Path) -> None:

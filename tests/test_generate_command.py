@@ -418,7 +418,7 @@ def test_the_progress_file_and_the_summary_add_up(tmp_path: Path) -> None:
         "errors": {"empty_prompt": 1},
     }
     answers = read_rows(tmp_path / "in.out.jsonl")
-    assert [row["id"] for row in answers] == [1, 2, 3, 4]
+    assert [row["id"] for row in answers] == ["row-0", "row-1", "row-2", "row-3"]
     assert {row["choices"][0]["text"] for row in answers[:3]} == {"5"}
     assert b"2 rows answered with the answer of an equal row" in done.stderr
 

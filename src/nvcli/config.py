@@ -7,15 +7,17 @@ from it (`EngineConfig`) is returned as a new value. This module knows no torch,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from nvcli.chat_template import reserved_variable
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import MAX_INT, SamplingParams
+from nvcli.text_template import TextTemplate
 from nvcli.validation import InvalidValue, convert, join_path, show
 
 if TYPE_CHECKING:
@@ -48,8 +50,20 @@ FLAG_KEYS = {
     "--order": "job.order",
     "--max-errors": "job.max_errors",
     "--keep-going": "job.keep_going",
+    "--system": "job.system",
+    "--prompt-template": "job.prompt_template",
+    "--chat-template": "job.chat_template",
+    "--chat-template-kwargs": "job.chat_template_kwargs",
 }
 """Flags that are short for a key."""
+
+
+class MessageTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message that is made of a row's columns."""
+
+    role: str
+    content: str
+    """Text with places such as `{text}` for columns of the row."""
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +90,16 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The key of a row's conversation."""
     id_field: Annotated[str, Meta(min_length=1)] = "id"
     """The key of a row's id."""
+    prompt_template: str | None = None
+    """The prompt of every native row, with places such as `{text}` for its columns; null: the row brings its prompt."""
+    messages_template: list[MessageTemplate] = []
+    """The conversation of every native row, made likewise; empty: the row brings its prompt."""
+    system: str | None = None
+    """The system message of conversations that have none; null: they stay as they are."""
+    chat_template: Annotated[str, Meta(min_length=1)] | None = None
+    """A file with a Jinja chat template; null: the model's own."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as `enable_thinking: false`; those of a row go over them."""
 
     plan: bool = True
     """Choose the order in which the rows that were read ahead are computed: prompts that begin alike together, long
@@ -291,12 +315,37 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
         except ValueError as error:
             fail(path, f"`{join_path(path)}` is {show(size)}; {error}")
     job = run.job
-    keys = [job.prompt_field, job.messages_field, job.id_field, "prompt_token_ids", "sampling"]
+    keys = [job.prompt_field, job.messages_field, job.id_field, "prompt_token_ids", "sampling", "chat_template_kwargs"]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         fail(
             ("job",),
             f"the key `{twice}` of a row cannot be two things: see `prompt_field`, `messages_field`, `id_field`",
         )
+    _check_prompts(job, fail)
+
+
+def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None]) -> None:
+    """Check what the job says about prompts. `fail` raises for the key at a path."""
+    texts = [(("job", "prompt_template"), job.prompt_template)]
+    texts += [(("job", "messages_template"), message.content) for message in job.messages_template]
+    for path, text in texts:
+        try:
+            TextTemplate(text or "")
+        except ValueError as error:
+            fail(path, f"`{join_path(path)}` is {show(text)}; {error}")
+    if job.prompt_template is not None:
+        name = "`job.prompt_template`"
+        if job.messages_template:
+            fail(("job", "messages_template"), f"{name} and `job.messages_template` are given; give one of them")
+        if job.system is not None:
+            fail(
+                ("job", "system"),
+                f"{name} makes prompts that are no conversations, so `job.system` would have no effect; make "
+                "conversations: `--set 'job.messages_template=[{role: user, content: \"…\"}]'`",
+            )
+    problem = reserved_variable(job.chat_template_kwargs)
+    if problem is not None:
+        fail(("job", "chat_template_kwargs"), f"`job.chat_template_kwargs`: {problem}")
 
 
 _SIZE = re.compile(r"\s*(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
@@ -339,6 +388,7 @@ __all__ = [
     "Dtype",
     "EngineConfig",
     "JobConfig",
+    "MessageTemplate",
     "OnTooLong",
     "Order",
     "ParallelSize",

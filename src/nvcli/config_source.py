@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import yaml
 
 from nvcli.errors import ConfigError
 from nvcli.regular_file import read_regular
 from nvcli.validation import Path as KeyPath
-from nvcli.validation import is_text, show
+from nvcli.validation import is_text, shorten, show
 
 
 class ConfigSource:
@@ -74,9 +75,10 @@ class ConfigSource:
 
     def add_flag(self, flag: str, key: str, value: Any) -> None:
         """Add a flag that is short for a key, as in `add_flag("--tp", "tensor_parallel_size", 2)`."""
-        if not is_text(str(value)):
+        shown = value if isinstance(value, str) else show(value)
+        if not is_text(shown):
             raise ConfigError(f"{flag} {value}: not UTF-8 text")
-        self._put(tuple(key.split(".")), value, f"{flag} {value}")
+        self._put(tuple(key.split(".")), value, f"{flag} {shown}")
 
     def origin(self, path: KeyPath) -> str:
         """Return the file and line, or the flag, that set a value or the section around it; empty for a default."""
@@ -98,6 +100,17 @@ class ConfigSource:
         section[path[-1]] = value
         self._origins = {old: text for old, text in self._origins.items() if old[: len(path)] != path}
         self._origins[path] = origin
+
+
+def json_object(flag: str, text: str | None) -> dict[str, Any] | None:
+    """Return the JSON object that a flag was given. Raises ConfigError for another text."""
+    try:
+        return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        raise ConfigError(
+            f"{flag} {shorten(text or '')}: expected a JSON object in quotes, such as {flag} "
+            "'{\"enable_thinking\": false}'"
+        ) from None
 
 
 _MAX_FILE_BYTES = 4 << 20

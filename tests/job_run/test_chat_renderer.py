@@ -17,6 +17,7 @@ import pytest
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError, RowError
 from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.conversation import Conversation
 
 TEMPLATE = """
 {%- set text = messages[0].content -%}
@@ -44,8 +45,8 @@ def renderer(model: Path) -> Iterator[ChatRenderer]:
         yield renderer
 
 
-def conversation(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": text}]
+def conversation(text: str, **variables: Any) -> Conversation:
+    return Conversation([{"role": "user", "content": text}], variables)
 
 
 def message(result: str | RowError) -> str:
@@ -72,11 +73,26 @@ def test_a_template_that_takes_all_memory_or_gives_no_text_costs_its_own_rows(re
     assert fine == "[a]"
 
 
+def test_variables_and_another_template_reach_the_process(model: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mode }}{{ '|' if add_generation_prompt }}"
+    with closing(ChatRenderer(model, chat_template=template)) as renderer:
+        conversations = [
+            conversation("a"),
+            conversation("a", mode="!"),
+            conversation("a", add_generation_prompt=False),
+            conversation("a", continue_final_message=True),
+            conversation("a", self=1),
+        ]
+        *texts, refused = renderer.render(conversations)
+    assert texts == ["a|", "a!|", "a", "a"]
+    assert "refused `messages`" in message(refused)
+
+
 def test_numbers_that_only_json_has_reach_the_template(renderer: ChatRenderer) -> None:
     deep: Any = 10**30
     for _ in range(390):
         deep = {"a": deep}
-    assert renderer.render([[{"role": "user", "content": "x", "extra": deep}]]) == ["[x]"]
+    assert renderer.render([Conversation([{"role": "user", "content": "x", "extra": deep}])]) == ["[x]"]
 
 
 def test_a_process_that_is_killed_is_started_anew(renderer: ChatRenderer) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
-from nvcli.config import EngineConfig, JobConfig, RunConfig
+from nvcli.config import EngineConfig, JobConfig, MessageTemplate, RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import CapacityError, ConfigError, LoadError, WorkerError
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.generate import generate
 from nvcli.job_run.progress.display import Progress
-from nvcli.job_run.progress.summary import Summary
+from nvcli.job_run.progress.summary import Summary, format_summary
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.messages import unpack
 from nvcli.sampling_params import SamplingParams
@@ -117,7 +117,7 @@ def test_each_row_is_answered_once_with_its_own_answer(run: Runs) -> None:
 def test_input_order(run: Runs) -> None:
     rows = run([{"prompt": f"p{number}"} for number in range(100)], config={"job": JobConfig(order="input")})
     assert [row["index"] for row in rows] == list(range(100))
-    assert [row["id"] for row in rows] == list(range(1, 101))
+    assert [row["id"] for row in rows] == [f"row-{index}" for index in range(100)]
 
 
 def test_bad_rows_are_errors_and_the_others_are_answered(run: Runs) -> None:
@@ -569,3 +569,45 @@ def test_a_model_that_no_replica_can_load_ends_the_run(run: Runs) -> None:
     settings = {"data_parallel_size": 2, "job": JobConfig(keep_going=True)}
     with pytest.raises(LoadError, match="no such tensor"):
         run([{"prompt": "a"}], config=settings, engine={"load_error": LoadError("no such tensor")})
+
+
+def test_what_a_job_and_its_rows_say_to_the_chat_template(run: Runs) -> None:
+    """A row's variables were copied to the output and had no effect."""
+    template = run.folder / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}{{ think }}")
+    hi = [{"role": "user", "content": "hi"}]
+    job = JobConfig(
+        order="input",
+        system="S",
+        chat_template=str(template),
+        chat_template_kwargs={"think": "yes", "thinck": 1},
+    )
+    rows = run(
+        [
+            {"messages": hi},
+            {"messages": hi, "chat_template_kwargs": {"think": "no"}},
+            {"messages": hi, "chat_template_kwargs": {"think": "yes"}, "temperature": 20.5},
+            {"messages": [{"role": "system", "content": "own"}, *hi], "temperature": 21.5},
+            {"prompt": "bare"},
+        ],
+        config={"job": job, "sampling": {"temperature": 0}},
+    )
+    prompts = [row["choices"][0]["text"][::-1] for row in rows]
+    assert prompts == ["s:S u:hi yes", "s:S u:hi no", "s:S u:hi yes", "s:own u:hi yes", "bare"]
+    assert len(run.engines[0].requests) == 4  # the third row is equal to the first one
+    assert rows[2]["temperature"] == 20.5
+    warnings = [note for note in run.progress.notes if note.startswith("warning: ")]
+    assert len(warnings) == 3
+    assert "does not know `thinck`" in warnings[0]
+    assert "line 3 has `temperature`" in warnings[1]
+    assert "line 5 is no conversation" in warnings[2]
+    assert run.summary is not None
+    assert "`temperature` stood at the top level of 2 rows" in format_summary(run.summary)
+
+
+def test_prompts_made_of_columns(run: Runs) -> None:
+    messages = [MessageTemplate(role="user", content="{q}?")]
+    job = JobConfig(order="input", messages_template=messages)
+    good, bad = run([{"q": "a", "prompt": None}, {"Q": "b"}], config={"job": job})
+    assert (texts(good), good["q"]) == ([">a<?a>u<"], "a")
+    assert bad["error"]["message"] == "line 2: no column `q`, which `job.messages_template` names; the row has `Q`"

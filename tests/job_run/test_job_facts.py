@@ -6,11 +6,12 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fake_runners import engine_config
-from nvcli.config import RunConfig
+from nvcli.config import JobConfig, MessageTemplate, RunConfig
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
 from nvcli.job_run.job_facts import job_facts
@@ -22,6 +23,25 @@ GIB = 1 << 30
 def facts_of(folder: Path) -> dict[str, object]:
     config = engine_config(model_path=folder)
     return dict(job_facts(RunConfig(model=str(folder)), config, {}, model_path=folder))
+
+
+def test_what_the_job_says_about_prompts_makes_another_job() -> None:
+    def facts(template: str | None = None, **job: Any) -> dict[str, object]:
+        run = RunConfig(model="demo", job=JobConfig(**job))
+        config = engine_config(model_path=demo_path())
+        return dict(job_facts(run, config, {}, model_path=demo_path(), chat_template=template))
+
+    plain = facts()
+    for changed in (
+        facts("{{ messages }}"),
+        facts(system=""),
+        facts(prompt_template="{a}"),
+        facts(messages_template=[MessageTemplate(role="user", content="{a}")]),
+        facts(chat_template_kwargs={"enable_thinking": False}),
+    ):
+        assert changed.items() > plain.items()  # jobs without these keys are what they were
+    assert facts("a") != facts("b")
+    assert facts(chat_template_kwargs={"a": 1, "b": 2}) == facts(chat_template_kwargs={"b": 2, "a": 1})
 
 
 def change_byte(file: Path, place: int) -> None:

@@ -89,7 +89,7 @@ def test_the_deepest_row_and_the_largest_numbers_can_be_prepared(tokenizer: Toke
     depth = MAX_LEVELS - 1  # in the row itself
     sampling = b'{"temperature": 0, "top_k": %d}' % MAX_INT
     line = b'{"prompt": "a", "sampling": %b, "x": %b1%b}' % (sampling, b'{"a":' * depth, b"}" * depth)
-    parsed = RowParser({}).parse(line, index=0, line_id=1, where="line 1")
+    parsed = RowParser({}).parse(line, index=0, where="line 1")
     assert isinstance(parsed, Job)
     (row,) = prepare(tokenizer, parsed)
     assert row.answer_key is not None

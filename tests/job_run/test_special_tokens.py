@@ -33,7 +33,11 @@ def demo() -> Tokenizer:
 def prepare(tokenizer: Tokenizer, choice: SpecialTokens, **prompt: Any) -> list[int] | JobResult:
     """The token ids of one row."""
     limits = ModelLimits(max_model_len=2048, vocab_size=640, eos_token_ids=(2,), special_tokens=choice)
-    preparer = Preparer(tokenizer, limits, lambda conversations: [tokenizer.render(each) for each in conversations])
+    preparer = Preparer(
+        tokenizer,
+        limits,
+        lambda conversations: [tokenizer.render(each.messages, each.variables) for each in conversations],
+    )
     (row,) = preparer.prepare([Job(place=Place(id=0, index=0, line="line 1"), sampling=SamplingParams(), **prompt)])
     return unpack(row.prompt_ids).tolist() if isinstance(row, PreparedRow) else row
 

@@ -46,18 +46,22 @@ def test_ids_are_integers_of_64_bits(read_rows: ReadRows) -> None:
     ids = [-(2**63), 2**63 - 1, -(2**63) - 1, 2**63]
     rows = read_rows("\n".join(f'{{"id":{row_id},"prompt":"p"}}' for row_id in ids).encode())
     assert [row.place.id for row in rows if isinstance(row, Job)] == ids[:2]
-    assert [row.place.id for row in rows if isinstance(row, JobResult)] == [3, 4]
+    assert [row.place.id for row in rows if isinstance(row, JobResult)] == ["row-2", "row-3"]
 
 
 def test_bom_crlf_blank_lines_and_a_missing_last_newline(read_rows: ReadRows) -> None:
     rows = read_rows(b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n  \t\n{"prompt":"b"}\r\n\n{"prompt":"c"}')
-    assert [(row.place.id, row.place.index) for row in rows] == [(1, 0), (4, 1), (6, 2)]
+    assert [(row.place.id, row.place.line) for row in rows] == [
+        ("row-0", "line 1"),
+        ("row-1", "line 4"),
+        ("row-2", "line 6"),
+    ]
     assert [row.prompt for row in rows if isinstance(row, Job)] == ["a", "b", "c"]
 
 
-def test_lines_are_counted_on_over_several_inputs(read_rows: ReadRows) -> None:
+def test_rows_are_counted_on_over_several_inputs(read_rows: ReadRows) -> None:
     rows = read_rows(b'{"prompt":"a"}\n\n', b'\xef\xbb\xbf{"prompt":"b"}\nx\n')
-    assert [(row.place.id, row.place.index) for row in rows] == [(1, 0), (3, 1), (4, 2)]
+    assert [(row.place.id, row.place.index) for row in rows] == [("row-0", 0), ("row-1", 1), ("row-2", 2)]
     assert rows[1].place.line.startswith("line 1 of ")
     assert rows[1].place.line.endswith("in1.jsonl")
 
@@ -90,14 +94,21 @@ BAD_ROWS = [
     (b'["prompt"]', "not_an_object", '["prompt"]'),
     (b"null", "not_an_object", "null"),
     (b'{"id": 1.5, "prompt": "a"}', "invalid_id", "`id` is 1.5"),
-    (b'{"id": null, "prompt": "a"}', "invalid_id", "`id` is null"),
     (b'{"id": true, "prompt": "a"}', "invalid_id", "`id` is true"),
     (b'{"id": 9223372036854775808, "prompt": "a"}', "invalid_id", "64 bits"),
     (b"{}", "missing_prompt", "`prompt_token_ids`"),
     (b'{"text": "a"}', "missing_prompt", "none of"),
     (b'{"prompt": "a", "messages": []}', "conflicting_prompts", "`prompt` and `messages`"),
     (b'{"prompt": 3}', "invalid_value", "`prompt` is 3; allowed: text"),
-    (b'{"prompt": null}', "invalid_value", "`prompt` is null"),
+    (b'{"prompt": null}', "missing_prompt", "none of"),
+    (b'{"messages": [], "prompt": null}', "invalid_value", "`messages` is empty"),
+    (b'{"prompt": "a", "chat_template_kwargs": {}}', "invalid_value", "`chat_template_kwargs` is given, and this"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 1}', "invalid_value", "kwargs` is 1;"),
+    (
+        b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": true}}',
+        "invalid_value",
+        "`chat_template_kwargs`: `tokenize` is no variable of a chat template",
+    ),
     (b'{"prompt": ["a"]}', "invalid_value", '`prompt` is ["a"]'),
     (b'{"messages": []}', "invalid_value", "`messages` is empty"),
     (b'{"messages": "hi"}', "invalid_value", '`messages` is "hi"'),
@@ -107,7 +118,7 @@ BAD_ROWS = [
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "invalid_value", "content[0]` is"),
     (b'{"prompt_token_ids": [1, "x"]}', "invalid_value", '`prompt_token_ids[1]` is "x"'),
     (b'{"prompt_token_ids": [1.5]}', "invalid_value", "`prompt_token_ids[0]` is 1.5"),
-    (b'{"prompt": "a", "sampling": null}', "invalid_sampling", "`sampling` is null"),
+    (b'{"prompt": "a", "sampling": 3}', "invalid_sampling", "`sampling` is 3"),
     (b'{"prompt": "a", "sampling": {"temprature": 1}}', "invalid_sampling", "did you mean `temperature`?"),
     (b'{"prompt": "a", "sampling": {"temperature": -1}}', "invalid_sampling", "`sampling.temperature` is -1; allowed"),
     (b'{"prompt": "a", "sampling": {"temperature": "1"}}', "invalid_sampling", '`sampling.temperature` is "1"'),
@@ -149,10 +160,9 @@ def test_an_error_row_keeps_its_id_and_foreign_keys(read_rows: ReadRows) -> None
         ([b'{"id":"a","prompt":""}', b'{"id":"b","prompt":""}', b'{"id":"a","prompt":""}'], [2]),
         ([b'{"id":1,"prompt":""}', b'{"id":"1","prompt":""}'], []),
         ([b'{"id":5,"prompt":""}', b'{"id":5,"prompt":""}'], [1]),
-        ([b'{"id":2,"prompt":""}', b'{"prompt":""}'], [1]),  # the line number of the second row
-        ([b'{"prompt":""}', b'{"prompt":""}', b'{"id":1,"prompt":""}'], [2]),
-        ([b'{"prompt":""}', b"", b'{"id":2,"prompt":""}'], []),  # a blank line has no id
-        ([b"bad", b'{"id":1,"prompt":""}'], [1]),  # the error row answers to 1
+        ([b'{"id":2,"prompt":""}', b'{"prompt":""}', b'{"id":1,"prompt":""}', b"bad", b'{"id":3,"prompt":""}'], []),
+        ([b'{"id":"row-1","prompt":""}', b'{"prompt":""}', b'{"id":"row-1-2","prompt":""}'], [2]),
+        ([b"bad", b'{"id":"row-0","prompt":""}'], [1]),  # the error row answers to it
         ([b'{"id":"a","prompt":1}', b'{"id":"a","prompt":""}'], [1]),
     ],
 )

@@ -49,7 +49,7 @@ def test_columns_are_keys_and_nulls_are_absent(tmp_path: Path) -> None:
     assert isinstance(rows[0], Job)
     assert (rows[0].place.id, rows[0].prompt, rows[0].sampling.top_k, extra_of(rows[0])) == ("a", "p", 5, {"x": 1.5})
     assert isinstance(rows[1], Job)
-    assert (rows[1].place.id, rows[1].messages) == (2, [{"role": "user", "content": "hi"}])
+    assert (rows[1].place.id, rows[1].messages) == ("row-1", [{"role": "user", "content": "hi"}])
     errors = [row.error.type for row in rows if isinstance(row, JobResult) and row.error]
     assert errors == ["missing_prompt", "duplicate_id"]
 

@@ -37,12 +37,72 @@ def test_values_are_copied_byte_for_byte(read_rows: ReadRows) -> None:
         assert values in msgspec.json.encode(output_row(result, OutputForm()))
 
 
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        (
+            b'{"prompt":"p","index":7,"error":null,"choices":[ 1.0],"usage":1e999,"topic":"t"}',
+            {"topic": b'"t"', "input": b'{"index":7,"error":null,"choices":[ 1.0],"usage":1e999}'},
+        ),
+        (b'{"prompt":"p","input":[1.0],"topic":2}', {"topic": b"2", "input": b"[1.0]"}),
+        (b'{"prompt":"p","input":"i","index":null}', {"input": b'{"input":"i","index":null}'}),
+        (
+            b'{"custom_id":"a","url":"/v1/completions","body":{"prompt":"p"},"id":1,"index":2,"response":3,"usage":4}',
+            {"usage": b"4", "input": b'{"id":1,"index":2,"response":3}'},
+        ),
+    ],
+)
+def test_keys_with_the_names_of_output_keys_go_under_input(
+    read_rows: ReadRows, row: bytes, kept: dict[str, bytes]
+) -> None:
+    """They were dropped."""
+    (read,) = read_rows(row)
+    written = output_row(JobResult(place=read.place), OutputForm())
+    without = output_row(JobResult(place=msgspec.structs.replace(read.place, extra={})), OutputForm())
+    found = {key: msgspec.json.encode(value) for key, value in written.items() if key not in without}
+    assert found == kept
+    assert {key: value for key, value in written.items() if key in without} == without
+
+
+NULLS = [
+    {"id": None, "prompt": "p", "messages": None, "sampling": None, "chat_template_kwargs": None, "topic": "t"},
+    {"prompt": "p", "custom_id": None, "url": "u", "body": "b"},
+    {"custom_id": "c", "url": "/v1/completions", "method": None, "body": {"prompt": "p"}, "prompt": None},
+    {"custom_id": None, "url": "/v1/completions", "body": {"prompt": "p"}},
+    {"id": None, "prompt": None},
+]
+
+
+def test_null_means_the_same_in_every_format(tmp_path: Path) -> None:
+    """A null id was an error in JSONL, and none in Parquet."""
+    texts, table = tmp_path / "in.jsonl", tmp_path / "in.parquet"
+    texts.write_bytes(b"\n".join(msgspec.json.encode(row) for row in NULLS))
+    columns = {key: None for row in NULLS for key in row}
+    tables = [pyarrow.Table.from_pylist([{**columns, **row}]) for row in NULLS]
+    for number, row in enumerate(tables):
+        pyarrow.parquet.write_table(row, f"{table}{number}.parquet")
+    sources = [[str(texts)], [f"{table}{number}.parquet" for number in range(len(NULLS))]]
+    lines, rows = ([row for batch in RowReader(names, RowParser({})).batches() for row in batch] for names in sources)
+    for line, row in zip(lines, rows, strict=True):
+        assert type(line) is type(row)
+        assert (line.place.id, line.place.form) == (row.place.id, row.place.form)
+        if isinstance(line, Job) and isinstance(row, Job):
+            assert (line.prompt, line.sampling) == (row.prompt, row.sampling)
+        elif isinstance(line, JobResult) and isinstance(row, JobResult):
+            assert line.error is not None
+            assert row.error is not None
+            assert line.error.type == row.error.type
+    assert [row.place.id for row in lines] == ["row-0", "row-1", "c", "row-3", "row-4"]
+    assert [isinstance(row, Job) for row in lines] == [True, True, True, False, False]
+    assert rows[4].place.line == f"row 1 of {table}4.parquet"
+
+
 def test_what_is_passed_through_makes_no_objects() -> None:
     line = b'{"prompt":"p","kept":[' + b"{}," * 1_000_000 + b"{}]}"
     parser = RowParser({})
-    parser.parse(b"[" * 401 + b"]" * 401, index=0, line_id=1, where="")  # imports numpy
+    parser.parse(b"[" * 401 + b"]" * 401, index=0, where="")  # imports numpy
     tracemalloc.start()
-    row = parser.parse(line, index=1, line_id=2, where="")
+    row = parser.parse(line, index=1, where="")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert isinstance(row, Job)

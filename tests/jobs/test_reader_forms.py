@@ -132,12 +132,11 @@ def test_a_line_of_fifty_megabytes(read_rows: ReadRows) -> None:
 
 def test_a_line_without_end_is_an_error_row_and_not_kept(read_rows: ReadRows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_splitter, "MAX_LINE_BYTES", 1_000_000)
-    rows = read_rows(b'{"prompt":"a"}\n' + b"x" * 3_000_000 + b'\n{"prompt":"b"}\n{"id":2,"prompt":"c"}\n')
+    rows = read_rows(b'{"prompt":"a"}\n' + b"x" * 3_000_000 + b'\n{"prompt":"b"}\n')
     assert isinstance(rows[1], JobResult)
     assert rows[1].error is not None
-    assert (rows[1].place.id, rows[1].error.type) == (2, "line_too_long")
+    assert (rows[1].place.id, rows[1].error.type) == ("row-1", "line_too_long")
     assert isinstance(rows[2], Job)
-    assert isinstance(rows[3], JobResult)  # line 2 has taken the id
 
 
 @given(st.lists(st.binary(max_size=30)), st.integers(1, 40))
@@ -218,28 +217,38 @@ def test_sets_of_rows(rows: set[int], dropped: set[int]) -> None:
     assert {row for row in range(300) if row in rest} == rows - dropped
 
 
-@given(st.lists(st.integers(-5, 60) | st.text(max_size=2), max_size=200))
-def test_seen_ids(ids: list[int | str]) -> None:
-    seen, known = SeenIds(), set()
-    for row_id in ids:
-        assert seen.add(row_id, given=True) == (row_id not in known)
-        known.add(row_id)
+NAMES = st.builds(lambda index, tail: f"row-{index}{tail}", st.integers(0, 60), st.sampled_from(["", "", "-2", "-3"]))
+
+
+@given(st.lists(st.none() | st.integers(-5, 60) | st.text(max_size=2) | NAMES, max_size=60))
+def test_seen_ids(ids: list[int | str | None]) -> None:
+    """None: a row without an id. Its name is one that no earlier row has."""
+    seen, known = SeenIds(), set[int | str]()
+    for index, row_id in enumerate(ids):
+        if row_id is None:
+            name = seen.name(index)
+            assert name not in known
+            assert name.startswith(f"row-{index}")
+            known.add(name)
+        else:
+            assert seen.add(row_id) == (row_id not in known)
+            known.add(row_id)
 
 
 def test_numbers_that_python_hashes_alike_are_different_ids() -> None:
     seen = SeenIds()
-    assert all(seen.add(number, given=True) for number in (-1, -2, 0, 2**61 - 1, 1, 2**61))
-    assert not any(seen.add(number, given=True) for number in (-1, -2, 0, 2**61 - 1, 1, 2**61))
+    assert all(seen.add(number) for number in (-1, -2, 0, 2**61 - 1, 1, 2**61))
+    assert not any(seen.add(number) for number in (-1, -2, 0, 2**61 - 1, 1, 2**61))
 
 
 def test_many_seen_ids() -> None:
     seen = SeenIds()
-    assert all(seen.add(f"id-{number}", given=True) for number in range(50_000))
-    assert all(seen.add(number, given=True) for number in range(50_000))
-    assert not any(seen.add(f"id-{number}", given=True) for number in range(50_000))
-    assert not any(seen.add(number, given=False) for number in range(50_000))
-    assert all(seen.add(number, given=False) for number in range(50_000, 60_000))
-    assert not any(seen.add(number, given=True) for number in range(50_000, 60_000))
+    assert all(seen.add(f"id-{number}") for number in range(50_000))
+    assert all(seen.add(number) for number in range(50_000))
+    assert not any(seen.add(f"id-{number}") for number in range(50_000))
+    assert not any(seen.add(number) for number in range(50_000))
+    assert all(seen.name(number) == f"row-{number}" for number in range(50_000, 60_000))
+    assert not any(seen.add(f"row-{number}") for number in range(50_000, 60_000))
 
 
 def test_a_digest_sees_size_and_sampled_places(tmp_path: Path) -> None:

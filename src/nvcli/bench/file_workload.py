@@ -14,7 +14,7 @@ from nvcli.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job_run.open_rows import OpenRow
-from nvcli.job_run.resolve import row_keys, sampling_defaults
+from nvcli.job_run.resolve import make_parser, own_chat_template, sampling_defaults
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -22,7 +22,6 @@ from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import JobResult
-from nvcli.jobs.rows.parser import RowParser
 from nvcli.models.config import ModelConfig
 
 
@@ -42,9 +41,10 @@ def prepared_rows(
         on_too_long=run.job.on_too_long,
         special_tokens=run.job.special_tokens,
     )
-    parser = RowParser(sampling_defaults(run, model), row_keys(run.job))
-    with closing(ChatRenderer(model_path)) as chat_renderer:
-        preparer = Preparer(Tokenizer.load(model_path), limits, chat_renderer.render)
+    parser = make_parser(run.job, sampling_defaults(run, model))
+    template = own_chat_template(run.job)
+    with closing(ChatRenderer(model_path, chat_template=template)) as chat_renderer:
+        preparer = Preparer(Tokenizer.load(model_path, chat_template=template), limits, chat_renderer.render)
         for rows in RowReader([input_file], parser, limit=limit).batches():
             yield from preparer.prepare(rows)
 

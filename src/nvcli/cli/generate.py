@@ -41,6 +41,25 @@ def generate(
     tp: TpOption = None,
     pp: PpOption = None,
     dp: DpOption = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message of conversations that have none.")
+    ] = None,
+    prompt_template: Annotated[
+        str | None,
+        typer.Option("--prompt-template", metavar="TEXT", help="Prompts made of columns, such as 'Translate: {text}'."),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", metavar="FILE", help="Jinja chat template instead of the model's own."),
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help="Variables of the chat template, such as '{\"enable_thinking\": false}'.",
+        ),
+    ] = None,
     overrides: SetOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start an existing output anew.")] = False,
     retry_errors: Annotated[
@@ -62,9 +81,10 @@ def generate(
 ) -> None:
     """Answer every row of INPUT with the model, into one output file.
 
-    INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id` and `sampling`; its other
-    keys are passed through. Rows of OpenAI batch files are answered in OpenAI's form. `-` is standard input, a quoted
-    pattern names many files; files may be .gz, .zst or .parquet, and so may the output.
+    INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id`, `sampling` and
+    `chat_template_kwargs`; its other keys are passed through. Rows of OpenAI batch files are answered in OpenAI's
+    form. `-` is standard input, a quoted pattern names many files; files may be .gz, .zst or .parquet, and so may the
+    output.
 
     An output that is there is continued: the same command finishes a job that was cut short.
 
@@ -76,6 +96,7 @@ def generate(
       cat questions.jsonl | nvcli generate - -m demo -o - --progress none | jq .choices[0].text
     """
     from nvcli.config import find_config_file, load_run_config
+    from nvcli.config_source import json_object
     from nvcli.process_limits import check_process
 
     check_process()
@@ -88,6 +109,10 @@ def generate(
         "--order": order.value if order else None,
         "--max-errors": max_errors,
         "--keep-going": keep_going or None,
+        "--system": system,
+        "--prompt-template": prompt_template,
+        "--chat-template": chat_template,
+        "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
     run = load_run_config(config_file, overrides or (), flags)
 

@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+from nvcli.chat_template import unknown_variables
 from nvcli.config import EngineConfig, JobConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
 from nvcli.job_run.counts import Counts
@@ -112,7 +112,10 @@ class _JobRun:
         self._reports: list[EngineReady] = []
         self._reader = job.make_reader(opened.answered)
         self._feeder = Feeder(
-            self._reader, lambda: _load_tokenizer(job.model_path), job.model_limits, ChatRenderer(job.model_path)
+            self._reader,
+            self._load_tokenizer,
+            job.model_limits,
+            ChatRenderer(job.model_path, chat_template=job.chat_template),
         )
         self._view = RunView(
             self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
@@ -157,6 +160,7 @@ class _JobRun:
             rows=self._num_rows,
             errors=dict(self._opened.errors + counts.errors),
             counts=counts,
+            row_warnings=self._reader.warnings.totals(),
             times=RunTimes(
                 total=time.monotonic() - self._started_at,
                 generating=self._generated_at - counts.started_at if counts.started_at is not None else 0.0,
@@ -187,8 +191,20 @@ class _JobRun:
             keep_going=run.job.keep_going,
         )
 
+    def _load_tokenizer(self) -> Tokenizer:
+        job = self._job
+        tokenizer = Tokenizer.load(job.model_path, chat_template=job.chat_template)
+        variables = job.run.job.chat_template_kwargs
+        if variables and tokenizer.chat_template:
+            self._reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
+        gc.collect()
+        gc.freeze()  # what was imported stays: looking through it again and again takes a fifth of a run of short rows
+        return tokenizer
+
     def _each_round(self, check_interrupts: Callable[[], None]) -> None:
         check_interrupts()
+        for warning in self._reader.warnings.take_new():
+            self._progress.note(warning)
         self._progress.update(self._view)
         self._check_errors()
 
@@ -232,13 +248,6 @@ def _close_all(engines: Sequence[Engine]) -> None:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def _load_tokenizer(model_path: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(model_path)
-    gc.collect()
-    gc.freeze()  # what was imported stays: looking through it again and again takes a fifth of a run of short rows
-    return tokenizer
 
 
 def _make_writer(opened: JobOutput, job: JobConfig) -> ResultWriter:

@@ -7,12 +7,13 @@ are computed (batch sizes, processes, memory) is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from nvcli.config import EngineConfig, RunConfig
+from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.errors import LoadError
 from nvcli.jobs.input.digests import digest_file
 from nvcli.models.checkpoint import weight_files
@@ -32,11 +33,17 @@ _NOT_READ = {"model.safetensors.index.json", "trainer_state.json"}
 
 
 def job_facts(
-    run: RunConfig, config: EngineConfig, sampling_defaults: Mapping[str, Any], *, model_path: Path
+    run: RunConfig,
+    config: EngineConfig,
+    sampling_defaults: Mapping[str, Any],
+    *,
+    model_path: Path,
+    chat_template: str | None = None,
 ) -> dict[str, Fact]:
     """Return the facts of a job, under names that a user knows.
 
-    `config` and `sampling_defaults` are what `run` and the checkpoint come to. Raises LoadError for a file of the
+    `config` and `sampling_defaults` are what `run` and the checkpoint come to, and `chat_template` is the text of the
+    template that the job brings. Raises LoadError for a file of the
     checkpoint that cannot be read.
     """
     small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
@@ -63,8 +70,25 @@ def job_facts(
         "job.messages_field": run.job.messages_field,
         "job.id_field": run.job.id_field,
     }
+    facts |= _prompt_facts(run.job, chat_template)
     for name, value in sorted(sampling_defaults.items()):
         facts[f"sampling.{name}"] = _fact(value)
+    return facts
+
+
+def _prompt_facts(job: JobConfig, chat_template: str | None) -> dict[str, Fact]:
+    """Return what the job says about the prompts of its rows, without what it leaves alone."""
+    facts: dict[str, Fact] = {}
+    if job.prompt_template is not None:
+        facts["job.prompt_template"] = job.prompt_template
+    if job.messages_template:
+        facts["job.messages_template"] = _fact(job.messages_template)
+    if job.system is not None:
+        facts["job.system"] = job.system
+    if chat_template is not None:
+        facts["job.chat_template"] = f"sha256 {sha256(chat_template.encode()).hexdigest()[:16]}"
+    if job.chat_template_kwargs:
+        facts["job.chat_template_kwargs"] = _fact(job.chat_template_kwargs)
     return facts
 
 

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from nvcli.chat_template import read_chat_template
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError
 from nvcli.job_run.job_facts import job_facts
@@ -29,11 +30,13 @@ from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
+from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sampling_params import SamplingParams
 from nvcli.sizing.graph_sizes import default_batched_tokens
+from nvcli.text_template import TextTemplate
 from nvcli.validation import InvalidValue, convert
 from nvcli.versions import torch_build
 
@@ -57,6 +60,8 @@ class ResolvedJob:
     """The defaults that lie under a row's own `sampling`."""
     can_continue: bool
     """Whether the inputs can be read again, so that another run may continue the output."""
+    chat_template: str | None
+    """The text of the chat template that takes the place of the checkpoint's own; None: there is none."""
     known_inputs: tuple[KnownInput, ...]
     """The inputs as they were when the job was resolved; none where one of them cannot be read again."""
     manifest: Manifest
@@ -75,7 +80,7 @@ class ResolvedJob:
 
     def make_reader(self, answered: AnsweredRows) -> RowReader:
         """Make a reader of the inputs that passes over the rows that are `answered`."""
-        parser = RowParser(self.sampling_defaults, row_keys(self.run.job))
+        parser = make_parser(self.run.job, self.sampling_defaults)
         return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
 
 
@@ -93,6 +98,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
     model = load_model_config(model_path)
     check_tokenizer_files(model_path)
     check_weight_files(model_path)
+    chat_template = own_chat_template(run.job)
     config = resolve_engine_config(run, model_path, model)
     defaults = sampling_defaults(run, model)
     can_continue = is_repeatable(names)
@@ -101,7 +107,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
         created=int(time.time()),
         model=run.model,
         hub_id=run.model if is_hub_id(run.model) else None,
-        facts=job_facts(run, config, defaults, model_path=model_path),
+        facts=job_facts(run, config, defaults, model_path=model_path, chat_template=chat_template),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
     return ResolvedJob(
@@ -114,6 +120,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
         config=config,
         sampling_defaults=defaults,
         can_continue=can_continue,
+        chat_template=chat_template,
         known_inputs=known_inputs,
         manifest=manifest,
     )
@@ -231,9 +238,21 @@ def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
     return defaults
 
 
-def row_keys(job: JobConfig) -> RowKeys:
-    """Return the keys under which a row says something to nvcli."""
-    return RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
+def make_parser(job: JobConfig, sampling_defaults: Mapping[str, Any]) -> RowParser:
+    """Make the parser of a job's rows."""
+    rules = PromptRules(
+        prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
+        messages_template=tuple((each.role, TextTemplate(each.content)) for each in job.messages_template),
+        system=job.system,
+        chat_template_kwargs=job.chat_template_kwargs,
+    )
+    keys = RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
+    return RowParser(sampling_defaults, keys, rules)
+
+
+def own_chat_template(job: JobConfig) -> str | None:
+    """Return the text of the chat template that the job names; None: it names none. Raises ConfigError."""
+    return None if job.chat_template is None else read_chat_template(Path(job.chat_template))
 
 
 def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> Literal["cpu", "cuda"]:

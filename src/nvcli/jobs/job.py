@@ -6,7 +6,8 @@ is one of these, or a type that the engine gave:
     invalid_json, not_an_object, invalid_id, duplicate_id,     the line itself
     line_too_long
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
-    invalid_sampling, unsupported_url, unsupported_parameter
+    missing_column, invalid_sampling, unsupported_url,
+    unsupported_parameter
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, special_token, no_chat_template,
     chat_template_error, tokenizer_error
@@ -39,11 +40,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A row's place in the input and all else that its answer needs to know of it."""
 
     id: JobId
-    """The row's own id; else the number of its line, counted on over several inputs."""
+    """The row's own id; else the name that it was given: `row-7` for the row with index 7."""
     index: int
     """The number of the row over all inputs, from 0; blank lines are not rows."""
     line: str
-    """The line as messages name it: `line 7`, or `line 7 of b.jsonl` where there are several inputs."""
+    """The place as messages name it: `line 7`, in a table `row 7`; `line 7 of b.jsonl` where there are several
+    inputs."""
     extra: dict[str, msgspec.Raw] = {}
     """Keys that are not nvcli's own, with their values as JSON; they go into the output row as they came."""
     form: RowForm = RowForm.NATIVE
@@ -57,6 +59,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, beside the messages."""
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams
 

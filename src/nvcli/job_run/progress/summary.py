@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nvcli.job_run.counts import Counts
@@ -41,6 +41,8 @@ class Summary:
     counts: Counts
     """The counts of this run."""
     times: RunTimes
+    row_warnings: Sequence[str] = ()
+    """Warnings about rows of this run, with their counts."""
     was_complete: bool = False
     """The output was complete before, and there was nothing to do."""
 
@@ -66,6 +68,7 @@ def format_summary(summary: Summary) -> str:
     lines = [_first_line(summary), *_error_lines(summary)]
     if not summary.was_complete:
         lines += [*_token_lines(summary), *_time_lines(summary), *_notes(summary.counts)]
+        lines += [f"  note      {warning}" for warning in summary.row_warnings]
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from nvcli.errors import LoadError, RowError, WorkerError
 from nvcli.executor.child_process import ChildProcess
-from nvcli.job_run.text.prepare import Conversation
+from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.render_process import Rendered
 
 MAX_SECONDS = 10.0
@@ -29,8 +29,10 @@ class ChatRenderer:
     Used by one thread; `close` may be called by any.
     """
 
-    def __init__(self, model_path: Path, *, max_seconds: float = MAX_SECONDS) -> None:
+    def __init__(self, model_path: Path, *, chat_template: str | None = None, max_seconds: float = MAX_SECONDS) -> None:
+        """`chat_template` is the text of a template that takes the place of the checkpoint's own."""
         self._model_path = model_path
+        self._chat_template = chat_template
         self._max_seconds = max_seconds
         self._process: ChildProcess | None = None
         self._decode = msgspec.msgpack.Decoder(list[Rendered]).decode
@@ -90,7 +92,7 @@ class ChatRenderer:
         """Start the process, and wait until it has loaded the template, however long that takes."""
         process = self._process = ChildProcess(
             "nvcli.job_run.text.render_process:main",
-            self._model_path,
+            (self._model_path, self._chat_template),
             name="chat template process",
             env={"OPENBLAS_NUM_THREADS": "1"},  # numpy comes with transformers, and has nothing to do here
         )

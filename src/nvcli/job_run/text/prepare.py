@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
 
 import msgspec
 
 from nvcli.config import OnTooLong, SpecialTokens
 from nvcli.errors import RowError
+from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.long_text import encode_long, is_long
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -20,7 +20,6 @@ from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
 _ROW_BYTES = 1000
 """Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
 
-Conversation = list[dict[str, Any]]
 Render = Callable[[Sequence[Conversation]], list[str | RowError]]
 
 
@@ -90,8 +89,12 @@ class Preparer:
                     prompts[at] = refusal
             elif row.messages is not None:
                 refusal = self._rule.check(row.messages, "messages")
+                if refusal is None and row.chat_template_kwargs:
+                    refusal = self._rule.check(row.chat_template_kwargs, "chat_template_kwargs")
                 if refusal is None:
-                    conversations[at] = self._rule.to_template(row.messages)
+                    conversations[at] = Conversation(
+                        self._rule.to_template(row.messages), self._rule.to_template(row.chat_template_kwargs)
+                    )
                 else:
                     prompts[at] = refusal
             else:

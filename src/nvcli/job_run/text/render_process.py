@@ -9,11 +9,11 @@ from __future__ import annotations
 import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from nvcli.errors import LoadError, RowError
+from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.validation import describe_surrogate
 
@@ -32,13 +32,16 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-def main(model_path: Path, control: Connection) -> None:
-    """Load the checkpoint's chat template, say so with an empty message, and answer lists of conversations.
+def main(model: tuple[Path, str | None], control: Connection) -> None:
+    """Load a chat template, say so with an empty message, and answer lists of conversations.
+
+    `model` is the checkpoint's folder, and the text of a template that takes the place of the checkpoint's own.
 
     Where it cannot be loaded, the only message is the reason.
     """
+    model_path, chat_template = model
     try:
-        tokenizer = Tokenizer.load(model_path)
+        tokenizer = Tokenizer.load(model_path, chat_template=chat_template)
     except LoadError as error:
         control.send_bytes(str(error).encode())
         return
@@ -46,7 +49,7 @@ def main(model_path: Path, control: Connection) -> None:
     encode = msgspec.msgpack.Encoder().encode
     control.send_bytes(b"")
     while True:
-        conversations: list[list[dict[str, Any]]] = control.recv()
+        conversations: list[Conversation] = control.recv()
         control.send_bytes(encode([_render(tokenizer, conversation) for conversation in conversations]))
 
 
@@ -58,9 +61,9 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
-def _render(tokenizer: Tokenizer, conversation: list[dict[str, Any]]) -> Rendered:
+def _render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
     try:
-        text = tokenizer.render(conversation)
+        text = tokenizer.render(conversation.messages, conversation.variables)
     except RowError as error:
         return Rendered("", error.type, error.message.encode(errors="replace").decode())
     if len(text) > MAX_CHARS:

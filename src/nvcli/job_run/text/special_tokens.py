@@ -12,11 +12,13 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from nvcli.config import SpecialTokens
 from nvcli.errors import ConfigError, RowError
 from nvcli.job_run.text.tokenizer import Tokenizer
+
+T = TypeVar("T", list[dict[str, Any]], dict[str, Any])
 
 
 class SpecialTokenRule:
@@ -29,9 +31,9 @@ class SpecialTokenRule:
         """Return the error of a prompt or conversation that is not allowed. `name` is its key in the row."""
         return None
 
-    def to_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return a conversation as it is to be rendered."""
-        return messages
+    def to_template(self, value: T) -> T:
+        """Return messages, or variables of the chat template, as they are to be rendered."""
+        return value
 
     def encode(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int] | RowError]:
         """Return the token ids of prompts, or of rendered conversations, or their errors."""
@@ -111,9 +113,9 @@ class _Escape(SpecialTokenRule):
         where, token = found
         return RowError("special_token", f"`{where}` holds {token}, which this tokenizer cannot read as plain text")
 
-    def to_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def to_template(self, value: T) -> T:
         replacement = rf"{self._open}\g<0>{self._close}"
-        marked: list[dict[str, Any]] = _map_texts(lambda text: self._pattern.sub(replacement, text), messages)
+        marked: T = _map_texts(lambda text: self._pattern.sub(replacement, text), value)
         return marked
 
     def encode(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int] | RowError]:

@@ -7,7 +7,7 @@ clean-up that some tokenizer configurations ask transformers for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,11 @@ class Tokenizer:
                 self.max_token_chars = 4 * max(map(len, vocab))
 
     @classmethod
-    def load(cls, model_path: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint, and run none of its code. Raises LoadError that names the file."""
+    def load(cls, model_path: Path, *, chat_template: str | None = None) -> Tokenizer:
+        """Load the tokenizer of a checkpoint, and run none of its code. Raises LoadError that names the file.
+
+        `chat_template` is the text of a template that takes the place of the checkpoint's own.
+        """
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
@@ -77,7 +80,10 @@ class Tokenizer:
         else:
             from transformers import AutoTokenizer as Loader
         try:
-            tokenizer = cls(Loader.from_pretrained(model_path, local_files_only=True, trust_remote_code=False))
+            loaded = Loader.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+            if chat_template is not None:
+                loaded.chat_template = chat_template
+            tokenizer = cls(loaded)
         except BaseException as error:  # whatever a broken file makes transformers or tokenizers raise
             if not is_library_failure(error):
                 raise
@@ -100,13 +106,18 @@ class Tokenizer:
         """The spellings of the special tokens, and of the other added tokens that the chat template's text holds."""
         if self._backend is None:
             return list(self._tokenizer.all_special_tokens)
-        template = self._tokenizer.chat_template or ""
-        text = template if isinstance(template, str) else "\n".join(template.values())
+        text = self.chat_template
         return [
             token.content
             for token in self._backend.get_added_tokens_decoder().values()
             if token.content.strip() and (token.special or token.content in text)
         ]
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, or of all where there are several; empty where there is none."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
 
     @property
     def eos_token_id(self) -> int | None:
@@ -135,12 +146,21 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """Return the prompt text of a conversation, up to where the answer begins. Raises RowError."""
+    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """Return the prompt text of a conversation, up to where the answer begins. Raises RowError.
+
+        `variables` are given to the chat template. `continue_final_message` is one of them: the answer then goes on
+        with the last message.
+        """
         if not self._tokenizer.chat_template:
-            raise RowError("no_chat_template", "this model has no chat template for `messages`; give `prompt` instead")
+            raise RowError(
+                "no_chat_template",
+                "this model has no chat template for `messages`; give `prompt` instead, or name a --chat-template",
+            )
+        variables = variables or {}
+        options = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # templates raise on purpose, and by accident
             raise RowError("chat_template_error", f"the chat template refused `messages`: {error}") from None
         assert isinstance(text, str)

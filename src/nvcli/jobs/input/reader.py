@@ -20,6 +20,7 @@ from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.own_files import is_parquet
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.parser import Row, RowParser
+from nvcli.jobs.rows.row_warnings import RowWarnings
 
 FIRST_BATCH_ROWS = 8
 """The first batch is small, so that replicas soon have work; batches double from here."""
@@ -82,8 +83,6 @@ class RowReader:
         self._source: _Source | None = None
         self._line_number = 0
         """The number of the line that was read last, in its input; blank lines count."""
-        self._lines_before = 0
-        """Lines in the inputs before that one."""
         self._bytes_before = 0
         self.rows_read = 0
         self.rows_passed_over = 0
@@ -92,6 +91,11 @@ class RowReader:
         """Whether every input was read to its end, and not just to the limit."""
         self.bytes_total = _total_bytes(self._inputs)
         """Bytes of all inputs as they are on disk; None: not known, as with standard input."""
+
+    @property
+    def warnings(self) -> RowWarnings:
+        """What to tell the user of the rows that were read."""
+        return self._parser.warnings
 
     @property
     def bytes_read(self) -> int:
@@ -147,7 +151,6 @@ class RowReader:
                 yield row, len(line) if isinstance(line, bytes) else 0
             if self._is_at_limit:
                 return
-        self._lines_before += self._line_number
         self._bytes_before += source.bytes_read
         self._source = None
 
@@ -157,13 +160,15 @@ class RowReader:
 
     def _row(self, line: Row, name: str) -> Job | JobResult | None:
         """Parse one row; None for a row that is answered already."""
-        index, line_id = self.rows_read, self._lines_before + self._line_number
+        index = self.rows_read
         if index in self._answered.all:
-            self._parser.skip(line, line_id=line_id, is_good=index not in self._answered.failed)
+            self._parser.skip(line, index=index, is_good=index not in self._answered.failed)
             self.rows_passed_over += 1
             return None
-        where = f"line {self._line_number}" if len(self._inputs) == 1 else f"line {self._line_number} of {_label(name)}"
-        return self._parser.parse(line, index=index, line_id=line_id, where=where)
+        where = f"{'row' if isinstance(line, dict) else 'line'} {self._line_number}"
+        if len(self._inputs) > 1:
+            where += f" of {_label(name)}"
+        return self._parser.parse(line, index=index, where=where)
 
 
 def _open_source(name: str, known: KnownInput | None) -> _Source:

@@ -10,6 +10,8 @@ import msgspec
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, JobId, Place
 from nvcli.jobs.rows.conversation import check_messages
+from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.validation import InvalidValue, convert, show
 
@@ -22,14 +24,15 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: str = "prompt_token_ids"
     id: str = "id"
     sampling: str = "sampling"
+    chat_template_kwargs: str = "chat_template_kwargs"
 
     @property
     def prompts(self) -> tuple[str, ...]:
         return self.prompt, self.messages, self.prompt_token_ids
 
     @property
-    def all(self) -> frozenset[str]:
-        return frozenset((*self.prompts, self.id, self.sampling))
+    def beside_prompt(self) -> frozenset[str]:
+        return frozenset((self.id, self.sampling, self.chat_template_kwargs))
 
 
 class RowDefaults:
@@ -50,25 +53,63 @@ class RowDefaults:
             raise RowError("invalid_sampling", error.message) from None
 
 
-def native_id(row: dict[str, Any], keys: RowKeys, line_id: int) -> JobId:
-    if keys.id not in row:
-        return line_id
-    value = row[keys.id]
-    if isinstance(value, str):
+def native_id(row: dict[str, Any], keys: RowKeys) -> JobId | None:
+    """Return the id that a row brings; None if it brings none."""
+    value = row.get(keys.id)
+    if value is None or isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and -MAX_INT - 1 <= value <= MAX_INT:
         return value
     raise RowError("invalid_id", f"`{keys.id}` is {show(value)}; allowed: text or an integer of 64 bits")
 
 
-def native_job(row: dict[str, Any], place: Place, keys: RowKeys, defaults: RowDefaults) -> Job:
+def native_job(
+    row: dict[str, Any],
+    place: Place,
+    keys: RowKeys,
+    defaults: RowDefaults,
+    rules: PromptRules,
+    columns: Mapping[str, Any],
+) -> Job:
+    """Make the job of a row. `columns` are all values of the row as they were read, for the job's template."""
     own = row.get(keys.sampling, {})
     if not isinstance(own, dict):
         raise RowError("invalid_sampling", f"`{keys.sampling}` is {show(own)}; expected an object with keys")
     sampling = defaults.sampling(own, under=keys.sampling)
+    variables = row.get(keys.chat_template_kwargs)
     prompt = row.get(keys.prompt)
-    if isinstance(prompt, str) and keys.messages not in row and keys.prompt_token_ids not in row:
+    if isinstance(prompt, str) and keys.messages not in row and keys.prompt_token_ids not in row and variables is None:
         return Job(place=place, prompt=prompt, sampling=sampling)  # most rows
+    try:
+        given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules)
+        if given.messages is None and variables is not None:
+            raise RowError(
+                "invalid_value",
+                f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "
+                f"out, or give `{keys.messages}`",
+            )
+        if given.messages is None:
+            return Job(place=place, prompt=given.text, prompt_token_ids=given.token_ids, sampling=sampling)
+        return Job(
+            place=place,
+            messages=given.messages,
+            chat_template_kwargs=rules.variables(variables, under=(keys.chat_template_kwargs,)),
+            sampling=sampling,
+        )
+    except InvalidValue as error:
+        raise RowError("invalid_value", error.message) from None
+
+
+class _Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt in one of its three forms."""
+
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    token_ids: list[int] | None = None
+
+
+def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules) -> _Prompt:
+    """Return the prompt that a row holds. Raises RowError and InvalidValue."""
     given = [key for key in keys.prompts if key in row]
     if not given:
         names = "`{}`, `{}` and `{}`".format(*keys.prompts)
@@ -77,12 +118,21 @@ def native_job(row: dict[str, Any], place: Place, keys: RowKeys, defaults: RowDe
         names = " and ".join(f"`{key}`" for key in given)
         raise RowError("conflicting_prompts", f"{names} are given; give one of them")
     (key,) = given
-    try:
-        if key == keys.prompt:
-            return Job(place=place, prompt=convert(row[key], str, under=(key,)), sampling=sampling)
-        if key == keys.messages:
-            return Job(place=place, messages=check_messages(row[key], under=(key,)), sampling=sampling)
-        ids = convert(row[key], list[int], under=(key,))
-        return Job(place=place, prompt_token_ids=ids, sampling=sampling)
-    except InvalidValue as error:
-        raise RowError("invalid_value", error.message) from None
+    if key == keys.prompt:
+        return _Prompt(text=convert(row[key], str, under=(key,)))
+    if key == keys.messages:
+        return _Prompt(messages=rules.with_system(check_messages(row[key], under=(key,))))
+    return _Prompt(token_ids=convert(row[key], list[int], under=(key,)))
+
+
+def _templated(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> _Prompt:
+    """Return the prompt that the job's template makes of a row. Raises RowError."""
+    unused = [key for key in keys.prompts if key not in rules.columns and not is_null(columns.get(key))]
+    if unused:
+        raise RowError(
+            "conflicting_prompts",
+            f"`{unused[0]}` is given, and the job's template makes the prompt without it; leave one of the two out, or "
+            f"name it in the template: {{{unused[0]}}}",
+        )
+    filled = rules.fill(columns)
+    return _Prompt(text=filled) if isinstance(filled, str) else _Prompt(messages=filled)

@@ -48,7 +48,7 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
         )
     return {
         "id": f"{BATCH_ID}{index}",
-        "custom_id": place.id if isinstance(place.id, str) else None,
+        "custom_id": place.id,
         "response": {"status_code": status, "request_id": f"req_{index}", "body": body},
         "error": None if result.error is None else {"code": result.error.type, "message": result.error.message},
     }

@@ -14,6 +14,8 @@ from nvcli.errors import RowError
 from nvcli.jobs.job import Job, Place, RowForm
 from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.native_row import RowDefaults
+from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_LOGPROBS
 from nvcli.validation import InvalidValue, convert, shorten, show, suggest
 
@@ -53,13 +55,15 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 """Parameters that are allowed with a value that changes nothing."""
-_CHAT_KEYS = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
+_CHAT_KEYS = ("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs")
 _COMPLETION_KEYS = ("prompt", "logprobs", "best_of")
 
 
 def looks_like_openai(row: Mapping[str, Any]) -> bool:
     """Tell whether a row without a prompt of nvcli's own form is meant as a row of a batch file."""
-    return ("custom_id" in row) + ("url" in row) + ("body" in row) >= 2
+    if ("custom_id" in row) + ("url" in row) + ("body" in row) < 2:
+        return False
+    return sum(not is_null(row.get(key)) for key in ("custom_id", "url", "body")) >= 2
 
 
 def openai_form(row: dict[str, Any]) -> RowForm:
@@ -85,7 +89,7 @@ def openai_model(row: dict[str, Any]) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults) -> Job:
+def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: PromptRules) -> Job:
     if row.get("method", "POST") != "POST":
         raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
     url, body = row.get("url"), row.get("body")
@@ -106,7 +110,14 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults) -> Job:
             if "messages" not in given:
                 raise RowError("missing_prompt", "`body.messages` is not given")
             messages = check_messages(given["messages"], under=("body", "messages"))
-            return Job(place=place, messages=messages, sampling=sampling)
+            under = ("body", "chat_template_kwargs")
+            variables = rules.variables(given.get("chat_template_kwargs"), under=under)
+            return Job(
+                place=place,
+                messages=rules.with_system(messages),
+                chat_template_kwargs=variables,
+                sampling=sampling,
+            )
         prompt = _single_prompt(given)
         if isinstance(prompt, str):
             return Job(place=place, prompt=prompt, sampling=sampling)
@@ -119,6 +130,10 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults) -> Job:
 def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
     known = (*_SAME, *_IGNORED, *_HARMLESS_VALUES, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
     for key, value in given.items():
+        if key == "chat_template":
+            raise RowError(
+                "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
+            )
         if key not in known:
             raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, known)}")
         if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:

@@ -10,6 +10,12 @@ from nvcli.jobs.job import JobResult, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
 from nvcli.validation import is_utf8
 
+_NATIVE_KEYS = frozenset(("id", "index", "choices", "usage", "error"))
+_OPENAI_KEYS = frozenset(("id", "index", "custom_id", "response", "error"))
+"""Keys that mean something of the answer in an output row. `index` is how `read_output_row` knows native rows."""
+_INPUT = "input"
+"""Where the input row's own values of such keys are found."""
+
 
 class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
     """Values that all rows of one output share; they are the same for every run that continues it."""
@@ -28,7 +34,10 @@ class WrittenRow(msgspec.Struct, frozen=True):
 
 
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
-    """Return the output row: the keys of its form first, then what the input row passed through."""
+    """Return the output row: the keys of its form first, then what the input row passed through.
+
+    Keys of the input row that have the name of one of the output's go under `input`, together with its own `input`.
+    """
     place = result.place
     is_native = place.form is RowForm.NATIVE
     if not is_native:
@@ -41,9 +50,14 @@ def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
             "usage": result.usage,
             "error": result.error,
         }
-    for key, value in place.extra.items():
-        if is_native or key != "index":  # by which `read_output_row` knows native rows
-            row.setdefault(key, value)  # a key of ours is never overridden
+    extra = place.extra
+    if extra:
+        taken = extra.keys() & (_NATIVE_KEYS if is_native else _OPENAI_KEYS)
+        if taken:
+            row[_INPUT] = {key: value for key, value in extra.items() if key in taken or key == _INPUT}
+        for key, value in extra.items():
+            if key not in taken:
+                row.setdefault(key, value)
     return row
 
 

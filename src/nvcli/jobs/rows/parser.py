@@ -19,6 +19,9 @@ from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_j
 from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
+from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.raw_values import as_json, decode, is_null
+from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.jobs.rows.seen_ids import SeenIds
 from nvcli.validation import show
 
@@ -33,57 +36,69 @@ MAX_LEVELS = 400
 
 
 class RowParser:
-    """Parses rows. It holds the keys of rows, the defaults of `sampling`, and the ids that were seen."""
+    """Parses rows. It holds the keys of rows, what the job says for all of them, and the ids that were seen."""
 
-    def __init__(self, sampling_defaults: Mapping[str, Any], keys: RowKeys | None = None) -> None:
+    def __init__(
+        self, sampling_defaults: Mapping[str, Any], keys: RowKeys | None = None, rules: PromptRules | None = None
+    ) -> None:
         """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them."""
         self._keys = keys or RowKeys()
-        self._own_keys = self._keys.all
+        self._rules = rules or PromptRules()
+        # A template reads columns, whatever their names.
+        prompts = () if self._rules.has_template else self._keys.prompts
+        self._own_keys = self._keys.beside_prompt.union(prompts)
+        self.warnings = RowWarnings(self._rules.columns)
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode_ids = _ids_decoder(self._keys.id).decode
 
-    def parse(self, row: Row, *, index: int, line_id: int, where: str) -> Job | JobResult:
-        """Parse one row. `line_id` is the id of a row without one, and `where` names the line in messages."""
-        row_id: JobId = line_id
+    def parse(self, row: Row, *, index: int, where: str) -> Job | JobResult:
+        """Parse one row. `where` names its line in messages."""
+        row_id: JobId | None = None
         form = RowForm.NATIVE
         model = None
         extra: dict[str, msgspec.Raw] = {}
         try:
             given: Mapping[str, Any] = row if isinstance(row, dict) else _split_line(row)
-            is_native = not looks_like_openai(given) or any(key in given for key in self._keys.prompts)
+            is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self._keys.prompts)
             own_keys = self._own_keys if is_native else OPENAI_KEYS
             values = _own_values(given, own_keys)
             if len(values) < len(given):
-                extra = {key: _as_json(value) for key, value in given.items() if key not in own_keys}
+                extra = {key: as_json(value) for key, value in given.items() if key not in own_keys}
             if is_native:
-                is_given = self._keys.id in values
-                row_id = native_id(values, self._keys, line_id)
+                row_id = native_id(values, self._keys)
+                if extra:
+                    self.warnings.add_keys(extra, where)
             else:
-                is_given, form, model = True, openai_form(values), openai_model(values)
+                form, model = openai_form(values), openai_model(values)
                 row_id = openai_id(values)
-            if not self._seen.add(row_id, given=is_given):
-                what = "the id" if is_given else f"no `{self._keys.id}` is given, and its line number"
-                raise RowError("duplicate_id", f"{what} {show(row_id)} is the id of an earlier row; ids must differ")
+            if row_id is None:
+                row_id = self._seen.name(index)
+            elif not self._seen.add(row_id):
+                raise RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ")
             place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model)
             if is_native:
-                return native_job(values, place, self._keys, self._defaults)
-            return openai_job(values, place, self._defaults)
+                job = native_job(values, place, self._keys, self._defaults, self._rules, given)
+            else:
+                job = openai_job(values, place, self._defaults, self._rules)
+            if job.messages is None and self._rules.is_for_conversations:
+                self.warnings.add_prompt(where)
+            return job
         except RowError as error:
-            if row_id == line_id:
-                self._seen.add(line_id, given=False)
+            if row_id is None:
+                row_id = self._seen.name(index)
             place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model)
             return failed(place, error)
 
-    def skip(self, row: Row, *, line_id: int, is_good: bool) -> None:
+    def skip(self, row: Row, *, index: int, is_good: bool) -> None:
         """Take note of the id of a row that is answered already. `is_good` says that its answer was no error."""
         row_id = self._id_of(row) if is_good else None
         if row_id is msgspec.UNSET:
-            self._seen.add(line_id, given=False)
+            self._seen.name(index)
         elif isinstance(row_id, str | int):
-            self._seen.add(row_id, given=True)
+            self._seen.add(row_id)
         else:
-            self.parse(row, index=0, line_id=line_id, where="")
+            self.parse(row, index=index, where="")
 
     def _id_of(self, row: Row) -> Any:
         """Return the id of a good row, or UNSET for a native row without one; None where it takes parsing to know."""
@@ -95,7 +110,7 @@ class RowParser:
             return None  # another row than the one that was answered
         if ids is None or ids.custom_id is not msgspec.UNSET:
             return None
-        return msgspec.UNSET if self._keys.id == "custom_id" else ids.id
+        return msgspec.UNSET if self._keys.id == "custom_id" or ids.id is None else ids.id
 
 
 class _Ids(msgspec.Struct):
@@ -113,10 +128,8 @@ def _ids_decoder(id_key: str) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(msgspec.defstruct("_IdsUnder", fields, rename={"id": id_key}))
 
 
-_decode = msgspec.json.Decoder().decode
 _decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _check_json = msgspec.json.Decoder(msgspec.Raw).decode
-_encode = msgspec.json.Encoder(enc_hook=str).encode  # tables hold values that JSON does not have
 
 
 def _split_line(line: Line) -> dict[str, msgspec.Raw]:
@@ -141,20 +154,17 @@ def _split_line(line: Line) -> dict[str, msgspec.Raw]:
 
 
 def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
-    """Return the values of nvcli's own keys as objects. Raises RowError."""
+    """Return the values of nvcli's own keys as objects, without those that are null. Raises RowError."""
     values = {}
     for key, value in given.items():
         if key in own_keys:
             try:
-                values[key] = _decode(value) if isinstance(value, msgspec.Raw) else value
+                decoded = decode(value) if isinstance(value, msgspec.Raw) else value
             except msgspec.DecodeError:  # it is JSON, with a number or a character that we cannot hold
                 raise RowError("invalid_json", explain_bad_value(bytes(value), key)) from None
+            if decoded is not None:
+                values[key] = decoded
     return values
-
-
-def _as_json(value: Any) -> msgspec.Raw:
-    """Return a value as JSON in memory of its own, so that it does not keep its whole line there."""
-    return value.copy() if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
 
 
 def _no_object(line: bytes) -> RowError:

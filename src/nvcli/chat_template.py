@@ -1,0 +1,87 @@
+"""What a job says to a chat template: the file of another template, and the variables that a template is given.
+
+Knows no tokenizer and renders nothing; errors come before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nvcli.errors import ConfigError
+from nvcli.regular_file import read_regular
+from nvcli.validation import shorten
+
+if TYPE_CHECKING:
+    import jinja2.nodes
+    import jinja2.parser
+
+_MAX_FILE_BYTES = 10_000_000
+"""The largest file of a chat template, as in checkpoints."""
+
+_RESERVED = (
+    *("messages", "conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""Parameters of transformers' `apply_chat_template` that are no variables of a template."""
+
+_FOR_THE_RENDERER = ("add_generation_prompt", "continue_final_message")
+"""Variables that have an effect on the prompt even where a template does not name them."""
+
+
+def reserved_variable(variables: Mapping[str, Any]) -> str | None:
+    """Return the message for the first name that cannot be a variable of a chat template; None if all can."""
+    name = next((name for name in variables if name in _RESERVED), None)
+    return name and f"`{shorten(name)}` is no variable of a chat template; take it out"
+
+
+def read_chat_template(path: Path) -> str:
+    """Return the chat template in a file. Raises ConfigError where it cannot be read or is no Jinja template."""
+    try:
+        text = read_regular(path, most_bytes=_MAX_FILE_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the chat template {path} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"the chat template {path} cannot be read: {error.strerror}") from None
+    import jinja2
+
+    try:
+        _parse(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template {path}:{error.lineno}: no Jinja template: {error.message}") from None
+    except RecursionError:
+        raise ConfigError(f"the chat template {path}: nested too deeply") from None
+    return text
+
+
+def unknown_variables(template: str, variables: Iterable[str]) -> list[str]:
+    """Return the variables that have no effect on a chat template, because it does not name them.
+
+    Empty where the template cannot be read: whoever renders it says so.
+    """
+    import jinja2
+    import jinja2.meta
+
+    try:
+        known = jinja2.meta.find_undeclared_variables(_parse(template))
+    except (jinja2.TemplateError, RecursionError):
+        return []
+    return [name for name in variables if name not in known and name not in _FOR_THE_RENDERER]
+
+
+def _parse(text: str) -> jinja2.nodes.Template:
+    """Return the syntax tree of a chat template. Raises jinja2.TemplateSyntaxError and RecursionError."""
+    import jinja2
+    import jinja2.ext
+
+    class Generation(jinja2.ext.Extension):
+        """The tag of transformers around what an assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return jinja2.Environment(extensions=[Generation, "jinja2.ext.loopcontrols"], autoescape=False).parse(text)

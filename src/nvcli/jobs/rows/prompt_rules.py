@@ -1,0 +1,93 @@
+"""What a job says about the prompts of all its rows: templates over columns, a system message, template variables.
+
+A template makes the prompt of every native row. The system message and the variables of the chat template are for
+conversations of every form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from nvcli.chat_template import reserved_variable
+from nvcli.errors import RowError
+from nvcli.jobs.rows.raw_values import as_text, is_null
+from nvcli.text_template import TextTemplate
+from nvcli.validation import InvalidValue, convert, join_path, shorten
+
+_SHOWN_COLUMNS = 12
+_SYSTEM_ROLES = ("system", "developer")
+
+
+class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The rules of one job. At most one of the two templates is given."""
+
+    prompt_template: TextTemplate | None = None
+    messages_template: tuple[tuple[str, TextTemplate], ...] = ()
+    """The role and the content of each message."""
+    system: str | None = None
+    """The system message of conversations that have none."""
+    chat_template_kwargs: Mapping[str, Any] = {}
+    """Variables of the chat template; those of a row go over them."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the prompts of native rows are made of their columns."""
+        return self.prompt_template is not None or bool(self.messages_template)
+
+    @property
+    def is_for_conversations(self) -> bool:
+        """Whether a row that is no conversation misses something of these rules."""
+        return self.system is not None or bool(self.chat_template_kwargs)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that the templates name."""
+        templates = [template for _, template in self.messages_template]
+        if self.prompt_template is not None:
+            templates.append(self.prompt_template)
+        return frozenset().union(*(template.columns for template in templates))
+
+    def fill(self, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Return the prompt or the messages that the template makes of a row. Raises RowError."""
+
+        def value_of(column: str) -> str:
+            value = row.get(column)
+            if is_null(value):
+                raise RowError("missing_column", f"no column `{shorten(column)}`, which `{key}` names; {_shown(row)}")
+            return as_text(value)
+
+        if self.prompt_template is not None:
+            key = "job.prompt_template"
+            return self.prompt_template.fill(value_of)
+        key = "job.messages_template"
+        messages = [{"role": role, "content": content.fill(value_of)} for role, content in self.messages_template]
+        return self.with_system(messages)
+
+    def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return a conversation with the job's system message in front, if it has none of its own."""
+        if self.system is None or any(message["role"] in _SYSTEM_ROLES for message in messages):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def variables(self, own: Any, *, under: tuple[str, ...]) -> dict[str, Any]:
+        """Return the chat template's variables for a row. `own` are those of the row, which stand `under` a key of it;
+        None: it has none. Raises InvalidValue."""
+        if own is None:
+            return dict(self.chat_template_kwargs) if self.chat_template_kwargs else {}
+        variables = convert(own, dict[str, Any], under=under)
+        problem = reserved_variable(variables)
+        if problem is not None:
+            raise InvalidValue(under, f"`{join_path(under)}`: {problem}")
+        return {**self.chat_template_kwargs, **variables}
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    """Say which columns a row has."""
+    columns = [f"`{shorten(key)}`" for key, value in row.items() if not is_null(value)]
+    if not columns:
+        return "the row has none"
+    more = f" and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else ""
+    return f"the row has {', '.join(columns[:_SHOWN_COLUMNS])}{more}"

@@ -1,0 +1,81 @@
+"""Warnings about what rows hold without effect, each said once, with a count at the end.
+
+A key such as `temperature` beside the prompt may be a setting in the wrong place or a column of data, and a row does
+not say which. It is copied as any other key; the user is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from nvcli.sampling_params import SamplingParams
+from nvcli.validation import shorten
+
+_IN_SAMPLING = (*SamplingParams.__struct_fields__, "max_new_tokens", "max_completion_tokens")
+_ELSEWHERE = {
+    **dict.fromkeys(_IN_SAMPLING, "put it into `sampling`"),
+    "system": 'give a message of the role "system" in `messages`, or --system for all rows',
+    "system_prompt": 'give a message of the role "system" in `messages`, or --system for all rows',
+    "chat_template": "a row cannot bring one: give --chat-template for all rows",
+    "enable_thinking": "put it into `chat_template_kwargs`",
+}
+"""Keys that people put at the top level of a native row, and what to do with them."""
+_KEYS = frozenset(_ELSEWHERE)
+
+
+class RowWarnings:
+    """The warnings of one job. A row is added by one thread, and warnings are taken by another."""
+
+    def __init__(self, columns: Iterable[str] = ()) -> None:
+        """`columns` are keys that a template of the job names: they are where they belong."""
+        self._keys = _KEYS.difference(columns)
+        self._new: deque[str] = deque()
+        self._without_conversation = 0
+        self._counts: Counter[str] = Counter()
+
+    def add_keys(self, keys: Iterable[str], where: str) -> None:
+        """Take note of the keys that a row passes through."""
+        for key in self._keys.intersection(keys):
+            self._counts[key] += 1
+            if self._counts[key] == 1:
+                self._new.append(
+                    f"warning: {where} has `{key}` at its top level, where it is copied and has no effect; "
+                    f"if it is a setting, {_ELSEWHERE[key]}"
+                )
+
+    def add_prompt(self, where: str) -> None:
+        """Take note of a row that is no conversation, where the job says something to conversations."""
+        self._without_conversation += 1
+        if self._without_conversation == 1:
+            self._new.append(
+                f"warning: {where} is no conversation, so neither --system nor --chat-template-kwargs has an effect on "
+                "it; give `messages`, or make them with `job.messages_template`"
+            )
+
+    def add_unknown_variables(self, names: Sequence[str]) -> None:
+        """Take note of variables of the job that its chat template does not know."""
+        if names:
+            shown = ", ".join(f"`{shorten(name)}`" for name in names)
+            self._new.append(f"warning: the chat template does not know {shown}, which has no effect")
+
+    def take_new(self) -> list[str]:
+        """Return the warnings that were not taken yet."""
+        return [self._new.popleft() for _ in range(len(self._new))]
+
+    def totals(self) -> list[str]:
+        """Return a line for each warning with the number of its rows."""
+        lines = [
+            f"`{key}` stood at the top level of {_rows(count)} and had no effect there"
+            for key, count in self._counts.most_common()
+        ]
+        if self._without_conversation:
+            lines.append(
+                f"{_rows(self._without_conversation)} without a conversation, and so without the job's system "
+                "message and chat template variables"
+            )
+        return lines
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
