@@ -168,9 +168,7 @@ def test_rows_with_errors_make_code_1(tmp_path: Path, model_folder: Path) -> Non
 
 def test_from_pipe_to_pipe_only_results_on_standard_output(tmp_path: Path, model_folder: Path) -> None:
     noisy = "on_poll=lambda: (print('chatter'), os.write(1, b'chatter'))"
-    result = run(
-        *("generate", "-", "-o", "-", "-m", str(model_folder)), cwd=tmp_path, fakes=noisy, stdin='{"prompt": "ab"}\n'
-    )
+    result = run("generate", "-", "-m", str(model_folder), cwd=tmp_path, fakes=noisy, stdin='{"prompt": "ab"}\n')
     assert result.returncode == 0, result.stderr
     assert [json.loads(line)["choices"][0]["text"] for line in result.stdout.splitlines()] == ["ba"]
 

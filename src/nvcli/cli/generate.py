@@ -34,7 +34,7 @@ def generate(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Input files, or - for standard input.")],
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Output file, or -. Without it x.jsonl → x.out.jsonl."),
+        typer.Option("--output", "-o", metavar="FILE", help="Output file, or -. Without it x.jsonl → x.out.jsonl, - → -."),
     ] = None,
     config: ConfigOption = None,
     model: ModelOption = None,
@@ -73,7 +73,7 @@ def generate(
       nvcli generate questions.jsonl --model demo
       nvcli generate questions.jsonl -m Qwen/Qwen3-8B --tp 2 -o answers.jsonl
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set sampling.temperature=0
-      cat questions.jsonl | nvcli generate - -m demo -o - --progress none | jq .choices[0].text
+      cat questions.jsonl | nvcli generate - -m demo | jq '.choices[0].text'
     """
     from nvcli.config import find_config_file, load_run_config
     from nvcli.process_limits import check_process
