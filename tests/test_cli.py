@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -12,10 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
+import typer.main
+from typer.testing import CliRunner
 
 import nvcli
 from fake_command import ENVIRON, nvcli_command
+from nvcli.cli.main import app
+from nvcli.cli.messages import say_error
 from weightless_model import write_weightless_model
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +69,46 @@ def test_help_and_version(tmp_path: Path) -> None:
         assert part in result.stdout
     assert "Examples:" in result.stdout
     assert "Exit codes:" in result.stdout
+    assert "Rows and files:\n" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_plain_and_whole(command: str) -> None:
+    """Options stand in groups, with values in words; the list of commands is not cut short."""
+    runner = CliRunner()
+    shown = runner.invoke(app, [command, "--help"]).output
+    assert "\nModel and GPUs:\n" in shown
+    assert "range>" not in shown
+    assert "<" not in shown.partition("Model and GPUs:")[2]
+    listed = runner.invoke(app, ["--help"]).output.partition("Commands:")[2]
+    assert f"  {command} " in listed
+    assert "..." not in listed
+
+
+def test_everyday_flags_reach_the_engine(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 2)
+    flags = "-n 2 --max-tokens 1 --temperature 0 --top-p 0.5 --top-k 3 --seed 1 --max-num-seqs 2 --max-model-len 50"
+    result = run(
+        *("generate", "in.jsonl", "-m", str(model_folder), *flags.split(), "--stop", "x", "--stop", "y"),
+        *("--dtype", "float32", "--gpu-memory-utilization", "0.5"),
+        cwd=tmp_path,
+        fakes="",
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "in.out.jsonl").read_text().splitlines()]
+    assert [[choice["text"] for choice in row["choices"]] for row in rows] == [["0", "0"], ["1", "1"]]
+
+
+def test_errors_are_red_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for stream, shown in ((Terminal(), "\x1b[31m\x1b[1merror:\x1b[0m"), (io.StringIO(), "error:")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        say_error("no")
+        assert stream.getvalue() == f"nvcli: {shown} no\n"
 
 
 @pytest.mark.parametrize(
@@ -97,11 +144,18 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate"], "Missing argument"),
+        (["generate"], "nvcli: error: missing argument 'INPUT'\n  see: nvcli generate --help"),
         (["generate", "in.jsonl", "--nonsense"], "--nonsense"),
-        (["generate", "in.jsonl", "--order", "random"], "random"),
-        (["generate", "in.jsonl", "-m", "demo", "--limit", "0"], "--limit"),
-        (["nonsense"], "nonsense"),
+        (["generate", "in.jsonl", "-m", "demo", "--order", "random"], '--order random: `job.order` is "random"'),
+        (["generate", "in.jsonl", "-m", "demo", "--limit", "0"], "--limit 0: allowed: an integer of at least 1"),
+        (["nonsense"], "nvcli: error: no such command 'nonsense'"),
+        (["bench", "-m", "demo", "--temperature", "hot"], "--temperature hot: allowed: a number from 0 to 100"),
+        (
+            ["generate", "in.jsonl", "-m", "demo", "--top-p", "x"],
+            '--top-p x: `sampling.top_p` is "x"; allowed: a number',
+        ),
+        (["generate", "in.jsonl", "-m", "demo", "--progress", "no"], "--progress no: allowed: auto, bar, none, plain"),
+        (["generate", "in.jsonl", "-m", "demo", "--max-errors", "x"], '--max-errors x: `job.max_errors` is "x"'),
         (["generate", "in.jsonl"], "no model given"),
         (["generate", "in.jsonl", "-c", "no.yaml"], "no.yaml"),
         (["generate", "in.jsonl", "-c", "bad.yaml"], "bad.yaml:2: unknown key `max_seqs`"),
@@ -142,6 +196,7 @@ def test_mistakes_end_with_code_2_and_a_line_that_names_them(
     result = run(*arguments, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
+    assert result.stderr.startswith("nvcli: error: ")
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "p0"}\n'
@@ -177,9 +232,7 @@ def test_rows_with_errors_make_code_1(tmp_path: Path, model_folder: Path) -> Non
 
 def test_from_pipe_to_pipe_only_results_on_standard_output(tmp_path: Path, model_folder: Path) -> None:
     noisy = "on_poll=lambda: (print('chatter'), os.write(1, b'chatter'))"
-    result = run(
-        *("generate", "-", "-o", "-", "-m", str(model_folder)), cwd=tmp_path, fakes=noisy, stdin='{"prompt": "ab"}\n'
-    )
+    result = run("generate", "-", "-m", str(model_folder), cwd=tmp_path, fakes=noisy, stdin='{"prompt": "ab"}\n')
     assert result.returncode == 0, result.stderr
     assert [json.loads(line)["choices"][0]["text"] for line in result.stdout.splitlines()] == ["ba"]
 

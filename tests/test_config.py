@@ -175,8 +175,49 @@ def test_errors_in_flags_name_the_flag() -> None:
         ConfigError, match=r"^--tp 0: `tensor_parallel_size` is 0; allowed: an integer from 1 to 1024 or auto"
     ):
         load_run_config(None, (), {"--model": "m", "--tp": 0})
-    with pytest.raises(ConfigError, match=r"^--tp .*: not UTF-8 text"):
-        load_run_config(None, (), {"--model": "m", "--tp": os.fsdecode(b"caf\xe9")})
+    with pytest.raises(ConfigError, match=r"^--temperature 101: `sampling.temperature` is 101; allowed"):
+        load_run_config(None, (), {"--model": "m", "--temperature": 101})
+    for flag, value in (("--tp", os.fsdecode(b"caf\xe9")), ("--stop", ["a", os.fsdecode(b"caf\xe9")])):
+        with pytest.raises(ConfigError, match=rf"^{flag} .*: not UTF-8 text"):
+            load_run_config(None, (), {"--model": "m", flag: value})
+
+
+def test_everyday_flags_set_their_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: m\nsampling: {temperature: 0.5, min_p: 0.1}\n")
+    flags = {
+        "--temperature": 0,
+        "--top-p": 0.9,
+        "--top-k": 40,
+        "--max-tokens": 64,
+        "-n": 2,
+        "--stop": ["\n", "Q:"],
+        "--seed": 7,
+        "--max-model-len": 512,
+        "--max-num-seqs": 32,
+        "--dtype": "float16",
+        "--gpu-memory-utilization": 0.5,
+    }
+    run = load_run_config(path, ["sampling.temperature=1"], flags)
+    assert run.sampling == {
+        "temperature": 0,
+        "min_p": 0.1,
+        "top_p": 0.9,
+        "top_k": 40,
+        "max_tokens": 64,
+        "n": 2,
+        "stop": ["\n", "Q:"],
+    }
+    assert (run.seed, run.max_model_len, run.max_num_seqs) == (7, 512, 32)
+    assert (run.dtype, run.gpu_memory_utilization) == ("float16", 0.5)
+
+
+@pytest.mark.parametrize(("key", "path"), [("temperature", "sampling.temperature"), ("order", "job.order")])
+def test_a_key_of_a_section_is_told_its_section(tmp_path: Path, key: str, path: str) -> None:
+    message = rf"unknown key `{key}`; did you mean `{path}`\?"
+    with pytest.raises(ConfigError, match=rf"^--set {key}=0: {message}"):
+        load_run_config(None, ["model=m", f"{key}=0"])
+    with pytest.raises(ConfigError, match=rf"run.yaml:2: {message}"):
+        load_run_config(write(tmp_path, f"model: m\n{key}: 0\n"))
 
 
 @pytest.mark.parametrize("text", ["{", "3", "null", '{"a": NaN}', "enable_thinking=false", "{'a': 1}", "\udcff"])

@@ -47,6 +47,17 @@ FLAG_KEYS = {
     "--pp": "pipeline_parallel_size",
     "--dp": "data_parallel_size",
     "--device": "device",
+    "--dtype": "dtype",
+    "--max-model-len": "max_model_len",
+    "--max-num-seqs": "max_num_seqs",
+    "--gpu-memory-utilization": "gpu_memory_utilization",
+    "--seed": "seed",
+    "--max-tokens": "sampling.max_tokens",
+    "--temperature": "sampling.temperature",
+    "--top-p": "sampling.top_p",
+    "--top-k": "sampling.top_k",
+    "-n": "sampling.n",
+    "--stop": "sampling.stop",
     "--order": "job.order",
     "--max-errors": "job.max_errors",
     "--keep-going": "job.keep_going",
@@ -278,11 +289,22 @@ def load_run_config(
         convert(run.sampling, SamplingParams, under=("sampling",))
     except InvalidValue as error:
         origin = source.origin(error.path)
-        raise ConfigError(f"{origin}: {error.message}" if origin else error.message) from None
+        message = _in_its_section(error) or error.message
+        raise ConfigError(f"{origin}: {message}" if origin else message) from None
     if needs_model:
         _check_model(run)
     _check_together(run, source)
     return run
+
+
+def _in_its_section(error: InvalidValue) -> str | None:
+    """Return the message for a key that stands at the top and belongs into a section; None for all other errors."""
+    if not error.unknown_key or len(error.path) != 1:
+        return None
+    key = error.path[0]
+    sections = {"sampling": SamplingParams, "job": JobConfig}
+    section = next((name for name, kind in sections.items() if key in kind.__struct_fields__), None)
+    return section and f"unknown key `{key}`; did you mean `{section}.{key}`?"
 
 
 def _check_model(run: RunConfig) -> None:

@@ -74,11 +74,15 @@ class ConfigSource:
         self._put(path, value, f"--set {text}")
 
     def add_flag(self, flag: str, key: str, value: Any) -> None:
-        """Add a flag that is short for a key, as in `add_flag("--tp", "tensor_parallel_size", 2)`."""
-        shown = value if isinstance(value, str) else show(value)
-        if not is_text(shown):
-            raise ConfigError(f"{flag} {value}: not UTF-8 text")
-        self._put(tuple(key.split(".")), value, f"{flag} {shown}")
+        """Add a flag that is short for a key, as in `add_flag("--tp", "tensor_parallel_size", 2)`.
+
+        A flag that may be repeated has a list for its value.
+        """
+        items = value if isinstance(value, list) else [value]
+        origin = " ".join(f"{flag} {item if isinstance(item, str) else show(item)}" for item in items)
+        if not is_text(origin):
+            raise ConfigError(f"{origin}: not UTF-8 text")
+        self._put(tuple(key.split(".")), value, origin)
 
     def origin(self, path: KeyPath) -> str:
         """Return the file and line, or the flag, that set a value or the section around it; empty for a default."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nvcli.control_group import container_room
+
 
 def read_meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     """Return each entry of /proc/meminfo (or of this process's status file), by name."""
@@ -17,8 +19,10 @@ def total_ram() -> int:
 
 
 def available_ram() -> int:
-    """Return the RAM that programs can take without swapping."""
-    return read_meminfo()["MemAvailable"]
+    """Return the RAM that this process can take: without swapping, and within the limit of its container."""
+    available = read_meminfo()["MemAvailable"]
+    room = container_room()
+    return available if room is None else min(available, room)
 
 
 def resident_bytes() -> int:

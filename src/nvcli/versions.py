@@ -51,6 +51,18 @@ def describe_torch(build: TorchBuild | None) -> str:
     return f"{build.version} ({f'CUDA {build.cuda}' if build.cuda else 'without CUDA'})"
 
 
+def installed_versions() -> dict[str, str | None]:
+    """Return the versions that a measurement depends on; None for what is not installed (cuda: torch has none)."""
+    build = torch_build()
+    return {
+        "nvcli": __version__,
+        "python": platform.python_version(),
+        "torch": build.version if build is not None else package_version("torch"),
+        "cuda": build.cuda if build is not None else None,
+        "triton": package_version("triton"),
+    }
+
+
 def describe_versions() -> str:
     """Return the text that `nvcli --version` prints."""
     return (

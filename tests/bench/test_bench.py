@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nvcli import __version__
 from nvcli.bench.workload import Workload
 
 
@@ -29,6 +31,17 @@ def result_of(*args: str) -> dict[str, Any]:
 
 def test_measures_a_real_engine() -> None:
     result = result_of("--num-requests", "6", "--input-len", "5:20", "--output-len", "4:12")
+    assert abs(datetime.fromisoformat(result["date"]) - datetime.now(UTC)) < timedelta(minutes=5)
+    assert result["versions"]["nvcli"] == __version__
+    assert result["versions"]["torch"]
+    assert result["layout"] == {
+        "device": "CPU",
+        "gpus": [],
+        "dtype": "float32",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+    }
     (run,) = result["runs"]
     workload = Workload(num_requests=6, input_len=(5, 20), output_len=(4, 12)).requests(640)
     assert run["output_tokens"] == sum(request.max_tokens for request in workload)

@@ -72,6 +72,8 @@ def test_what_cannot_be_continued(output: Path) -> None:
     assert hint(output).startswith("nothing was answered yet; start again with")
     output.write_text("row\n")
     assert "cannot be continued, because its input was no file" in hint(output)
-    streamed = resume_hint(["nvcli"], inputs=["-"], output="-", has_begun=False)
-    assert "standard output cannot be continued" in streamed
-    assert resume_hint(["nvcli"], inputs=["-"], output=None, has_begun=False) == "nothing was answered yet"
+    for name in ("-", None):  # rows from standard input go to standard output
+        streamed = resume_hint(["nvcli"], inputs=["-"], output=name, has_begun=False)
+        assert "standard output cannot be continued" in streamed
+    missing = str(output.with_name("no*.jsonl"))
+    assert resume_hint(["nvcli"], inputs=[missing], output=None, has_begun=False) == "nothing was answered yet"

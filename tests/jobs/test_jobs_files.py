@@ -19,7 +19,8 @@ from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_i
         ("a.jsonl", "a.out.jsonl"),
         ("d/a.jsonl.gz", "d/a.out.jsonl"),
         ("a.jsonl.zst", "a.out.jsonl"),
-        ("a.parquet", "a.out.jsonl"),
+        ("d/a.parquet", "d/a.out.parquet"),
+        ("-", "-"),
         ("a.json", "a.out.jsonl"),
         ("a.txt", "a.txt.out.jsonl"),
         (".jsonl", ".jsonl.out.jsonl"),
@@ -31,7 +32,7 @@ def test_the_output_stands_beside_the_input(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "which"),
-    [(["a", "b"], "several inputs"), (["-"], "standard input"), (["/dev/fd/63"], "/dev/fd/63")],
+    [(["a", "b"], "several inputs"), (["-", "a"], "several inputs"), (["/dev/fd/63"], "/dev/fd/63")],
 )
 def test_the_output_must_be_named_where_it_does_not_follow(inputs: list[str], which: str) -> None:
     with pytest.raises(ConfigError, match=f"-o.*{which}"):

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -147,24 +146,6 @@ def test_gated_model(tmp_path: Path, hub: str) -> None:
 def test_unknown_model(tmp_path: Path, hub: str) -> None:
     assert "no such model" in resolve("someone/unknown", tmp_path, HF_ENDPOINT=hub)
     assert "no such folder" in resolve("qwen", tmp_path, HF_ENDPOINT=hub)
-
-
-def test_a_model_that_is_nowhere_here_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def snapshot_download(name: str, *, local_files_only: bool = False, **files: list[str]) -> str:
-        assert "*.safetensors" in files["allow_patterns"]
-        for code in ("modeling_x.py", "pytorch_model.bin", "x/y.py", "vocab.pkl", "model.pt"):
-            assert not any(fnmatch(code, pattern) for pattern in files["allow_patterns"]), "code is left where it is"
-        if local_files_only:
-            raise LocalEntryNotFoundError(name)
-        return str(tmp_path / name)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **kwargs: None)
-    assert resolve_model(NAME) == tmp_path / NAME
 
 
 def test_no_name() -> None:

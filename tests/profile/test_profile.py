@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from nvcli.profile.advice import advise
 from nvcli.profile.lengths import Bucket, lengths_of
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
-from nvcli.sizing.kv_cache import block_bytes
+from nvcli.sizing.kv_cache import block_bytes, blocks_of_request, longest_request
 from nvcli.sizing.memory import estimate
 
 GIB = 1 << 30
@@ -155,6 +156,33 @@ def test_what_does_not_fit_is_said_with_a_way_out(tmp_path: Path) -> None:
     left_out = profile_from_config(two, model, "qwen3-32b", total=40 * GIB, lengths=None)
     assert left_out.full_length_requests < 1
     assert "does not fit" in format_profile(profile)
+
+
+def test_a_cache_too_small_for_one_request_is_flagged(tmp_path: Path) -> None:
+    """The length that is advised fits exactly: a block more does not."""
+    config, model = setting(tmp_path, "qwen3-32b")
+    profile = profile_from_config(config, model, "qwen3-32b", total=80 * GIB, lengths=None)
+    assert profile.full_length_requests < 1
+    assert profile.longest_request == profile.num_blocks * 64 < config.max_model_len
+    text = format_profile(profile)
+    assert f"not even one fits; a request that grows beyond {profile.longest_request:,} tokens" in text
+    assert profile.advice[0].change == f"--max-model-len {profile.longest_request}"
+    shorter = msgspec.structs.replace(config, max_model_len=profile.longest_request)
+    fitting = profile_from_config(shorter, model, "qwen3-32b", total=80 * GIB, lengths=None)
+    assert fitting.full_length_requests >= 1
+    assert "not even one" not in format_profile(fitting)
+    assert not any(advice.change.startswith("--max-model-len") for advice in fitting.advice)
+
+
+@pytest.mark.parametrize("window", [None, 256])
+def test_the_longest_request_of_a_cache(tmp_path: Path, window: int | None) -> None:
+    config, model = setting(tmp_path, max_model_len=4096, max_num_batched_tokens=256)
+    if window is not None:
+        model = dataclasses.replace(model, layer_windows=(window, None) * (model.num_layers // 2))
+    for num_blocks in range(200):
+        longest = longest_request(num_blocks, config, model)
+        assert longest == 0 or blocks_of_request(config, model, longest) <= num_blocks
+        assert longest == 4096 or blocks_of_request(config, model, longest + 1) > num_blocks
 
 
 def test_lengths() -> None:

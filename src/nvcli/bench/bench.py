@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import msgspec
 
 from nvcli.bench.ablation import Ablation, AblationResult
 from nvcli.bench.ceilings import measure_ceilings
@@ -22,10 +25,27 @@ from nvcli.sizing.costs import model_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BenchLayout:
+    """What a benchmark ran on, and how the model was spread over it."""
+
+    device: str
+    """The name of the GPU, or CPU."""
+    gpus: list[int]
+    """The GPU of each rank, replica after replica, by the numbers that the process sees; empty on a CPU."""
+    dtype: str
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """The result that `nvcli bench` reports."""
 
     model: str
+    date: str
+    """When the measurement began, in UTC (ISO 8601)."""
+    layout: BenchLayout
     workload: Workload | FileWorkload
     data_parallel_size: int
     ready_seconds: float
@@ -74,6 +94,7 @@ def bench(
 
     Raises what the engines raise.
     """
+    date = datetime.now(UTC).isoformat(timespec="seconds")
     measured = _measure(config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
     ceilings = measure_ceilings(config)
     costs = model_costs(
@@ -93,6 +114,8 @@ def bench(
             results.append(_compared(ablation, ablated.passes, baseline=_median_rate(measured.passes)))
     return BenchResult(
         model=model,
+        date=date,
+        layout=_layout(config, measured.ready, data_parallel_size),
         workload=workload,
         data_parallel_size=data_parallel_size,
         ready_seconds=measured.ready_seconds,
@@ -102,6 +125,19 @@ def bench(
         runs=[run_of(one, costs, ceilings) for one in measured.passes],
         timelines=[one.records[0] for one in measured.passes],
         ablations=results,
+    )
+
+
+def _layout(config: EngineConfig, ready: EngineReady, data_parallel_size: int) -> BenchLayout:
+    replicas = [msgspec.structs.replace(config, replica=replica) for replica in range(data_parallel_size)]
+    gpus = [replica.gpu_index(rank) for replica in replicas for rank in range(config.num_ranks)]
+    return BenchLayout(
+        device=ready.memory[0].device,
+        gpus=gpus if config.device == "cuda" else [],
+        dtype=config.dtype,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
     )
 
 

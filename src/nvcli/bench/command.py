@@ -17,9 +17,11 @@ from nvcli.bench.workload import Workload
 from nvcli.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
+from nvcli.host_memory import available_ram
 from nvcli.job_run.resolve import resolve_engine_config, resolve_layout
 from nvcli.messages import unpack
 from nvcli.models.config import load_model_config
+from nvcli.sizing.ram import check_ram
 
 _USUAL_MODEL_LEN = 4096
 
@@ -117,6 +119,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         if isinstance(workload, Workload):  # drawn when it is known that they fit: it takes a while
             requests = workload.requests(model.vocab_size)
         layout = resolve_layout(run, config, model, num_requests=len(requests))
+        check_ram(config, model, num_replicas=layout.data_parallel_size, available=available_ram())
         if layout.why:
             say(layout.why)
         config = msgspec.structs.replace(

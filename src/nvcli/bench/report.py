@@ -11,6 +11,7 @@ from nvcli.bench.ablation import AblationResult
 from nvcli.bench.bench import BenchResult
 from nvcli.bench.measures import Run
 from nvcli.bench.roofline import Roofline
+from nvcli.versions import installed_versions
 
 _GIB = 2**30
 
@@ -22,6 +23,7 @@ def format_json(result: BenchResult) -> str:
     # Their wire forms are lists.
     memory = [msgspec.structs.asdict(use) for use in result.ready.memory]
     fields["ready"] = {**msgspec.structs.asdict(result.ready), "memory": memory}
+    fields["versions"] = installed_versions()
     fields["ready_parts"] = result.ready_parts
     fields["output_tokens_per_second"] = result.median.output_rate
     fields["total_tokens_per_second"] = result.median.total_rate

@@ -6,42 +6,68 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import Meta
 
+from nvcli.cli.help import RESULT, WORKLOAD
 from nvcli.cli.messages import say, say_failure
 from nvcli.cli.options import (
     ConfigOption,
     DpOption,
+    DtypeOption,
+    GpuMemoryUtilizationOption,
     JsonOption,
+    MaxModelLenOption,
+    MaxNumSeqsOption,
     ModelOption,
     PpOption,
     SetOption,
     ShapeOption,
     TpOption,
-    parse_size,
+    flag_values,
+    model_or_shape,
 )
+from nvcli.cli.values import option_value, optional_value
+
+_NumRequests = Annotated[int, Meta(ge=1, le=10_000_000)]
+_NumTokens = Annotated[int, Meta(ge=0)]
+_Temperature = Annotated[float, Meta(ge=0, le=100)]
+_TopK = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+_TopP = Annotated[float, Meta(gt=0, le=1)]
+_Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_NumPasses = Annotated[int, Meta(ge=1)]
 
 
 def bench(
     model: ModelOption = None,
     shape: ShapeOption = None,
+    dtype: DtypeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    dp: DpOption = None,
     input_file: Annotated[
         str | None,
         typer.Option(
-            "--input", metavar="FILE", help="Rows of a file, as `generate` takes them, instead of made-up ones."
+            "--input",
+            metavar="FILE",
+            help="Rows of a file, as `generate` takes them, instead of made-up ones.",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     num_requests: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--num-requests",
             metavar="N",
-            min=1,
-            max=10_000_000,
             help="Number of requests; 256. With --input: the first N rows, else all.",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     input_len: Annotated[
-        str | None, typer.Option("--input-len", metavar="A:B", help="Prompt tokens, uniform; 100:1024.")
+        str | None,
+        typer.Option("--input-len", metavar="A:B", help="Prompt tokens, uniform; 100:1024.", rich_help_panel=WORKLOAD),
     ] = None,
     output_len: Annotated[
         str | None,
@@ -49,54 +75,68 @@ def bench(
             "--output-len",
             metavar="A:B",
             help="Answer tokens, uniform; 100:1024. With --input: for rows that say nothing.",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     shared_prefix: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--shared-prefix", metavar="N", min=0, help="Tokens that all prompts begin with, before their own."
+            "--shared-prefix",
+            metavar="N",
+            help="Tokens that all prompts begin with, before their own; 0.",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0.6.")
+        str | None,
+        typer.Option("--temperature", metavar="T", help="Sampling temperature; 0.6.", rich_help_panel=WORKLOAD),
     ] = None,
     top_k: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--top-k", metavar="K", min=0, max=(1 << 31) - 1, help="Sample among the K likeliest tokens; 0: off."
+            "--top-k", metavar="K", help="Sample among the K likeliest tokens; 0: off.", rich_help_panel=WORKLOAD
         ),
     ] = None,
     top_p: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            "--top-p", metavar="P", min=0.001, max=1.0, help="Sample among tokens of this probability; 1: off."
+            "--top-p", metavar="P", help="Sample among tokens of this probability; 1: off.", rich_help_panel=WORKLOAD
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Seed of the made-up lengths and tokens.")
-    ] = 0,
+        str,
+        typer.Option("--seed", metavar="N", help="Seed of the made-up lengths and tokens.", rich_help_panel=WORKLOAD),
+    ] = "0",
     repeat: Annotated[
-        int,
-        typer.Option("--repeat", metavar="N", min=1, help="Passes over the workload, each with an empty prefix cache."),
-    ] = 1,
+        str,
+        typer.Option(
+            "--repeat",
+            metavar="N",
+            help="Passes over the workload, each with an empty prefix cache.",
+            rich_help_panel=RESULT,
+        ),
+    ] = "1",
     ablate: Annotated[
         str | None,
         typer.Option(
             "--ablate",
             metavar="PART,...",
             help="Run again without each: overlap, graphs, prefix-cache; or with another: backend=NAME.",
+            rich_help_panel=RESULT,
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw step times and KV use over the run: an .svg or .png file."),
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Draw step times and KV use over the run: an .svg or .png file.",
+            rich_help_panel=RESULT,
+        ),
     ] = None,
-    config: ConfigOption = None,
-    tp: TpOption = None,
-    pp: PpOption = None,
-    dp: DpOption = None,
-    overrides: SetOption = None,
     as_json: JsonOption = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
 ) -> None:
     """Measure how fast a model runs here, where the time goes, and how far it is from what the device can do.
 
@@ -116,7 +156,18 @@ def bench(
     from nvcli.process_limits import check_process
 
     check_process()
-    flags = {"--model": model or shape, "--tp": parse_size(tp), "--pp": pp, "--dp": parse_size(dp)}
+    flags = flag_values(
+        {
+            "--model": model_or_shape(model, shape),
+            "--dtype": dtype,
+            "--max-model-len": max_model_len,
+            "--max-num-seqs": max_num_seqs,
+            "--gpu-memory-utilization": gpu_memory_utilization,
+            "--tp": tp,
+            "--pp": pp,
+            "--dp": dp,
+        }
+    )
     run = load_run_config(find_config_file(config), overrides or (), flags)
 
     from nvcli.bench.command import BenchOptions, run_bench
@@ -126,15 +177,15 @@ def bench(
     options = BenchOptions(
         shape=shape,
         input=input_file,
-        num_requests=num_requests,
+        num_requests=optional_value("--num-requests", num_requests, _NumRequests, int),
         input_len=input_len,
         output_len=output_len,
-        shared_prefix=shared_prefix,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        repeat=repeat,
+        shared_prefix=optional_value("--shared-prefix", shared_prefix, _NumTokens, int),
+        temperature=optional_value("--temperature", temperature, _Temperature, float),
+        top_k=optional_value("--top-k", top_k, _TopK, int),
+        top_p=optional_value("--top-p", top_p, _TopP, float),
+        seed=option_value("--seed", seed, _Seed, int),
+        repeat=option_value("--repeat", repeat, _NumPasses, int),
         ablate=ablate,
         plot=plot,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -30,6 +31,15 @@ def keys(incomplete: str) -> list[str]:
     names = [key for key in RunConfig.__struct_fields__ if key not in sections]
     names += [f"{section}.{key}" for section, kind in sections.items() for key in kind.__struct_fields__]
     return [f"{name}=" for name in names if name.startswith(incomplete)]
+
+
+def words(*known: str) -> Callable[[str], list[str]]:
+    """Return what completes one of a few words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in known if word.startswith(incomplete)]
+
+    return complete
 
 
 def _folders(incomplete: str) -> list[str]:

@@ -3,44 +3,76 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import Meta
 
-from nvcli.cli.options import ConfigOption, DpOption, ModelOption, PpOption, SetOption, parse_size
+from nvcli.cli import completion
+from nvcli.cli.help import MODEL, RESULT
+from nvcli.cli.options import (
+    ConfigOption,
+    DpOption,
+    DtypeOption,
+    GpuMemoryUtilizationOption,
+    JsonOption,
+    MaxModelLenOption,
+    MaxNumSeqsOption,
+    ModelOption,
+    PpOption,
+    SetOption,
+    flag_values,
+)
+from nvcli.cli.values import option_value
 
-
-class DeviceChoice(StrEnum):
-    """The devices that a run may be on."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
+_Seconds = Annotated[float, Meta(ge=1, le=1_000_000)]
 
 
 def doctor(
     model: ModelOption = None,
+    dtype: DtypeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: Annotated[
         str | None,
-        typer.Option("--tp", metavar="N|auto", help="GPUs (processes) for each copy: their all-reduce is tried."),
+        typer.Option(
+            "--tp",
+            metavar="N|auto",
+            help="GPUs (processes) for each copy: their all-reduce is tried.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     pp: PpOption = None,
     dp: DpOption = None,
     device: Annotated[
-        DeviceChoice | None, typer.Option("--device", help="Device of the run. Without it: the one that is found.")
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="auto|cpu|cuda",
+            help="Device of the run. Without it: the one that is found.",
+            autocompletion=completion.words("auto", "cpu", "cuda"),
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="FILE", help="Where answers would go: its folder is looked at."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where answers would go: its folder is looked at.",
+            rich_help_panel=RESULT,
+        ),
     ] = Path("answers.jsonl"),
+    timeout: Annotated[
+        str,
+        typer.Option("--timeout", metavar="SECONDS", help="How long a check may take.", rich_help_panel=RESULT),
+    ] = "120",
+    as_json: JsonOption = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1.0, help="How long a check may take.")
-    ] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON, on standard output.")] = False,
 ) -> None:
     """Find out whether this machine, and a model where one is named, are fit for a run.
 
@@ -61,16 +93,23 @@ def doctor(
     from nvcli.process_limits import check_process
 
     check_process()
-    flags = {
-        "--model": model,
-        "--tp": parse_size(tp),
-        "--pp": pp,
-        "--dp": parse_size(dp),
-        "--device": device.value if device else None,
-    }
+    seconds = option_value("--timeout", timeout, _Seconds, float)
+    flags = flag_values(
+        {
+            "--model": model,
+            "--dtype": dtype,
+            "--max-model-len": max_model_len,
+            "--max-num-seqs": max_num_seqs,
+            "--gpu-memory-utilization": gpu_memory_utilization,
+            "--tp": tp,
+            "--pp": pp,
+            "--dp": dp,
+            "--device": device,
+        }
+    )
     run = load_run_config(find_config_file(config), overrides or (), flags, needs_model=False)
     sections = []
-    for section in examine(run, output=output.absolute().parent, timeout=timeout):
+    for section in examine(run, output=output.absolute().parent, timeout=seconds):
         sections.append(section)
         if not as_json:
             print_section(section, sys.stdout)

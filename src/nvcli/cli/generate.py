@@ -4,53 +4,103 @@ from __future__ import annotations
 
 import sys
 import threading
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 import typer
+from msgspec import Meta
 
+from nvcli.cli import completion
+from nvcli.cli.help import MODEL, OTHER, PROMPTS, ROWS, SAMPLING
 from nvcli.cli.messages import Interrupted, OutputGone, say
-from nvcli.cli.options import ConfigOption, DpOption, ModelOption, PpOption, SetOption, TpOption, parse_size
+from nvcli.cli.options import (
+    ConfigOption,
+    DpOption,
+    DtypeOption,
+    GpuMemoryUtilizationOption,
+    MaxModelLenOption,
+    MaxNumSeqsOption,
+    ModelOption,
+    PpOption,
+    SetOption,
+    TpOption,
+    flag_values,
+)
+from nvcli.cli.values import option_value, optional_value
 
-
-class OrderChoice(StrEnum):
-    """The orders that an output's rows may have."""
-
-    INPUT = "input"
-    COMPLETION = "completion"
-
-
-class ProgressChoice(StrEnum):
-    """The ways in which progress may be shown."""
-
-    AUTO = "auto"
-    BAR = "bar"
-    PLAIN = "plain"
-    NONE = "none"
+_ProgressName = Literal["auto", "bar", "plain", "none"]
+_NumRows = Annotated[int, Meta(ge=1)]
 
 
 def generate(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Input files, or - for standard input.")],
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")],
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Output file, or -. Without it x.jsonl → x.out.jsonl."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Output file, or -. Without it x.jsonl → x.out.jsonl, and - → -.",
+            rich_help_panel=ROWS,
+        ),
     ] = None,
-    config: ConfigOption = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            "--order",
+            metavar="input|completion",
+            help="Order of the output's rows; completion.",
+            autocompletion=completion.words("input", "completion"),
+            rich_help_panel=ROWS,
+        ),
+    ] = None,
+    limit: Annotated[
+        str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start an existing output anew.", rich_help_panel=ROWS)
+    ] = False,
+    retry_errors: Annotated[
+        bool,
+        typer.Option(
+            "--retry-errors", help="Answer the failed rows of an existing output again.", rich_help_panel=ROWS
+        ),
+    ] = False,
+    max_errors: Annotated[
+        str | None,
+        typer.Option("--max-errors", metavar="N", help="End the job when more rows failed.", rich_help_panel=ROWS),
+    ] = None,
     model: ModelOption = None,
+    dtype: DtypeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
     pp: PpOption = None,
     dp: DpOption = None,
     system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System message of conversations that have none.")
+        str | None,
+        typer.Option(
+            "--system", metavar="TEXT", help="System message of conversations that have none.", rich_help_panel=PROMPTS
+        ),
     ] = None,
     prompt_template: Annotated[
         str | None,
-        typer.Option("--prompt-template", metavar="TEXT", help="Prompts made of columns, such as 'Translate: {text}'."),
+        typer.Option(
+            "--prompt-template",
+            metavar="TEXT",
+            help="Prompts made of columns, such as 'Translate: {text}'.",
+            rich_help_panel=PROMPTS,
+        ),
     ] = None,
     chat_template: Annotated[
         str | None,
-        typer.Option("--chat-template", metavar="FILE", help="Jinja chat template instead of the model's own."),
+        typer.Option(
+            "--chat-template",
+            metavar="FILE",
+            help="Jinja chat template instead of the model's own.",
+            rich_help_panel=PROMPTS,
+        ),
     ] = None,
     chat_template_kwargs: Annotated[
         str | None,
@@ -58,25 +108,83 @@ def generate(
             "--chat-template-kwargs",
             metavar="JSON",
             help="Variables of the chat template, such as '{\"enable_thinking\": false}'.",
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
-    overrides: SetOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start an existing output anew.")] = False,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Answer the failed rows of an existing output again.")
-    ] = False,
-    max_errors: Annotated[
-        int | None, typer.Option("--max-errors", metavar="N", min=0, help="End the job when more rows failed.")
-    ] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="When a copy of the model dies, the others take over its rows.")
+        bool,
+        typer.Option(
+            "--keep-going",
+            help="When a copy of the model dies, the others take over its rows.",
+            rich_help_panel=MODEL,
+        ),
     ] = False,
-    order: Annotated[OrderChoice | None, typer.Option("--order", help="Order of the output's rows.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")] = None,
-    progress: Annotated[ProgressChoice, typer.Option("--progress", help="How to show progress.")] = ProgressChoice.AUTO,
+    max_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            help="Most tokens of an answer; what --max-model-len leaves.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    temperature: Annotated[
+        str | None,
+        typer.Option("--temperature", metavar="T", help="0: always the likeliest token.", rich_help_panel=SAMPLING),
+    ] = None,
+    top_p: Annotated[
+        str | None,
+        typer.Option(
+            "--top-p",
+            metavar="P",
+            help="Choose among the likeliest tokens of this probability together; 1: off.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    top_k: Annotated[
+        str | None,
+        typer.Option(
+            "--top-k", metavar="K", help="Choose among the K likeliest tokens; 0: off.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    n: Annotated[
+        str | None, typer.Option("-n", metavar="N", help="Answers to each row; 1.", rich_help_panel=SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop", metavar="TEXT", help="Text that ends an answer; may be repeated.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    seed: Annotated[
+        str | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Seed of the run: each row draws its own random numbers from it; 0.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    progress: Annotated[
+        str,
+        typer.Option(
+            "--progress",
+            metavar="auto|bar|plain|none",
+            help="How to show progress.",
+            autocompletion=completion.words("auto", "bar", "plain", "none"),
+            rich_help_panel=OTHER,
+        ),
+    ] = "auto",
     progress_file: Annotated[
         Path | None,
-        typer.Option("--progress-file", metavar="FILE", help="Keep progress as JSON in FILE, replaced every second."),
+        typer.Option(
+            "--progress-file",
+            metavar="FILE",
+            help="Keep progress as JSON in FILE, replaced every second.",
+            rich_help_panel=OTHER,
+        ),
     ] = None,
 ) -> None:
     """Answer every row of INPUT with the model, into one output file.
@@ -92,8 +200,9 @@ def generate(
     Examples:
       nvcli generate questions.jsonl --model demo
       nvcli generate questions.jsonl -m Qwen/Qwen3-8B --tp 2 -o answers.jsonl
-      nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set sampling.temperature=0
-      cat questions.jsonl | nvcli generate - -m demo -o - --progress none | jq .choices[0].text
+      nvcli generate questions.jsonl -m demo --temperature 0 --max-tokens 256 --stop Question:
+      nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set job.order=input
+      cat questions.jsonl | nvcli generate - -m demo | jq '.choices[0].text'
     """
     from nvcli.config import find_config_file, load_run_config
     from nvcli.config_source import json_object
@@ -101,13 +210,30 @@ def generate(
 
     check_process()
     config_file = find_config_file(config)
-    flags = {
-        "--model": model,
-        "--tp": parse_size(tp),
-        "--pp": pp,
-        "--dp": parse_size(dp),
-        "--order": order.value if order else None,
-        "--max-errors": max_errors,
+    progress_name = cast(_ProgressName, option_value("--progress", progress, _ProgressName, str))
+    num_rows = optional_value("--limit", limit, _NumRows, int)
+    flags = flag_values(
+        {
+            "--model": model,
+            "--dtype": dtype,
+            "--max-model-len": max_model_len,
+            "--max-num-seqs": max_num_seqs,
+            "--gpu-memory-utilization": gpu_memory_utilization,
+            "--tp": tp,
+            "--pp": pp,
+            "--dp": dp,
+            "--order": order,
+            "--max-errors": max_errors,
+            "--max-tokens": max_tokens,
+            "--temperature": temperature,
+            "--top-p": top_p,
+            "--top-k": top_k,
+            "-n": n,
+            "--seed": seed,
+        }
+    )
+    flags |= {
+        "--stop": stop or None,
         "--keep-going": keep_going or None,
         "--system": system,
         "--prompt-template": prompt_template,
@@ -126,7 +252,7 @@ def generate(
     from nvcli.jobs.output.sink import OutputClosed
 
     begun = threading.Event()
-    shown = make_progress(progress.value, sys.stderr)
+    shown = make_progress(progress_name, sys.stderr)
     if progress_file is not None:
         shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
     if config is None and config_file is not None:
@@ -140,7 +266,7 @@ def generate(
                 progress=shown,
                 overwrite=overwrite,
                 retry_errors=retry_errors,
-                limit=limit,
+                limit=num_rows,
                 on_begin=begun.set,
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it

@@ -15,7 +15,8 @@ import typer
 from nvcli.cli.bench import bench
 from nvcli.cli.doctor import doctor
 from nvcli.cli.generate import generate
-from nvcli.cli.messages import Interrupted, OutputGone, say, say_failure
+from nvcli.cli.help import GroupedCommand
+from nvcli.cli.messages import Interrupted, OutputGone, say, say_error, say_failure
 from nvcli.cli.profile_memory import profile_memory
 from nvcli.end_signals import handle_end_signals
 from nvcli.standard_streams import secure_standard_streams
@@ -35,15 +36,22 @@ app = typer.Typer(
       nvcli doctor --model Qwen/Qwen3-8B --tp 2
       nvcli COMMAND --help
     """,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog=_GENERATE_EXIT_CODES)(generate)
-app.command()(bench)
-app.command(name="profile-memory")(profile_memory)
-app.command(epilog=_DOCTOR_EXIT_CODES)(doctor)
+app.command(cls=GroupedCommand, short_help="Answer every row of files with a model.", epilog=_GENERATE_EXIT_CODES)(
+    generate
+)
+app.command(cls=GroupedCommand, short_help="Measure how fast a model runs here.")(bench)
+app.command(
+    name="profile-memory",
+    cls=GroupedCommand,
+    short_help="Show where the memory of each GPU goes, and what to change.",
+)(profile_memory)
+app.command(
+    cls=GroupedCommand, short_help="Find out whether this machine is fit for a run.", epilog=_DOCTOR_EXIT_CODES
+)(doctor)
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,8 +62,9 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -66,7 +75,9 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
 
 
 def main() -> None:
@@ -86,10 +97,13 @@ def _run() -> int:
     from nvcli.errors import InputChanged, NvcliError, OutputError, TooManyErrors, WorkerError
 
     try:
-        app(prog_name="nvcli")  # ends with SystemExit, its own usage errors included (2)
-        code = 0
-    except SystemExit as end:
+        result = app(prog_name="nvcli", standalone_mode=False)  # the exit code of `typer.Exit`, or None
+        code = result if isinstance(result, int) else 0
+    except SystemExit as end:  # of shell completion
         code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except typer.TyperException as error:
+        say_error(_usage_message(error))
+        code = 2
     except Interrupted as end:
         say(f"interrupted; {end}")
         code = 130
@@ -102,7 +116,7 @@ def _run() -> int:
         say(f"ended: {error}")
         code = 1
     except NvcliError as error:
-        say(f"error: {error}")
+        say_error(str(error))
         code = 2
     except Exception:
         import traceback
@@ -111,6 +125,14 @@ def _run() -> int:
         say("this is a bug in nvcli; please report it with the lines above")
         code = 3
     return code
+
+
+def _usage_message(error: typer.TyperException) -> str:
+    """Return typer's message for a command line that it cannot split, in our style, and where to find help."""
+    text = error.format_message().rstrip(".")
+    context: typer.Context | None = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "nvcli"
+    return f"{text[:1].lower()}{text[1:]}\n  see: {command} --help"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

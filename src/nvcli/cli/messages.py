@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import typer
@@ -26,8 +27,14 @@ def say(text: str) -> None:
     typer.echo(f"nvcli: {text}", err=True)
 
 
+def say_error(text: str) -> None:
+    """Print an error to standard error, in red where that is a terminal (unless NO_COLOR is set)."""
+    word = "error:" if os.environ.get("NO_COLOR") else typer.style("error:", fg="red", bold=True)
+    say(f"{word} {text}")  # typer takes colours out of what goes to a file
+
+
 def say_failure(error: NvcliError) -> None:
     """Print an error as one line. A traceback that nobody has kept goes into a file, which the line names."""
     from nvcli.job_run.early_end import keep_traceback
 
-    say(f"error: {keep_traceback(error)}")
+    say_error(str(keep_traceback(error)))

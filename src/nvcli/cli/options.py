@@ -1,13 +1,17 @@
-"""Options that several commands have, and how their values are read."""
+"""Options that several commands have, and the keys of the configuration that they set."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nvcli.cli import completion
+from nvcli.cli.help import MODEL, OTHER, RESULT
+from nvcli.cli.values import plain_value
+from nvcli.errors import ConfigError
 
 ModelOption = Annotated[
     str | None,
@@ -17,6 +21,7 @@ ModelOption = Annotated[
         metavar="PATH|NAME",
         help="Folder, Hugging Face id, or `demo`.",
         autocompletion=completion.models,
+        rich_help_panel=MODEL,
     ),
 ]
 ShapeOption = Annotated[
@@ -26,11 +31,76 @@ ShapeOption = Annotated[
         metavar="NAME",
         help="Made-up weights of a known shape, such as qwen3-0.6b; no files.",
         autocompletion=completion.shapes,
+        rich_help_panel=MODEL,
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="bfloat16, float16 or float32; auto: the checkpoint's own, float32 on a CPU.",
+        autocompletion=completion.words("auto", "bfloat16", "float16", "float32"),
+        rich_help_panel=MODEL,
+    ),
+]
+MaxModelLenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-model-len",
+        metavar="N",
+        help="Most tokens of a prompt and its answer; what the model was made for.",
+        rich_help_panel=MODEL,
+    ),
+]
+MaxNumSeqsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-num-seqs", metavar="N", help="Most requests at a time in each copy; 256.", rich_help_panel=MODEL
+    ),
+]
+GpuMemoryUtilizationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="Share of each GPU's memory that the run may use; 0.9.",
+        rich_help_panel=MODEL,
+    ),
+]
+TpOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tp",
+        metavar="N|auto",
+        help="GPUs (processes) for each copy; auto: what is fastest here.",
+        rich_help_panel=MODEL,
+    ),
+]
+PpOption = Annotated[
+    str | None,
+    typer.Option(
+        "--pp",
+        metavar="N",
+        help="Stages of layers in each copy, each on --tp GPUs of its own; 1.",
+        rich_help_panel=MODEL,
+    ),
+]
+DpOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dp", metavar="N|auto", help="Copies of the model; auto: what is fastest here.", rich_help_panel=MODEL
     ),
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="YAML file. Without it ./nvcli.yaml, if there is one."),
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="YAML file. Without it ./nvcli.yaml, if there is one.",
+        rich_help_panel=OTHER,
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -39,22 +109,28 @@ SetOption = Annotated[
         metavar="KEY=VALUE",
         help="Any key of the configuration; may be repeated.",
         autocompletion=completion.keys,
+        rich_help_panel=OTHER,
     ),
 ]
-TpOption = Annotated[
-    str | None,
-    typer.Option("--tp", metavar="N|auto", help="GPUs (processes) for each copy; auto: what is fastest here."),
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="The result as JSON, on standard output.", rich_help_panel=RESULT)
 ]
-PpOption = Annotated[
-    int | None,
-    typer.Option("--pp", metavar="N", help="Stages of layers in each copy, each on --tp GPUs of its own; 1."),
-]
-DpOption = Annotated[
-    str | None, typer.Option("--dp", metavar="N|auto", help="Copies of the model; auto: what is fastest here.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="The result as JSON, on standard output.")]
 
 
-def parse_size(text: str | None) -> int | str | None:
-    """Return the number that `--tp` or `--dp` gives, or its text: the configuration says which words are allowed."""
-    return int(text) if text is not None and text.removeprefix("-").isdecimal() else text
+def flag_values(texts: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the values of flags that set keys (`config.FLAG_KEYS`); None: not given.
+
+    Texts that spell numbers become numbers. The names of models, devices and types stay text.
+    """
+    names = ("--model", "--dtype", "--device", "--order")
+    return {flag: text if flag in names else plain_value(text) for flag, text in texts.items()}
+
+
+def model_or_shape(model: str | None, shape: str | None) -> str | None:
+    """Return the name of what is measured. Raises ConfigError where `--model` and `--shape` are both given."""
+    if model is not None and shape is not None:
+        raise ConfigError(
+            f"--shape {shape} and --model {model} exclude each other: --shape makes up weights, --model reads them; "
+            "leave one out"
+        )
+    return model or shape

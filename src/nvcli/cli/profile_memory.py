@@ -7,40 +7,62 @@ from typing import Annotated
 
 import typer
 
+from nvcli.cli.help import MODEL, RESULT, WORKLOAD
 from nvcli.cli.messages import say
 from nvcli.cli.options import (
     ConfigOption,
+    DtypeOption,
+    GpuMemoryUtilizationOption,
     JsonOption,
+    MaxModelLenOption,
+    MaxNumSeqsOption,
     ModelOption,
     PpOption,
     SetOption,
     ShapeOption,
     TpOption,
-    parse_size,
+    flag_values,
+    model_or_shape,
 )
 
 
 def profile_memory(
     model: ModelOption = None,
     shape: ShapeOption = None,
-    input_file: Annotated[
-        str | None, typer.Option("--input", metavar="FILE", help="Show how many of this file's requests fit.")
-    ] = None,
+    dtype: DtypeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Plan from the configuration alone: no GPU, nothing loaded.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Plan from the configuration alone: no GPU, nothing loaded.", rich_help_panel=MODEL
+        ),
     ] = False,
     gpu_memory: Annotated[
         str | None,
-        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU for --dry-run, such as 80GiB."),
+        typer.Option(
+            "--gpu-memory",
+            metavar="SIZE",
+            help="Memory of each GPU for --dry-run, such as 80GiB.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
-    config: ConfigOption = None,
-    tp: TpOption = None,
-    pp: PpOption = None,
-    overrides: SetOption = None,
+    input_file: Annotated[
+        str | None,
+        typer.Option(
+            "--input", metavar="FILE", help="Show how many of this file's requests fit.", rich_help_panel=WORKLOAD
+        ),
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg|.png", help="Draw a bar for each rank.")
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg|.png", help="Draw a bar for each rank.", rich_help_panel=RESULT),
     ] = None,
     as_json: JsonOption = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
 ) -> None:
     """Show where the memory of each GPU goes, how many requests fit, and which settings would change that.
 
@@ -62,7 +84,17 @@ def profile_memory(
     if plot is not None:
         check_plot(plot)
     check_process()
-    flags = {"--model": model or shape, "--tp": parse_size(tp), "--pp": pp}
+    flags = flag_values(
+        {
+            "--model": model_or_shape(model, shape),
+            "--dtype": dtype,
+            "--max-model-len": max_model_len,
+            "--max-num-seqs": max_num_seqs,
+            "--gpu-memory-utilization": gpu_memory_utilization,
+            "--tp": tp,
+            "--pp": pp,
+        }
+    )
     run = load_run_config(find_config_file(config), overrides or (), flags)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)
     if plot is not None:

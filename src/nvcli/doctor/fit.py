@@ -8,6 +8,7 @@ from nvcli.config import EngineConfig
 from nvcli.doctor.device_probe import GpuReport
 from nvcli.doctor.findings import Finding, format_gib, ok, problem, warning
 from nvcli.models.config import ModelConfig
+from nvcli.sizing.ram import ram_of_weights, ways_to_less_ram
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _LITTLE_BYTES = 2 << 30
@@ -23,7 +24,7 @@ def check_fit(
     """
     size = config.tensor_parallel_size
     if config.device == "cpu":
-        return _fit_ram(sum(weight_bytes(model, config.dtype).values()) * num_replicas, ram, config)
+        return _fit_ram(config, model, num_replicas=num_replicas, ram=ram)
     stage = largest_stage(model, config.pipeline_parallel_size)
     weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=stage).values())
     needed = gpus[: config.num_ranks * num_replicas]
@@ -43,10 +44,11 @@ def check_fit(
     return problem("memory", f"{found}; {format_gib(-left)} more than gpu_memory_utilization allows", advice)
 
 
-def _fit_ram(weights: int, ram: int, config: EngineConfig) -> Finding:
+def _fit_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, ram: int) -> Finding:
+    weights = ram_of_weights(config, model, num_replicas=num_replicas)
     found = f"{format_gib(weights)} of weights ({config.dtype}) in {format_gib(ram)} of free RAM"
     if weights >= ram:
-        return problem("memory", found, "use a smaller model, --set dtype=bfloat16, or a GPU")
+        return problem("memory", found, ways_to_less_ram(config, num_replicas=num_replicas))
     return ok("memory", found)
 
 

@@ -8,21 +8,20 @@ import resource
 from pathlib import Path
 from typing import Literal
 
+from nvcli.control_group import container_limit, container_room
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
 from nvcli.host_memory import read_meminfo
 
 _MIN_OPEN_FILES = 256
 _GOOD_OPEN_FILES = 1024
 _GOOD_SHM_BYTES = 1 << 30
-_CACHE_SHARE = 0.25
-"""The share of the free RAM that a CPU run's KV cache takes by default (`runner.memory`)."""
 
 
 def check_machine(device: Literal["cpu", "cuda"], *, num_ranks: int) -> list[Finding]:
     """Check the machine for a run of `num_ranks` ranks on `device`."""
     return [
         check_processors(num_ranks),
-        check_ram(device),
+        check_ram(),
         check_shm(Path("/dev/shm"), uses_nccl=device == "cuda" and num_ranks > 1),
         check_memfd(),
         check_open_files(),
@@ -41,33 +40,14 @@ def check_processors(num_ranks: int) -> Finding:
     return ok("CPU cores", found)
 
 
-def check_ram(device: Literal["cpu", "cuda"], meminfo: Path = Path("/proc/meminfo")) -> Finding:
+def check_ram(meminfo: Path = Path("/proc/meminfo")) -> Finding:
     """Check the free memory, and whether a container's limit is below it."""
     memory = read_meminfo(meminfo)
-    total, available, limit = memory["MemTotal"], memory["MemAvailable"], container_limit()
+    total, available, limit, room = memory["MemTotal"], memory["MemAvailable"], container_limit(), container_room()
     found = f"{format_gib(available)} of {format_gib(total)} free"
-    if limit is None or limit >= available:
+    if limit is None or room is None or room >= available:
         return ok("RAM", found)
-    found += f"; this container may use {format_gib(limit)}"
-    if device == "cpu" and limit < 2 * _CACHE_SHARE * available:
-        return warning(
-            "RAM",
-            f"{found}, and a CPU run sizes its KV cache by what the machine has free",
-            f"--set kv_cache_memory={max(1, int(limit * _CACHE_SHARE / 2**20))}MiB",
-        )
-    return note("RAM", found)
-
-
-def container_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes of RAM that the container may use, by either version of cgroups; None without a limit."""
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (cgroup / file).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
+    return note("RAM", f"{found}; this container may use {format_gib(limit)}, of which {format_gib(room)} are free")
 
 
 def check_shm(folder: Path, *, uses_nccl: bool) -> Finding:

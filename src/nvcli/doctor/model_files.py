@@ -11,8 +11,9 @@ from pathlib import Path
 
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
 from nvcli.errors import ConfigError, LoadError
-from nvcli.models.checkpoint import check_download, find_model, read_tensors, weight_files
+from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
+from nvcli.models.hub import DownloadSize, check_reachable, download_size
 from nvcli.models.safetensors_header import TensorInfo, read_header
 
 _MOST_FILES_SHOWN = 5
@@ -43,13 +44,28 @@ def _find(name: str) -> tuple[Path | None, Finding]:
     try:
         path = find_model(name)
         if path is None:
-            check_download(name)
+            return None, _not_here(name, _ask_for_size(name))
     except (ConfigError, LoadError) as error:
         return None, problem("folder", str(error), "give a folder with config.json, weights and tokenizer to --model")
-    if path is None:
-        found = f"{name} is not in the local Hugging Face cache; the first run would download it"
-        return None, warning("folder", found, f"hf download {name}, then ask again: its files were not checked")
     return path, ok("folder", str(path))
+
+
+def _ask_for_size(name: str) -> DownloadSize:
+    check_reachable(name)  # answers at once whether a download can work
+    return download_size(name)
+
+
+def _not_here(name: str, size: DownloadSize) -> Finding:
+    """Say what the first run would download."""
+    try:
+        size.check_room(name)
+    except LoadError as error:
+        return problem("folder", str(error), "make room for the download before the first run")
+    found = (
+        f"{name} is not in the local Hugging Face cache; the first run would download {format_gib(size.num_bytes)} "
+        f"({format_gib(size.free_bytes)} are free)"
+    )
+    return warning("folder", found, f"hf download {name}, then ask again: its files were not checked")
 
 
 def _read_config(path: Path) -> tuple[ModelConfig | None, list[Finding]]:

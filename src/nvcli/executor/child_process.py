@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from nvcli.control_group import count_oom_kills
+
 _PR_SET_PDEATHSIG = 1
 _CHILDREN_SECONDS = 5.0
 """Seconds that a process gets to end its children; one with a GPU takes its time to go."""
@@ -50,6 +52,7 @@ class ChildProcess:
         `send_timeout`: seconds after which sending to a child that does not read raises BlockingIOError; None: never.
         """
         self.name = name
+        self._oom_kills = count_oom_kills()
         ours, theirs = socket.socketpair()
         if send_timeout is not None:
             seconds, rest = divmod(send_timeout, 1.0)
@@ -95,8 +98,23 @@ class ChildProcess:
         if code is None:
             return "closed its connection but still runs"
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by {signal.Signals(-code).name}{self._blame_memory(code)}"
         return f"exited with code {code}"
+
+    def _blame_memory(self, code: int) -> str:
+        """Say that the kernel has killed the process because memory ran out, as surely as that can be known.
+
+        The kernel counts such kills and does not tell whom they met; empty where there was none since the start.
+        """
+        now = count_oom_kills()
+        if code != -signal.SIGKILL or now is None or self._oom_kills is None or now.count <= self._oom_kills.count:
+            return ""
+        number = now.count - self._oom_kills.count
+        return (
+            f", most likely because memory ran out: meanwhile the kernel's out-of-memory killer ended {number} "
+            f"process{'es' if number > 1 else ''} of {now.where}. Free or add RAM, or need less of it, such as with "
+            "--dtype bfloat16 or a lower kv_cache_memory"
+        )
 
     def kill(self) -> None:
         """Kill it; this returns before it is gone, and `close` is still to be called."""

@@ -10,6 +10,7 @@ import msgspec
 
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import ConfigError
+from nvcli.host_memory import available_ram
 from nvcli.job_run.planning.duplicates import Duplicates
 from nvcli.job_run.planning.planner import Planner
 from nvcli.job_run.resolve import ResolvedJob, chooses_layout, resolve_layout
@@ -17,6 +18,7 @@ from nvcli.jobs.files import STREAM
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job
 from nvcli.jobs.row_set import AnsweredRows
+from nvcli.sizing.ram import check_ram
 
 MIN_WINDOW_ROWS = 8192
 MAX_WINDOW_BYTES = 64 * 1024 * 1024
@@ -48,12 +50,13 @@ def plan_run(job: ResolvedJob, answered: AnsweredRows) -> RunPlan:
     """Decide what to start for the rows of a job that are not `answered` yet.
 
     A small job is counted first: it needs fewer slots and fewer CUDA graphs. Raises ConfigError and CapacityError
-    where no layout is possible on the GPUs that are seen.
+    where no layout is possible on the GPUs that are seen, or a CPU run's weights do not fit the RAM.
     """
     run, config = job.run, job.config
     enough = config.max_num_seqs * (MANY_REQUESTS if chooses_layout(run, config) else 1)
     num_requests = count_requests(job.inputs, job.make_reader(answered), enough=enough)
     layout = resolve_layout(run, config, job.model, num_requests=num_requests if num_requests < enough else None)
+    check_ram(config, job.model, num_replicas=layout.data_parallel_size, available=available_ram())
     config = msgspec.structs.replace(layout.apply(config), max_num_seqs=min(num_requests, config.max_num_seqs))
     return RunPlan(
         engine_configs=tuple(

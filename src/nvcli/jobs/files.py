@@ -75,15 +75,23 @@ def check_inputs(inputs: Sequence[str]) -> None:
 
 
 def choose_output(inputs: Sequence[str], output: str | None) -> str:
-    """Return the output that was named, or `input.out.jsonl` beside a single input file. Raises ConfigError."""
+    """Return the output that was named, or the one that follows from a single input. Raises ConfigError.
+
+    From `input.jsonl` follows `input.out.jsonl` beside it, from a Parquet file another one, and from standard input
+    standard output.
+    """
     if output is not None:
         return output
-    if len(inputs) != 1 or inputs[0] == STREAM or inputs[0].startswith("/dev/"):
-        which = "several inputs" if len(inputs) != 1 else "standard input" if inputs[0] == STREAM else inputs[0]
+    if list(inputs) == [STREAM]:
+        return STREAM
+    if len(inputs) != 1 or inputs[0].startswith("/dev/"):
+        which = "several inputs" if len(inputs) != 1 else inputs[0]
         raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
     path = Path(inputs[0])
+    if is_parquet(path):
+        return str(path.with_suffix(".out.parquet"))
     name = path.name.removesuffix(".gz").removesuffix(".zst")
-    stem = name.removesuffix(".jsonl").removesuffix(".json").removesuffix(".parquet") or name
+    stem = name.removesuffix(".jsonl").removesuffix(".json") or name
     return str(path.with_name(f"{stem}.out.jsonl"))
 
 

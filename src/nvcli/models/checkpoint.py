@@ -1,17 +1,16 @@
 """Where a model's files are: names to folders, folders to safetensors files, files to the tensors in them.
 
-Torch-free; huggingface_hub is imported only for a name that is neither `demo` nor a folder.
+Torch-free; the hub (`models.hub`) is asked only for a name that is neither `demo` nor a folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from nvcli.errors import ConfigError, LoadError
+from nvcli.models.hub import cached_snapshot, download
 from nvcli.models.json_file import JsonFile
 from nvcli.models.safetensors_header import INDEX_FILE, TensorInfo, read_header, unreadable
 from nvcli.regular_file import check_regular
@@ -19,17 +18,11 @@ from nvcli.validation import show
 
 SINGLE_FILE = "model.safetensors"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = {
-    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
-    "ignore_patterns": ["*/*.safetensors", "consolidated*"],  # second copies of the weights, in other layouts
-}
-_HUB_TIMEOUT = 5.0
-"""How many seconds the hub has to answer before it counts as out of reach."""
 
 
 def resolve_model(name: str) -> Path:
     """Folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then download)."""
-    return find_model(name) or _download(name)
+    return find_model(name) or download(name)
 
 
 def find_model(name: str) -> Path | None:
@@ -54,7 +47,8 @@ def find_model(name: str) -> Path | None:
         raise LoadError(f"{name}: a file; `model` is the folder around it, in Hugging Face layout")
     if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
         raise LoadError(f"{name}: no such folder")
-    return _cached_in_hub(name)
+    cached = cached_snapshot(name)
+    return cached if cached is not None and _is_complete(cached) else None
 
 
 def is_hub_id(name: str) -> bool:
@@ -139,64 +133,3 @@ def _is_complete(path: Path) -> bool:
         return (path / "config.json").exists() and all(file.exists() for file in weight_files(path))
     except LoadError:
         return False
-
-
-def _cached_in_hub(name: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        path = Path(snapshot_download(name, local_files_only=True, **_HUB_FILES))
-    except (HFValidationError, OSError):
-        return None
-    return path if _is_complete(path) else None
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    check_download(name)  # answers at once whether the download can work
-    with _hub_errors(name):
-        return Path(snapshot_download(name, **_HUB_FILES))
-
-
-def check_download(name: str) -> None:
-    """Raise LoadError where the model `name` cannot be downloaded from the Hugging Face hub; it says why."""
-    from huggingface_hub import HfApi
-
-    with _hub_errors(name):
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
-
-
-@contextlib.contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
-    """Turn what goes wrong with the hub in the body of the `with` into a LoadError that says a way out."""
-    from huggingface_hub import errors as hub
-
-    try:
-        yield
-        return
-    except hub.HFValidationError:
-        problem = "neither a folder nor a valid Hugging Face id (`owner/name`)"
-    except hub.OfflineModeIsEnabled:
-        problem = (
-            "not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids to download it; unset it, or give a folder"
-        )
-    except hub.GatedRepoError:
-        problem = (
-            f"a gated model; ask for access at https://huggingface.co/{name}, then run `hf auth login` or set HF_TOKEN"
-        )
-    except hub.RepositoryNotFoundError:
-        problem = (
-            "no such folder, and no such model on the Hugging Face hub (or a private one: `hf auth login` or HF_TOKEN)"
-        )
-    except Exception as error:  # the hub's HTTP library differs by version, and with it its exceptions
-        if isinstance(error, OSError) and not isinstance(error, hub.HfHubHTTPError) and error.strerror:
-            problem = f"cannot be stored in the Hugging Face cache: {error.strerror}"
-        else:
-            first_line = (str(error).splitlines() or [""])[0]
-            problem = (
-                "no such folder, not in the local Hugging Face cache, and the hub cannot be reached "
-                f"({type(error).__name__}: {first_line}); give a local folder, or connect to the network"
-            )
-    raise LoadError(f"model {name}: {problem}")

@@ -82,6 +82,21 @@ def advise(
     return found[:_MOST_ADVICE]
 
 
+def advise_shorter(config: EngineConfig, model: ModelConfig, longest_request: int) -> Advice | None:
+    """Advise on the `max_model_len` with which one request of full length fits, where none does now.
+
+    `longest_request` is the most tokens of a request that the KV cache holds. None: it holds no request at all.
+    """
+    if longest_request < 2:  # a prompt and its answer
+        return None
+    return Advice(
+        change=f"--max-model-len {longest_request}",
+        tokens=longest_request,
+        requests=1.0,
+        why="the longest request that fits; longer answers end there, longer prompts are refused",
+    )
+
+
 def _more_requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> list[Advice]:
     """Advise on `max_num_seqs`, where the KV cache has room for more requests than may run."""
     more, changes = config, {}

@@ -11,11 +11,13 @@ from nvcli.bench.file_workload import prepared_rows
 from nvcli.bench.shapes import model_folder
 from nvcli.config import EngineConfig, RunConfig, parse_size
 from nvcli.errors import CapacityError, ConfigError
+from nvcli.host_memory import available_ram
 from nvcli.job_run.resolve import resolve_engine_config, resolve_layout
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.profile.lengths import FileLengths, lengths_of
 from nvcli.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
+from nvcli.sizing.ram import check_ram
 
 
 def run_profile(
@@ -40,6 +42,7 @@ def run_profile(
         lengths = _file_lengths(run, config, model, input_file) if input_file is not None else None
         name = shape or run.model
         if not dry_run:
+            check_ram(config, model, num_replicas=1, available=available_ram())
             with contextlib.suppress(CapacityError):  # loading says exactly what is missing, and the report what to do
                 layout = resolve_layout(msgspec.structs.replace(run, data_parallel_size=1), config, model)
                 if layout.why:

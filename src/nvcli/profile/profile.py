@@ -14,8 +14,9 @@ from nvcli.errors import CapacityError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import ask_for_gpus
-from nvcli.profile.advice import Advice, advise, missing
+from nvcli.profile.advice import Advice, advise, advise_shorter, missing
 from nvcli.profile.lengths import FileLengths
+from nvcli.sizing import kv_cache
 from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, tokens_in_blocks
 from nvcli.sizing.memory import estimate
 
@@ -43,6 +44,8 @@ class MemoryProfile:
     """How many tokens the KV cache holds, of requests of full length."""
     full_length_requests: float
     """Requests of `max_model_len` that the KV cache holds."""
+    longest_request: int
+    """Tokens of the longest request that the KV cache holds, up to `max_model_len`."""
     lengths: FileLengths | None
     file_requests: float | None
     """Requests of the file's mean length that the KV cache holds."""
@@ -114,10 +117,13 @@ def _profile(
     tightest = blocks.index(min(blocks))
     num_blocks = max(0, blocks[tightest] - 1)
     request_len = lengths.mean_blocks * config.block_size if lengths is not None else config.max_model_len
+    longest_request = kv_cache.longest_request(num_blocks, config, model)
     advice = []
+    if longest_request < config.max_model_len and (shorter := advise_shorter(config, model, longest_request)):
+        advice.append(shorter)
     if config.device == "cuda":
         longest = lengths.longest_total if lengths is not None else None
-        advice = advise(config, model, ranks[tightest], request_len=request_len, longest=longest)
+        advice += advise(config, model, ranks[tightest], request_len=request_len, longest=longest)
     return MemoryProfile(
         model=name,
         is_estimate=is_estimate,
@@ -132,6 +138,7 @@ def _profile(
         num_blocks=num_blocks,
         num_tokens=tokens_in_blocks(num_blocks, config, model),
         full_length_requests=num_blocks / blocks_of_request(config, model, config.max_model_len),
+        longest_request=longest_request,
         lengths=lengths,
         file_requests=num_blocks / blocks_held(config, model, lengths.mean_blocks) if lengths is not None else None,
         advice=advice,

@@ -76,6 +76,11 @@ def _capacity_lines(profile: MemoryProfile) -> list[str]:
         f"  requests of max_model_len ({profile.max_model_len:,} tokens): {profile.full_length_requests:,.1f} at a "
         f"time; max_num_seqs is {profile.max_num_seqs}",
     ]
+    if profile.longest_request < profile.max_model_len:
+        lines.append(
+            f"  warning: not even one fits; a request that grows beyond {profile.longest_request:,} tokens becomes an "
+            "error row"
+        )
     lengths = profile.lengths
     if lengths is not None:
         failed = f", {lengths.failed_rows:,} rows would fail" if lengths.failed_rows else ""

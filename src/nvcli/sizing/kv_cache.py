@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 
 from nvcli.config import EngineConfig
@@ -24,6 +25,21 @@ def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = 
 def blocks_of_request(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
     """The most KV blocks that a request of `num_tokens` holds at a time."""
     return kv_groups.blocks_needed(model, num_tokens, block_size=config.block_size, chunk=config.max_num_batched_tokens)
+
+
+def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
+    """The most tokens of a request that `num_blocks` KV blocks hold, the null block not counted; 0: none.
+
+    It is at most `max_model_len`. With windows a request gives blocks back, so the length is searched for.
+    """
+
+    def fits(num_tokens: int) -> bool:
+        return blocks_of_request(config, model, num_tokens) <= num_blocks
+
+    if fits(config.max_model_len):
+        return config.max_model_len
+    lengths = range(config.block_size, config.max_model_len, config.block_size)
+    return config.block_size * bisect.bisect_left(lengths, True, key=lambda num_tokens: not fits(num_tokens))
 
 
 def max_blocks(config: EngineConfig, model: ModelConfig) -> int:

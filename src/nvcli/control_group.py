@@ -1,0 +1,98 @@
+"""What Linux's control groups, of which containers, services and batch jobs are made, say of this process's memory.
+
+Both versions are read: the files of version 1 lie below `memory/`, those of version 2 at the root. A container may see
+the path of its group as its host does; then only the root can be found, which is the container's own group.
+
+Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_VMSTAT = Path("/proc/vmstat")
+_NO_LIMIT = 1 << 60
+"""Limits of version 1 from here on stand for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomKills:
+    """How many processes the kernel has killed because memory ran out."""
+
+    count: int
+    where: str
+    """Whose processes were counted, for messages: `this container or service`, or `this machine`."""
+
+
+def container_limit(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int | None:
+    """Return the bytes of RAM that this process's groups may use, the least of all; None without a limit."""
+    return min((limit for _, limit in _limits(root, own)), default=None)
+
+
+def container_room(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int | None:
+    """Return the bytes of RAM that this process's groups may still take; None without a limit.
+
+    Pages of files that were read count as free: the kernel gives them up before it kills.
+    """
+    return min((max(0, limit - _held_bytes(folder)) for folder, limit in _limits(root, own)), default=None)
+
+
+def count_oom_kills(root: Path = _GROUPS, own: Path = _OWN_GROUPS, vmstat: Path = _VMSTAT) -> OomKills | None:
+    """Count the processes that ran out of memory in this process's group, else on the machine; None: nobody says."""
+    for folder in _folders(root, own):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _read_fields(folder / name).get("oom_kill")) is not None:
+                return OomKills(count=count, where="this container or service")
+    count = _read_fields(vmstat).get("oom_kill")
+    return None if count is None else OomKills(count=count, where="this machine")
+
+
+def _limits(root: Path, own: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folder and the bytes of each group around this process that has a limit."""
+    for folder in _folders(root, own):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (limit := _read_number(folder / name)) is not None and limit < _NO_LIMIT:
+                yield folder, limit
+
+
+def _held_bytes(folder: Path) -> int:
+    """Return the bytes that a group holds and cannot be made to give up."""
+    held = _read_number(folder / "memory.current") or _read_number(folder / "memory.usage_in_bytes") or 0
+    fields = _read_fields(folder / "memory.stat")
+    prefix = "total_" if "total_inactive_file" in fields else ""  # version 1 counts the groups below apart
+    return held - fields.get(f"{prefix}inactive_file", 0) - fields.get(f"{prefix}active_file", 0)
+
+
+def _folders(root: Path, own: Path) -> Iterator[Path]:
+    """Yield the folders of the groups around this process, the innermost first."""
+    groups: dict[str, Path] = {}
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            groups[controllers] = Path(path.lstrip("/"))
+    for base, group in ((root / "memory", groups.get("memory", Path())), (root, groups.get("", Path()))):
+        for part in (group, *group.parents):
+            if (base / part).is_dir():
+                yield base / part
+
+
+def _read_number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # `max` is no limit
+
+
+def _read_fields(file: Path) -> dict[str, int]:
+    """Read lines of a name and a number; empty where there is no such file."""
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}

@@ -1,0 +1,37 @@
+"""Whether the RAM holds a model that runs on a CPU, told before a process is started for it."""
+
+from __future__ import annotations
+
+from nvcli.config import EngineConfig, format_bytes
+from nvcli.errors import CapacityError
+from nvcli.models.config import ModelConfig
+from nvcli.sizing.weights import weight_bytes
+
+
+def ram_of_weights(config: EngineConfig, model: ModelConfig, *, num_replicas: int) -> int:
+    """Return the bytes that the weights of all replicas take, on a CPU."""
+    return sum(weight_bytes(model, config.dtype).values()) * num_replicas
+
+
+def ways_to_less_ram(config: EngineConfig, *, num_replicas: int) -> str:
+    """Say what would make a model fit the RAM, or a part of it, as a user types it."""
+    ways = ["use a smaller model"]
+    if config.dtype == "float32":
+        ways.append("--dtype bfloat16, which halves it")
+    if num_replicas > 1:
+        ways.append(f"fewer copies than --dp {num_replicas}")
+    return f"{', '.join(ways)}, more RAM, or a GPU"
+
+
+def check_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, available: int) -> None:
+    """Raise CapacityError where a run on a CPU has weights that the `available` bytes of RAM do not hold.
+
+    They must leave something for activations and the KV cache, so as much as is available is already too much.
+    """
+    needed = ram_of_weights(config, model, num_replicas=num_replicas)
+    if config.device == "cpu" and needed >= available:
+        copies = f" of {num_replicas} copies" if num_replicas > 1 else ""
+        raise CapacityError(
+            f"the weights{copies} take {format_bytes(needed)} in {config.dtype}, and {format_bytes(available)} of RAM "
+            f"are free. To make it fit: {ways_to_less_ram(config, num_replicas=num_replicas)}"
+        )

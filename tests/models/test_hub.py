@@ -1,0 +1,167 @@
+"""A model of the hub is looked at before it is fetched: its configuration, its files, and the room that it needs.
+
+The hub is a server on this machine. It holds small files and says that weights are as large as a test wants. All cases
+of a hub run in one process of their own: huggingface_hub reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from nvcli.demo import demo_path
+from nvcli.errors import LoadError
+from nvcli.models.hub import DownloadSize
+
+SHA = "a" * 40
+CONFIG = (demo_path() / "config.json").read_text()
+SMALL = {"config.json": CONFIG, "tokenizer.json": "{}", "modeling_x.py": "raise SystemExit", "pytorch_model.bin": "x"}
+REPOSITORIES: dict[str, dict[str, str]] = {
+    "someone/good": {**SMALL, "model.safetensors": "w" * 1000, "original/consolidated.00.safetensors": "w" * 1000},
+    "someone/huge": {**SMALL, "model.safetensors": "w" * 1000},
+    "someone/other-kind": {"config.json": '{"architectures": ["OtherForCausalLM"]}', "model.safetensors": "w"},
+    "someone/pickles": SMALL,
+    "someone/empty": {"README.md": "nothing"},
+}
+HUGE = 1 << 60
+"""The size of `someone/huge`'s weights, as its hub says."""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Answers as the hub does for the files of `REPOSITORIES`, and keeps the names of those that were fetched."""
+
+    fetched: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        if path.startswith("api/models/"):
+            name, _, rest = self._split(path.removeprefix("api/models/"))
+            files = REPOSITORIES[name]
+            if rest.startswith("tree/"):
+                self._answer(json.dumps([self._entry(name, file) for file in files]))
+            else:
+                siblings = [{"rfilename": file} for file in files]
+                self._answer(json.dumps({"id": name, "sha": SHA, "siblings": siblings}))
+            return
+        name, _, rest = self._split(path)
+        file = rest.split("/", 2)[2]
+        if file not in REPOSITORIES[name]:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if self.command == "GET":
+            self.fetched.append(f"{name}/{file}")
+        self._answer(REPOSITORIES[name][file], **{"ETag": f'"{self._entry(name, file)["oid"]}"', "X-Repo-Commit": SHA})
+
+    do_HEAD = do_GET
+
+    @staticmethod
+    def _split(path: str) -> tuple[str, str, str]:
+        owner, repository, *rest = path.split("/", 2)
+        return f"{owner}/{repository}", "/", rest[0] if rest else ""
+
+    @staticmethod
+    def _entry(name: str, file: str) -> dict[str, Any]:
+        is_huge = name == "someone/huge" and file.endswith(".safetensors")
+        size = HUGE if is_huge else len(REPOSITORIES[name][file])
+        return {"type": "file", "path": file, "size": size, "oid": f"{abs(hash((name, file))):040x}"[:40]}
+
+    def _answer(self, text: str, **headers: str) -> None:
+        self.send_response(200)
+        name = self._split(self.path.strip("/"))[0]
+        if name == "someone/huge" and self.path.endswith(".safetensors"):
+            headers["X-Linked-Size"] = str(HUGE)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """For each repository, what `resolve_model` gives, what the hub was asked for, and what lies in the cache then."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever).start()
+    code = (
+        f"import json, sys; sys.path[:] = {sys.path!r}\n"
+        "from nvcli.doctor.model_files import check_model_files\n"
+        "from nvcli.errors import LoadError\n"
+        "from nvcli.models.checkpoint import resolve_model\n"
+        "for name in sys.argv[1:]:\n"
+        "    finding = check_model_files(name).findings[0]\n"
+        "    try: answer = str(resolve_model(name))\n"
+        "    except LoadError as error: answer = f'LoadError: {error}'\n"
+        "    print(json.dumps([name, answer, finding.level.name, finding.found]))\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
+    home = tmp_path_factory.mktemp("home")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *REPOSITORIES],
+        env={**kept, "HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 0, done.stderr
+    assert "dry-run" not in done.stderr
+    return {
+        name: {"answer": answer, "level": level, "finding": finding}
+        for name, answer, level, finding in map(json.loads, done.stdout.splitlines())
+    }
+
+
+def fetched(name: str) -> list[str]:
+    return sorted(file.removeprefix(f"{name}/") for file in Hub.fetched if file.startswith(f"{name}/"))
+
+
+def test_a_good_model_is_downloaded_without_code_and_second_copies(answers: dict[str, dict[str, Any]]) -> None:
+    answer = answers["someone/good"]
+    folder = Path(answer["answer"])
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert fetched("someone/good") == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert answer["level"] == "WARNING"
+    assert "the first run would download" in answer["finding"]
+
+
+def test_an_architecture_is_refused_before_its_weights_are_fetched(answers: dict[str, dict[str, Any]]) -> None:
+    answer = answers["someone/other-kind"]["answer"]
+    assert answer.startswith("LoadError: model someone/other-kind was not downloaded, as its configuration is refused:")
+    assert "OtherForCausalLM is not supported" in answer
+    assert fetched("someone/other-kind") == ["config.json"]
+
+
+def test_a_model_that_the_disk_cannot_hold_is_not_begun(answers: dict[str, dict[str, Any]]) -> None:
+    answer = answers["someone/huge"]
+    assert "1,073,741,824.0 GiB are still to be downloaded" in answer["answer"]
+    assert "HF_HUB_CACHE" in answer["answer"]
+    assert fetched("someone/huge") == ["config.json"]
+    assert answer["level"] == "PROBLEM"
+    assert "still to be downloaded" in answer["finding"]
+
+
+@pytest.mark.parametrize(("name", "told"), [("someone/pickles", "no *.safetensors"), ("someone/empty", "config.json")])
+def test_a_repository_that_holds_no_model(answers: dict[str, dict[str, Any]], name: str, told: str) -> None:
+    assert answers[name]["answer"].startswith("LoadError: ")
+    assert told in answers[name]["answer"]
+    assert set(fetched(name)) <= {"config.json"}
+
+
+def test_as_much_room_as_is_needed_is_enough() -> None:
+    DownloadSize(num_bytes=5, free_bytes=5, folder=Path("/cache")).check_room("m")
+    with pytest.raises(LoadError, match=r"model m: .* the disk of /cache has .* free some space"):
+        DownloadSize(num_bytes=6, free_bytes=5, folder=Path("/cache")).check_room("m")
