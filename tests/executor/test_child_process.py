@@ -20,7 +20,7 @@ def wait(_: None, control: Connection) -> None:
     ("before", "after", "told"),
     [
         (1, 2, "memory ran out: meanwhile the kernel's out-of-memory killer ended 1 process of this machine. Free or"),
-        (0, 3, "most likely because memory ran out: meanwhile the kernel's out-of-memory killer ended 3 processes of"),
+        (0, 3, "likely because memory ran out: meanwhile the kernel's out-of-memory killer ended 3 processes of"),
         (4, 4, None),
         (None, None, None),
     ],

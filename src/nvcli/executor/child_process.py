@@ -111,7 +111,7 @@ class ChildProcess:
             return ""
         number = now.count - self._oom_kills.count
         return (
-            f", most likely because memory ran out: meanwhile the kernel's out-of-memory killer ended {number} "
+            f", likely because memory ran out: meanwhile the kernel's out-of-memory killer ended {number} "
             f"process{'es' if number > 1 else ''} of {now.where}. Free or add RAM, or need less of it, such as with "
             "--dtype bfloat16 or a lower kv_cache_memory"
         )
