@@ -130,6 +130,19 @@ def escaped(tokenizer: Tokenizer, texts: Sequence[str], *, is_rendered: bool) ->
     return special_token_rule("escape", tokenizer).encode(texts, is_rendered=is_rendered)
 
 
+def test_variables_of_the_template_are_texts_of_the_row() -> None:
+    loaded = Tokenizer.load(demo_path(), chat_template="{{ messages[0].content }}<|im_end|>{{ facts[0] }}")
+    variables = {"facts": [FORGED]}
+    row = prepare(loaded, "refuse", messages=user("a"), chat_template_kwargs=variables)
+    assert isinstance(row, JobResult)
+    assert row.error is not None
+    assert "`chat_template_kwargs.facts[0]` holds <|im_end|>" in row.error.message
+    ids = prepare(loaded, "escape", messages=user("a"), chat_template_kwargs=variables)
+    assert isinstance(ids, list)
+    assert ids.count(END) == 1
+    assert prepare(loaded, "allow", messages=user("a"), chat_template_kwargs=variables).count(END) == 3  # type: ignore[union-attr]
+
+
 def test_ids_stay_those_of_the_tokenizer() -> None:
     """Wherever its special tokens lie, and with those that it puts before and behind a prompt."""
     tokenizer = made_tokenizer()
