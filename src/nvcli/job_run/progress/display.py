@@ -146,7 +146,10 @@ def rates_text(status: RunStatus) -> str:
     if status.state == "starting":
         return "loading the model"
     rates = status.rates
-    parts = [f"{format_seconds(status.eta_seconds)} left"] if status.eta_seconds is not None else []
+    parts = []
+    if status.eta_seconds is not None:
+        least = "at least " if status.eta_is_least else ""
+        parts.append(f"{least}{format_seconds(status.eta_seconds)} left")
     parts += [
         f"tokens/s {rates.prompt_tokens_per_second:,.0f} in {rates.generated_tokens_per_second:,.0f} out",
         f"{status.running:,} running {status.waiting:,} waiting",
