@@ -24,6 +24,8 @@ PROMPT_WEIGHT = 0.1
 
 _MAX_SLOTS = 128
 """Runs with more slots than this are played through on a smaller scale."""
+_MAX_RUNNING = 1024
+"""Of more running samples only some are looked at."""
 _MAX_ROUNDS = 6
 """Of the samples that wait, so many for each slot are played through; those before them keep all slots busy."""
 _UNSEEN_SHARE = 0.2
@@ -86,6 +88,7 @@ def forecast(
     `computed_share` of the rows are computed, the others being equal to one of them; `uncached_share` of the prompt
     tokens are.
     """
+    running = running[:: math.ceil(len(running) / _MAX_RUNNING) or 1]
     survivals = _survivals(read, ended, running, num_running=num_running)
     if survivals is None:
         return None
