@@ -31,7 +31,7 @@ def profile_memory(
     ] = False,
     gpu_memory: Annotated[
         str | None,
-        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU for --dry-run, such as 80GiB."),
+        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each GPU for --dry-run: 80GiB, 80G or 80."),
     ] = None,
     config: ConfigOption = None,
     tp: TpOption = None,
