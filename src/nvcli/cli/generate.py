@@ -73,7 +73,7 @@ def generate(
       nvcli generate questions.jsonl --model demo
       nvcli generate questions.jsonl -m Qwen/Qwen3-8B --tp 2 -o answers.jsonl
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set sampling.temperature=0
-      cat questions.jsonl | nvcli generate - -m demo -o - --progress none | jq .choices[0].text
+      cat questions.jsonl | nvcli generate - -m demo -o - --progress none | jq '.choices[0].text'
     """
     from nvcli.config import find_config_file, load_run_config
     from nvcli.process_limits import check_process
@@ -97,11 +97,11 @@ def generate(
     from nvcli.job_run.progress.display import make_progress
     from nvcli.job_run.progress.status_file import StatusFile
     from nvcli.job_run.progress.summary import format_summary
-    from nvcli.jobs.files import job_files
+    from nvcli.jobs.files import is_terminal, job_files
     from nvcli.jobs.output.sink import OutputClosed
 
     begun = threading.Event()
-    shown = make_progress(progress.value, sys.stderr)
+    shown = make_progress(progress.value, sys.stderr, beside_answers=is_terminal(output, inputs))
     if progress_file is not None:
         shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
     if config is None and config_file is not None:
