@@ -148,3 +148,34 @@ def test_bins() -> None:
     for length in (*range(1, 200), 1000, 4095, 4096, 131_072):
         assert bin_middle(bin_of(length)) == pytest.approx(length, rel=0.04)
     assert sorted(map(bin_of, range(5000))) == list(map(bin_of, range(5000)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_state_of_a_run_has_a_forecast(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        read, ended = ReadTotals(), AnswerLengths()
+        running = []
+        for index in range(rng.choice([1, 2, 30, 300])):
+            most = rng.choice([None, 1, 7, 100, 5000])
+            row = prepared_row(index, [1] * rng.choice([1, 50]), max_tokens=most)
+            read.add(row)
+            fate = rng.random()
+            length = rng.randint(0, row.max_tokens)
+            if fate < 0.4:
+                ended.add(row, length, is_cut=length == row.max_tokens)
+            elif fate < 0.5:
+                ended.drop(row, rng.choice([1, 2]))
+            elif fate < 0.7:
+                running.append(RunningSample(length, rng.choice([row.max_tokens, 9])))
+        left = forecast(
+            read,
+            ended,
+            running,
+            num_running=len(running) * rng.choice([1, 3]),
+            slots=rng.choice([1, 16.5, 3000]),
+            share_read=rng.choice([1.0, 0.01]),
+            computed_share=rng.choice([1.0, 0.0]),
+            uncached_share=rng.choice([1.0, 0.0]),
+        )
+        assert left is None or (0 <= left.work < 1e9 and 0 <= left.longest <= max(1.0, left.work) * 3.01)

@@ -54,15 +54,14 @@ class ReadTotals:
     def add(self, row: PreparedRow) -> None:
         """Add one row with all its samples."""
         key = length_class(row.max_tokens)
-        totals = self.classes.get(key)
-        if totals is None:
-            totals = self.classes[key] = ClassTotals()
+        totals = self.classes.get(key) or ClassTotals()
         samples = row.sampling.n
         totals.samples += samples
         totals.max_tokens += samples * row.max_tokens
         totals.prompt_tokens += row.num_prompt_tokens
         if row.sampling.max_tokens is not None:
             totals.asked_samples += samples
+        self.classes[key] = totals  # last: another thread may look at any time
 
 
 class EndedSamples:

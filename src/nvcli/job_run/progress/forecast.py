@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from nvcli.job_run.answer_lengths import AnswerLengths, ReadTotals, bin_of, length_class
+from nvcli.job_run.answer_lengths import AnswerLengths, ClassTotals, ReadTotals, bin_of, length_class
 from nvcli.job_run.progress.survival import Survival
 
 PROMPT_WEIGHT = 0.1
@@ -89,7 +89,8 @@ def forecast(
     tokens are.
     """
     running = running[:: math.ceil(len(running) / _MAX_RUNNING) or 1]
-    survivals = _survivals(read, ended, running, num_running=num_running)
+    classes = dict(read.classes)  # the feeder's thread adds to them
+    survivals = _survivals(classes, ended, running, num_running=num_running)
     if survivals is None:
         return None
     scale = max(1.0, slots / _MAX_SLOTS)
@@ -99,21 +100,21 @@ def forecast(
     by_class = Counter(length_class(sample.max_tokens) for sample in running)
     weight = num_running / max(1, len(running))
     waiting: dict[int, float] = {}
-    for key, totals in list(read.classes.items()):
+    for key, totals in classes.items():
         missing = totals.samples - ended.classes[key].samples - weight * by_class[key]
         waiting[key] = computed_share * (max(0.0, missing) + totals.samples * (1 / share_read - 1))
     played = min(sum(waiting.values()) / scale, float(_MAX_ROUNDS * num_slots))
     share = played / max(1e-9, sum(waiting.values()))
     coming: list[_Work] = []
     for key in sorted(waiting, reverse=True):  # as the planner does it
-        totals = read.classes[key]
+        totals = classes[key]
         unended = max(1, totals.samples - ended.classes[key].samples)
         prompt = (totals.prompt_tokens - ended.classes[key].prompt_tokens) / unended
         prompt = prompt * share_read + totals.prompt_tokens / totals.samples * (1 - share_read)
         samples = _waiting_work(
             math.ceil(waiting[key] * share - 1e-9),
             survivals[key],
-            most=totals.max_tokens / totals.samples,
+            most=_mean_max(totals),
             prompt=PROMPT_WEIGHT * uncached_share * max(0.0, prompt),
         )
         coming += samples
@@ -126,11 +127,15 @@ def forecast(
 
 
 def _survivals(
-    read: ReadTotals, ended: AnswerLengths, running: Sequence[RunningSample], *, num_running: int
+    classes: Mapping[int, ClassTotals],
+    ended: AnswerLengths,
+    running: Sequence[RunningSample],
+    *,
+    num_running: int,
 ) -> Mapping[int, Survival] | None:
     """Estimate the lengths of each class; None where nothing has ended and nothing has come far."""
-    asked = {key for key, totals in list(read.classes.items()) if 2 * totals.asked_samples >= totals.samples}
-    keys = {*list(read.classes), *(length_class(sample.max_tokens) for sample in running)}
+    asked = {key for key, totals in classes.items() if 2 * totals.asked_samples >= totals.samples}
+    keys = {*classes, *(length_class(sample.max_tokens) for sample in running)}
     groups = {key: key if key in asked else _OPEN for key in keys}
     weight = num_running / max(1, len(running))
     stopped: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -154,26 +159,25 @@ def _survivals(
     for group in alone:
         expected = 0.0 if alone[group].longest else longest
         if group != _OPEN:  # it comes to the same share of what it asks for as others did
-            expected = _mean_share(read, alone, asked - {group}) * _mean_max(read, group) or expected
+            expected = _mean_share(classes, alone, asked - {group}) * _mean_max(classes[group]) or expected
         result[group] = survival(group, expected)
     return {key: result[group] for key, group in groups.items()}
 
 
-def _mean_max(read: ReadTotals, key: int) -> float:
-    totals = read.classes[key]
+def _mean_max(totals: ClassTotals) -> float:
     return totals.max_tokens / totals.samples
 
 
-def _mean_share(read: ReadTotals, survivals: Mapping[int, Survival], keys: set[int]) -> float:
+def _mean_share(classes: Mapping[int, ClassTotals], survivals: Mapping[int, Survival], keys: set[int]) -> float:
     """Return which share of their `max_tokens` samples of these classes come to; 0 where nothing is known of any."""
     known = [key for key in keys if survivals[key].longest]
-    most = sum(read.classes[key].max_tokens for key in known)
+    most = sum(classes[key].max_tokens for key in known)
     if not most:
         return 0.0
     length = 0.0
     for key in known:
-        samples = _waiting_work(32, survivals[key], most=_mean_max(read, key), prompt=0.0)
-        length += sum(each.whole for each in samples) / len(samples) * read.classes[key].samples
+        samples = _waiting_work(32, survivals[key], most=_mean_max(classes[key]), prompt=0.0)
+        length += sum(each.whole for each in samples) / len(samples) * classes[key].samples
     return length / most
 
 
