@@ -40,6 +40,10 @@ def test_plain_rows_that_are_named_gz_are_told_so(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"is not {kind}, as its name says: it begins with b'{{\"pr'") as error:
             check_inputs([str(path)])
         assert str(error.value).endswith(f"rename it: mv {path} {tmp_path / 'in.jsonl'}")
+        (tmp_path / "in.jsonl").write_bytes(ROW)  # which must not be lost
+        with pytest.raises(ConfigError, match=r"rename it$"):
+            check_inputs([str(path)])
+        (tmp_path / "in.jsonl").unlink()
         path.write_bytes(b"")  # nothing: no rows
         check_inputs([str(path)])
 

@@ -49,7 +49,8 @@ def check_input_format(path: Path) -> None:
     else:
         trouble = f"is not {_KINDS[said]}, as its name says: it begins with {start!r}. If it is JSONL, rename it"
         plain = plain if plain.suffix else plain.with_name(f"{plain.name}.jsonl")
-    raise ConfigError(f"the input {path} {trouble}: mv {shlex.quote(str(path))} {shlex.quote(str(plain))}")
+    command = "" if plain.exists() else f": mv {shlex.quote(str(path))} {shlex.quote(str(plain))}"
+    raise ConfigError(f"the input {path} {trouble}{command}")
 
 
 def _kind_of(start: bytes) -> str:
