@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,15 @@ def test_every_command_has_examples_and_every_option_help(name: str) -> None:
     assert "Examples:" in command.help
     assert f"nvcli {name}" in command.help
     assert [parameter.name for parameter in command.params if not getattr(parameter, "help", "")] == []
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_examples_mean_the_same_in_every_shell(name: str | None) -> None:
+    help_text = (COMMANDS[name] if name else typer.main.get_command(app)).help
+    assert help_text is not None
+    examples = [line.strip() for line in help_text.partition("Examples:")[2].splitlines() if line.strip()]
+    assert examples
+    for example in examples:
+        unquoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", example)
+        # zsh ends a command whose pattern matches no file, and takes =word for the path of a command.
+        assert not re.search(r"[][*?~^#{}!]|(^|\s)=", unquoted), example

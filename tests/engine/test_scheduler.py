@@ -123,6 +123,20 @@ def test_requests_get_their_tokens() -> None:
         assert done[i].finish_reason == "length"
 
 
+def test_the_engine_tells_how_long_running_answers_are() -> None:
+    core, scheduler, _ = make_core(num_blocks=8192, max_num_seqs=1300, max_num_batched_tokens=4096)
+    assert core.running_lengths() == b""
+    core.add(make_request(i, [i], 10 + i % 7) for i in range(1300))
+    for _ in range(4):
+        core.step()
+    numbers = unpack(core.running_lengths())
+    lengths, most = numbers[::2].tolist(), numbers[1::2].tolist()
+    assert set(lengths) == {3}  # the fourth step's token is on its way
+    assert (len(most), most[:3]) == (434, [10, 13, 16])  # every third: 512 at most
+    run(core, scheduler)
+    assert core.running_lengths() == b""
+
+
 def test_stop_id_ends_a_request_and_the_wasted_token_is_dropped() -> None:
     core, scheduler, _ = make_core()
     core.add([make_request(0, [1], 50, stop_ids=[105]), make_request(1, [2], 9)])

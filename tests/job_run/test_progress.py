@@ -13,13 +13,15 @@ import pytest
 
 from nvcli.engine.request import EngineStats
 from nvcli.errors import ConfigError, WorkerError
-from nvcli.job_run.counts import Counts, RowTotals
+from nvcli.job_run.answer_lengths import ReadTotals
+from nvcli.job_run.counts import Counts
 from nvcli.job_run.progress.display import BarProgress, PlainProgress, Progress, format_seconds, make_progress
-from nvcli.job_run.progress.forecast import work_done, work_left
+from nvcli.job_run.progress.forecast import work_done
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.status_file import StatusFile
 from nvcli.job_run.progress.summary import RunTimes, Summary, format_summary
 from nvcli.jobs.job import ErrorInfo, JobResult, Usage
+from nvcli.messages import pack
 from prepared_rows import prepared_row
 
 
@@ -34,7 +36,7 @@ class FakeFeeder:
     all_read = False
 
     def __init__(self) -> None:
-        self.read = RowTotals()
+        self.read = ReadTotals()
 
 
 class Clock:
@@ -50,6 +52,7 @@ class Clock:
 def finish(counts: Counts, index: int, *, max_tokens: int | None = 100, generated: int = 50) -> None:
     row = prepared_row(index, [1] * 10, max_tokens=max_tokens)
     usage = Usage(prompt_tokens=10, completion_tokens=generated)
+    counts.lengths.add(row, generated, is_cut=False)
     counts.add(row, JobResult(place=row.place, usage=usage))
 
 
@@ -61,7 +64,8 @@ def make_view(
     rows_resumed: int = 0,
     clock: Clock | None = None,
 ) -> RunView:
-    """40 rows of 10 and 100 tokens were read, half of the input; 20 are done with 10 and 50 tokens, 2 have failed.
+    """40 rows of 10 and 100 tokens were read, half of the input; 20 are done with 10 and 50 tokens, 2 have failed, and
+    6 run with 20 tokens each.
 
     `rows_resumed`: others that came before them.
     """
@@ -77,11 +81,12 @@ def make_view(
     stats = EngineStats(
         num_blocks=100,
         num_used_blocks=25,
-        generated_tokens=600,
+        generated_tokens=560,
         prompt_tokens=150,
         cached_tokens=60,
         num_running=3,
         num_waiting=1,
+        running_lengths=pack([20, 100] * 3),
     )
     counts.replicas = [stats] * 2
     reader: Any = FakeReader()
@@ -95,15 +100,22 @@ def make_view(
     return RunView(counts, reader, feeder, limit=limit, started_at=0.0, output="out.jsonl", clock=clock or Clock(12.0))
 
 
+DONE = work_done(180, 1120)
+ROW = work_done(6, 50.5)
+"""What a row is expected to be: 50 tokens, or 50.5 by the bins of lengths, and six of ten prompt tokens not cached."""
+
+
 def test_the_time_left_goes_by_tokens() -> None:
-    # Done: 20 rows of 1 + 50, and 200 tokens of rows that run. Expected: 40 rows of 1 + 50, and as much again unread.
+    # 6 rows have 30 tokens left, 14 wait, and as many as were read are not read yet.
     status = make_view().status()
-    assert status.share_done == pytest.approx(1220 / 4080)
-    assert status.eta_seconds == pytest.approx(10 * (4080 - 1220) / 1220)
+    left = 6 * 30.5 + 54 * ROW
+    assert status.share_done == pytest.approx(DONE / (DONE + left), rel=1e-3)
+    # Each of the 6 has 9 rows before it behind the 30 tokens, and a token takes 60 seconds / 1,138.
+    assert status.eta_seconds == pytest.approx((30.5 + 9 * ROW) * 60 / DONE, rel=0.02)
     status = make_view(all_read=True).status()
-    assert status.share_done == pytest.approx(1220 / 2040)
+    assert status.share_done == pytest.approx(DONE / (DONE + 6 * 30.5 + 14 * ROW), rel=1e-3)
     assert (status.rows.total, status.rows.left) == (40, 18)
-    assert make_view(limit=50).status().share_done == pytest.approx(1220 / 2550)
+    assert make_view(limit=50).status().share_done == pytest.approx(DONE / (DONE + 6 * 30.5 + 24 * ROW), rel=1e-3)
     unknown = make_view(bytes_total=None).status()
     assert (unknown.share_done, unknown.eta_seconds, unknown.rows.total) == (None, None, None)
 
@@ -111,31 +123,9 @@ def test_the_time_left_goes_by_tokens() -> None:
 def test_the_time_left_of_a_job_that_is_continued() -> None:
     # 400 rows were read, half of the input, and 360 of them were answered before: 400 of the 440 are unread.
     status = make_view(rows_resumed=360).status()
-    assert status.share_done == pytest.approx(1220 / (11 * 2040))
-    assert make_view(rows_resumed=360, limit=480).status().share_done == pytest.approx(1220 / (3 * 2040))
-
-
-def test_rows_that_are_longer_than_those_before_take_their_time() -> None:
-    read, finished = RowTotals(), RowTotals()
-    for index in range(10):
-        read.add(prepared_row(index, [1] * 10, max_tokens=10))
-        finished.add(prepared_row(index, [1] * 10, max_tokens=10), 5)
-    read.add(prepared_row(10, [1] * 1000, max_tokens=1000))
-    assert work_left(read, finished, running_tokens=0, share_read=1.0) == pytest.approx(work_done(1000, 500))
-    assert work_left(read, finished, running_tokens=400, share_read=1.0) == pytest.approx(work_done(1000, 100))
-    # A row that has outgrown what was expected of it is not done all the same.
-    assert work_left(read, finished, running_tokens=700, share_read=1.0) == pytest.approx(work_done(100, 50))
-
-
-def test_rows_without_max_tokens_are_expected_to_be_like_those_that_are_done() -> None:
-    read, finished = RowTotals(), RowTotals()
-    assert work_left(read, finished, running_tokens=0, share_read=1.0) is None
-    for index in range(10):
-        read.add(prepared_row(index, [1] * 10))
-    finished.add(prepared_row(0, [1] * 10), 30)
-    finished.add(prepared_row(1, [1] * 10), 40)
-    left = work_left(read, finished, running_tokens=0, share_read=0.5)
-    assert left == pytest.approx(2 * work_done(100, 350) - work_done(20, 70))
+    assert status.share_done == pytest.approx(DONE / (DONE + 6 * 30.5 + 414 * ROW), rel=1e-3)
+    status = make_view(rows_resumed=360, limit=480).status()
+    assert status.share_done == pytest.approx(DONE / (DONE + 6 * 30.5 + 94 * ROW), rel=1e-3)
 
 
 def test_rates_are_of_the_last_minute() -> None:
@@ -170,7 +160,7 @@ def test_plain_says_a_line_every_ten_seconds() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0] == (
-        "nvcli: 12s: 60%, 22/40 rows (2 failed), 6.7s left, tokens/s 30 in 120 out, 6 running 9 waiting, KV 25%, "
+        "nvcli: 12s: 56%, 22/40 rows (2 failed), 9.0s left, tokens/s 30 in 112 out, 6 running 9 waiting, KV 25%, "
         "prefix hits 40%"
     )
 
@@ -197,7 +187,7 @@ def test_the_progress_file_tells_programs_the_same(tmp_path: Path) -> None:
             "deduplicated": 0,
             "errors": {"invalid_json": 2},
         }
-        assert status["tokens"] == {"prompt": 300, "cached": 120, "generated": 1200}
+        assert status["tokens"] == {"prompt": 300, "cached": 120, "generated": 1120}
         assert (status["kv_use"], status["prefix_hit_rate"], status["running"], status["waiting"]) == (0.25, 0.4, 6, 9)
         assert status["eta_seconds"] > 0
         written = path.stat().st_ino
@@ -281,7 +271,7 @@ def test_the_bar_shows_the_same_and_leaves_the_terminal(monkeypatch: pytest.Monk
     progress.close()
     progress.note("after")
     text = stream.getvalue()
-    for part in ("nvcli: before [bold]", "nvcli: during", "nvcli: after", "22 rows", " 30%", "23s left"):
+    for part in ("nvcli: before [bold]", "nvcli: during", "nvcli: after", "22 rows", " 28%", "26s left"):
         assert part in text
 
 

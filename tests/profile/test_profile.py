@@ -18,6 +18,7 @@ from nvcli.config import EngineConfig, RunConfig, load_run_config, parse_size
 from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.profile.advice import advise
+from nvcli.profile.command import gpu_size
 from nvcli.profile.lengths import Bucket, lengths_of
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
@@ -227,7 +228,8 @@ def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path) -> None:
     ("args", "named"),
     [
         (("--shape", "gpt-5", "--dry-run"), "qwen3-0.6b"),
-        (("-m", "demo", "--dry-run", "--gpu-memory", "lots"), "--gpu-memory"),
+        (("-m", "demo", "--dry-run", "--gpu-memory", "lots"), "--gpu-memory is 'lots'; allowed: a size such as 80GiB"),
+        (("-m", "demo", "--dry-run", "--gpu-memory", "24MB"), "--gpu-memory is '24MB'; allowed: a size such as 80GiB"),
         (("-m", "demo", "--gpu-memory", "24GB"), "--dry-run"),
         (("-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--set", "device=cpu"), "device"),
         (("-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--input", "nowhere.jsonl"), "nowhere.jsonl"),
@@ -245,3 +247,19 @@ def test_wrong_options_are_refused(args: tuple[str, ...], named: str) -> None:
 
 def test_sizes_as_they_are_typed() -> None:
     assert parse_size("80GiB") == 80 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24", 24 * GIB),
+        ("24G", 24 * GIB),
+        ("24g", 24 * GIB),
+        ("24GiB", 24 * GIB),
+        ("24GB", 24 * 10**9),
+        ("25769803776", 24 * GIB),
+        (None, None),
+    ],
+)
+def test_sizes_of_gpus(text: str | None, size: int | None) -> None:
+    assert gpu_size(text) == size

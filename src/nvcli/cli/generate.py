@@ -248,11 +248,11 @@ def generate(
     from nvcli.job_run.progress.display import make_progress
     from nvcli.job_run.progress.status_file import StatusFile
     from nvcli.job_run.progress.summary import format_summary
-    from nvcli.jobs.files import job_files
+    from nvcli.jobs.files import is_terminal, job_files
     from nvcli.jobs.output.sink import OutputClosed
 
     begun = threading.Event()
-    shown = make_progress(progress_name, sys.stderr)
+    shown = make_progress(progress_name, sys.stderr, beside_answers=is_terminal(output, inputs))
     if progress_file is not None:
         shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
     if config is None and config_file is not None:

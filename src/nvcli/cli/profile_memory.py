@@ -46,7 +46,7 @@ def profile_memory(
         typer.Option(
             "--gpu-memory",
             metavar="SIZE",
-            help="Memory of each GPU for --dry-run, such as 80GiB.",
+            help="Memory of each GPU for --dry-run: 80GiB, 80G or 80.",
             rich_help_panel=MODEL,
         ),
     ] = None,

@@ -80,6 +80,10 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return self._scheduler.stats
 
+    def running_lengths(self) -> bytes:
+        """Return the lengths of running answers (`EngineStats.running_lengths`)."""
+        return self._scheduler.running_lengths()
+
     def take_records(self) -> list[StepRecord]:
         """Return the records of the steps since the last call; there are none unless steps are recorded."""
         return self._recorder.take() if self._recorder is not None else []

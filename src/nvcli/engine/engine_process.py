@@ -93,11 +93,17 @@ def _serve(
     gc.collect()
     gc.freeze()
     last_stats = 0.0
+    last_lengths = 0.0
+    running_lengths = b""
     while _take_messages(inbox, core, executor):
         outputs = core.step()
         now = time.monotonic()
         if outputs or core.notes or now - last_stats > _STATS_SECONDS:
-            send(OutputBatch(outputs, core.stats, core.take_records(), core.take_notes()))
+            if now - last_lengths > _STATS_SECONDS:
+                running_lengths = core.running_lengths()
+                last_lengths = now
+            stats = msgspec.structs.replace(core.stats, running_lengths=running_lengths)
+            send(OutputBatch(outputs, stats, core.take_records(), core.take_notes()))
             last_stats = now
     peak_bytes = executor.close()
     if config.record_steps:

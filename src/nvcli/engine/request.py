@@ -79,6 +79,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
+    running_lengths: bytes = b""
+    """How long the answers of running requests are so far, and may become: pairs of int32 (`messages.pack`), as
+    (generated tokens, `max_tokens`). They are renewed less often than the rest, and are those of some requests only
+    where many run."""
 
 
 class StepRecord(msgspec.Struct, array_like=True, kw_only=True):

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
@@ -39,7 +40,9 @@ from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
-from nvcli.messages import StepOutput, unpack
+from nvcli.messages import StepOutput, pack, unpack
+
+_MAX_LENGTHS = 512
 
 
 class Scheduler:
@@ -112,6 +115,13 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
         )
+
+    def running_lengths(self) -> bytes:
+        """Return the lengths of running answers (`EngineStats.running_lengths`): of all requests where at most
+        `_MAX_LENGTHS` run, else of every second one, or third, and so on."""
+        stride = -(-len(self._running) // _MAX_LENGTHS) or 1
+        states = islice(self._running, 0, None, stride)
+        return pack([number for state in states for number in (len(state.generated), state.request.max_tokens)])
 
     # ------------------------------------------------------------------ one step
 

@@ -5,42 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from nvcli.engine.request import EngineStats
+from nvcli.job_run.answer_lengths import AnswerLengths
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.jobs.job import JobResult
-
-
-class RowTotals:
-    """Sums over rows: either over rows that were read, or over rows that are done."""
-
-    __slots__ = ("asked_generated", "asked_tokens", "open_generated", "open_samples", "prompt_tokens", "rows")
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.prompt_tokens = 0
-        self.asked_tokens = 0
-        """The sum of `max_tokens` over the samples that have one."""
-        self.open_samples = 0
-        """The number of samples without `max_tokens`."""
-        self.asked_generated = 0
-        """Tokens that samples with `max_tokens` came to; 0 for rows that are not done."""
-        self.open_generated = 0
-        """Tokens that samples without `max_tokens` came to; 0 for rows that are not done."""
-
-    def add(self, row: PreparedRow, completion_tokens: int = 0) -> None:
-        """Add one row. `completion_tokens` is what all its samples came to; 0 for a row that is not done."""
-        sampling = row.sampling
-        self.rows += 1
-        self.prompt_tokens += row.num_prompt_tokens
-        if sampling.max_tokens is None:
-            self.open_samples += sampling.n
-            self.open_generated += completion_tokens
-        else:
-            self.asked_tokens += sampling.n * row.max_tokens
-            self.asked_generated += completion_tokens
-
-    @property
-    def generated_tokens(self) -> int:
-        return self.asked_generated + self.open_generated
 
 
 class Counts:
@@ -61,7 +28,8 @@ class Counts:
         self.completion_tokens = 0
         self.deduplicated_tokens = 0
         """Prompt and answer tokens of rows that were not computed."""
-        self.finished = RowTotals()
+        self.lengths = AnswerLengths()
+        """The samples that have ended, those of rows that are not done yet included."""
         self.started_at: float | None = None
         """`time.monotonic()` when a replica was given its first request."""
         self.replicas: list[EngineStats] = []
@@ -70,6 +38,8 @@ class Counts:
         """Replicas that died, and whose rows others took over."""
         self.num_planned = 0
         """Rows that wait for a replica or for an equal row."""
+        self.num_waiting_for_equals = 0
+        """Rows among them that wait for an equal row."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """The time of the loop, by part; `loop.JobLoop` names the parts."""
 
@@ -83,9 +53,11 @@ class Counts:
         return max(self.completion_tokens, sum(stats.generated_tokens for stats in self.replicas))
 
     @property
-    def running_tokens(self) -> int:
-        """Generated tokens of rows that are not done."""
-        return self.generated_tokens - self.completion_tokens
+    def computed_share(self) -> float:
+        """The share of the rows that a replica computes; the others are equal to one of them."""
+        equal = self.rows_deduplicated + self.num_waiting_for_equals
+        known = self.rows_done + self.num_running + self.num_waiting
+        return 1 - equal / known if known else 1.0
 
     @property
     def engine_prompt_tokens(self) -> int:
@@ -132,8 +104,6 @@ class Counts:
         self.rows_done += 1
         if result.error is not None:
             self.errors[result.error.type] += 1
-        if prepared is not None:
-            self.finished.add(prepared, usage.completion_tokens)
         if computed:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
@@ -141,3 +111,5 @@ class Counts:
         else:
             self.rows_deduplicated += 1
             self.deduplicated_tokens += usage.prompt_tokens + usage.completion_tokens
+            if prepared is not None:
+                self.lengths.drop(prepared, prepared.sampling.n)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from nvcli.job_run.counts import RowTotals
+from nvcli.job_run.answer_lengths import ReadTotals
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class Feeder:
         self._ended = False
         self._stopped = False
         self._error: BaseException | None = None
-        self.read = RowTotals()
+        self.read = ReadTotals()
         """Totals of the rows that were prepared, with those that wait to be taken."""
         self.load_seconds = 0.0
         self.read_seconds = 0.0

@@ -227,7 +227,8 @@ class JobLoop:
         for replica, death in deaths:  # after the answers of the others are safe
             self._drop_replica(replica, death)
         self._counts.replicas = [*(replica.engine.stats for replica in self._replicas), *self._stats_of_lost]
-        self._counts.num_planned = self._planner.num_rows + (self._duplicates.num_rows if self._duplicates else 0)
+        self._counts.num_waiting_for_equals = self._duplicates.num_rows if self._duplicates else 0
+        self._counts.num_planned = self._planner.num_rows + self._counts.num_waiting_for_equals
 
     def _poll_replica(self, replica: _Replica, complete: list[OpenRow]) -> None:
         """Take one replica's outputs, and add the rows that they complete. Raises what the replica died of."""
@@ -257,13 +258,16 @@ class JobLoop:
             return []
         replica.finish(row, output.request_id)
         if output.finish_reason is None:
+            self._counts.lengths.add(row.prepared, len(sample.token_ids), is_cut=False)
             return [output.request_id]  # a stop string ended it, of which the engine knows nothing
         if sample.finish_reason not in ("error", "abort"):
+            self._counts.lengths.add(row.prepared, len(sample.token_ids), is_cut=sample.finish_reason == "length")
             return []
         row.error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
         others = [other for other in row.request_ids if other in replica.rows]
         for other in others:
             replica.finish(row, other)
+        self._counts.lengths.drop(row.prepared, 1 + len(others))
         return others
 
     def _drop_replica(self, replica: _Replica, error: NvcliError) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.jobs.file_formats import check_input_format, check_output_format
 from nvcli.jobs.own_files import (
     MANIFEST_SUFFIX,
     TRACEBACK_SUFFIX,
@@ -66,6 +68,8 @@ def check_inputs(inputs: Sequence[str]) -> None:
             _check_pyarrow("input", name)
             if not path.is_file():
                 raise ConfigError(f"the input {name} is no regular file, as Parquet has to be")
+        if path.is_file():
+            check_input_format(path)
     seen: set[str] = set()
     for name in inputs:
         key = name if name == STREAM else str(Path(name).resolve())
@@ -103,6 +107,8 @@ def check_output(inputs: Sequence[str], output: str) -> None:
     path = Path(output)
     if path.is_dir():
         raise ConfigError(f"the output {output} is a folder; name a file in it")
+    if path.parent not in STREAM_FOLDERS and (path.is_file() or not path.exists()):
+        check_output_format(path)
     if not path.parent.is_dir():
         raise ConfigError(f"the folder of the output {output} does not exist; make it with: mkdir -p {path.parent}")
     longest = manifest_draft_path(path)  # of the names of files beside it
@@ -148,6 +154,25 @@ def _check_kinds(path: Path) -> None:
                 f"the output {path} cannot be written: {file}: {error.strerror}; name another with -o, or write to "
                 "standard output with -o -"
             ) from None
+
+
+def is_terminal(output: str | None, inputs: Sequence[str]) -> bool:
+    """Tell whether a job writes its answers to a terminal. `output` and `inputs` are the names that were given."""
+    name = STREAM if output is None and list(inputs) == [STREAM] else output
+    if name is None:
+        return False
+    if name == STREAM:
+        return sys.__stdout__ is not None and os.isatty(sys.__stdout__.fileno())
+    if not is_text(name) or not Path(name).is_char_device():
+        return False
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.isatty(fd)
+    finally:
+        os.close(fd)
 
 
 def job_files(inputs: Sequence[str], output: str | None) -> list[str]:

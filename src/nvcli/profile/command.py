@@ -19,6 +19,10 @@ from nvcli.profile.lengths import FileLengths, lengths_of
 from nvcli.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
 from nvcli.sizing.ram import check_ram
 
+_MOST_GIB = 4096
+_LEAST_BYTES = 1 << 26
+"""No GPU has more GiB, or fewer bytes."""
+
 
 def run_profile(
     run: RunConfig,
@@ -30,7 +34,7 @@ def run_profile(
     say: Callable[[str], None],
 ) -> MemoryProfile:
     """Profile `run.model`, or made-up weights of a known `shape`. Raises ConfigError and what the engine raises."""
-    total = _gpu_size(gpu_memory)
+    total = gpu_size(gpu_memory)
     if total is not None and not dry_run:
         raise ConfigError("--gpu-memory is for --dry-run; a run takes the GPU that is there")
     if shape is not None and input_file is not None:
@@ -57,11 +61,17 @@ def run_profile(
         return profile_from_config(config, model, name, total=total, lengths=lengths)
 
 
-def _gpu_size(text: str | None) -> int | None:
+def gpu_size(text: str | None) -> int | None:
+    """Return the bytes of a GPU's memory. A number alone counts GiB, unless it is so large that it counts bytes."""
     try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--gpu-memory is {text!r}; {error}") from None
+        size = parse_size(text)
+        if size is not None and size <= _MOST_GIB:
+            size = parse_size(f"{text}GiB")
+    except ValueError:
+        size = 0
+    if size is not None and size < _LEAST_BYTES:
+        raise ConfigError(f"--gpu-memory is {text!r}; allowed: a size such as 80GiB, 80G or 80 (the same), or 85GB")
+    return size
 
 
 def _file_lengths(run: RunConfig, config: EngineConfig, model: ModelConfig, input_file: str) -> FileLengths:

@@ -125,10 +125,18 @@ class BarProgress(Progress):
         return bar, bar.add_task("", total=None, text="")
 
 
-def make_progress(mode: ProgressMode, stream: TextIO, *, environ: Mapping[str, str] = os.environ) -> Progress:
-    """Make a display. `auto` is a bar on a terminal whose cursor can be moved, else plain lines."""
+def make_progress(
+    mode: ProgressMode, stream: TextIO, *, beside_answers: bool = False, environ: Mapping[str, str] = os.environ
+) -> Progress:
+    """Make a display. `auto` is a bar on a terminal whose cursor can be moved, else plain lines.
+
+    `beside_answers` says that answers are written to a terminal. There are plain lines then in place of a bar: answers
+    would be written into the bar's line.
+    """
     if mode == "auto":
         mode = "bar" if stream.isatty() and environ.get("TERM", "").lower() not in _WITHOUT_CURSOR else "plain"
+    if mode == "bar" and beside_answers and stream.isatty():
+        mode = "plain"
     kinds: dict[str, type[Progress]] = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
     return kinds[mode](stream)
 
@@ -146,7 +154,10 @@ def rates_text(status: RunStatus) -> str:
     if status.state == "starting":
         return "loading the model"
     rates = status.rates
-    parts = [f"{format_seconds(status.eta_seconds)} left"] if status.eta_seconds is not None else []
+    parts = []
+    if status.eta_seconds is not None:
+        least = "at least " if status.eta_is_least else ""
+        parts.append(f"{least}{format_seconds(status.eta_seconds)} left")
     parts += [
         f"tokens/s {rates.prompt_tokens_per_second:,.0f} in {rates.generated_tokens_per_second:,.0f} out",
         f"{status.running:,} running {status.waiting:,} waiting",

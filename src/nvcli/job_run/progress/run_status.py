@@ -1,7 +1,8 @@
 """How a run stands: the figures that progress shows, taken together at one moment.
 
-The time that is left is estimated in tokens (`progress.forecast`), from what is known of the rows that were read and
-from the bytes of the input that were not. Rates are those of the last minute.
+The work that is left is estimated in tokens (`progress.forecast`), from what is known of the rows that were read and
+from the bytes of the input that were not. How long a token takes is that of the last minute: the time that samples have
+run, by the tokens that they came to. Rates are those of the last minute too.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ import msgspec
 
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.feeder import Feeder
-from nvcli.job_run.progress.forecast import work_done, work_left
+from nvcli.job_run.progress.forecast import Forecast, RunningSample, forecast, work_done
 from nvcli.jobs.input.reader import RowReader
+from nvcli.messages import unpack
 
 State = Literal["starting", "running", "done", "failed", "interrupted"]
 """starting: no row was given to a replica yet; done: every row has its line, which may be an error."""
 
 RATE_SECONDS = 60.0
+END_RATE_SECONDS = 10.0
+"""The time over which the speed of a token is taken once nothing waits any more: fewer samples run, and faster."""
 _SNAPSHOT_SECONDS = 1.0
+_PEAK_SNAPSHOTS = 5
+"""Samples that end are replaced a step later, so what runs at one moment may be few; of so many moments one is not."""
 
 
 class RowFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +82,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     share_done: float | None = None
     """The share of the work, in tokens, that is done, from 0 to 1; None where it cannot be told yet."""
     eta_seconds: float | None = None
+    """The time that is left; None where it cannot be told yet."""
+    eta_is_least: bool = False
+    """Whether the time left may well be longer: it depends on answers that are longer than all that have ended."""
     kv_use: float = 0.0
     """The share of the KV cache's blocks that running requests hold."""
     prefix_hit_rate: float = 0.0
@@ -98,6 +107,9 @@ def bare_status(state: State, started: datetime.datetime, message: str | None = 
 class _Snapshot(NamedTuple):
     at: float
     work: float
+    running_seconds: float
+    """The time that samples have run, summed over the samples."""
+    num_running: int
     rows: int
     prompt_tokens: int
     generated_tokens: int
@@ -127,6 +139,10 @@ class RunView:
         self._clock = clock
         self._started = datetime.datetime.now(datetime.UTC)
         self._snapshots: deque[_Snapshot] = deque()
+        self._last: _Snapshot | None = None
+        self._forecast_at = -_SNAPSHOT_SECONDS
+        self._forecast: Forecast | None = None
+        self._queue_empty_at: float | None = None
 
     def status(self, state: State | None = None, message: str | None = None) -> RunStatus:
         """Return how the run stands. `state` says how it ended; None: it goes on."""
@@ -134,10 +150,9 @@ class RunView:
         now = self._clock()
         first, last = self._take_snapshot(now)
         seconds = max(1e-3, last.at - first.at)
-        left = self._work_left()
-        share_done = last.work / (last.work + left) if left is not None and last.work else None
-        rate = (last.work - first.work) / seconds
-        eta = left / rate if left is not None and rate > 0 else None
+        left = self._work_left(now, slots=(last.running_seconds - first.running_seconds) / seconds)
+        share_done = last.work / (last.work + left.work) if left is not None and last.work else None
+        eta = self._seconds_left(left, last) if left is not None else None
         if state == "done":
             share_done, eta = 1.0, 0.0
         total = self._reader.rows_read if self._feeder.all_read else None
@@ -167,6 +182,7 @@ class RunView:
             ),
             share_done=share_done,
             eta_seconds=eta,
+            eta_is_least=bool(eta) and left is not None and left.is_least,
             kv_use=counts.kv_use,
             prefix_hit_rate=counts.prefix_hit_rate,
             running=counts.num_running,
@@ -177,31 +193,80 @@ class RunView:
     def _take_snapshot(self, now: float) -> tuple[_Snapshot, _Snapshot]:
         """Return the oldest figures of the last minute, or those at the first request, and the present ones."""
         counts = self._counts
-        finished = counts.finished
+        since = 0.0
+        if counts.started_at is not None:
+            since = now - (self._last.at if self._last is not None else counts.started_at)
+        running_seconds = self._last.running_seconds if self._last is not None else 0.0
+        running_seconds += since * self._num_running()
         present = _Snapshot(
             at=now,
-            work=work_done(finished.prompt_tokens, finished.generated_tokens + counts.running_tokens),
+            work=work_done(counts.engine_prompt_tokens - counts.engine_cached_tokens, counts.generated_tokens),
+            running_seconds=running_seconds,
+            num_running=counts.num_running,
             rows=counts.rows_done,
             prompt_tokens=counts.engine_prompt_tokens,
             generated_tokens=counts.generated_tokens,
         )
         snapshots = self._snapshots
         if not snapshots and counts.started_at is not None:
-            snapshots.append(_Snapshot(counts.started_at, 0.0, 0, 0, 0))
+            snapshots.append(_Snapshot(counts.started_at, 0.0, 0.0, 0, 0, 0, 0))
         if snapshots and now - snapshots[-1].at >= _SNAPSHOT_SECONDS:
             snapshots.append(present)
         while len(snapshots) > 1 and snapshots[1].at <= now - RATE_SECONDS:
             snapshots.popleft()
+        if counts.started_at is not None:
+            self._last = present
         return snapshots[0] if snapshots else present, present
 
-    def _work_left(self) -> float | None:
+    def _work_left(self, now: float, *, slots: float) -> Forecast | None:
+        """Return the work that is left, at most a second old. `slots` is how many samples have run at a time."""
+        if now - self._forecast_at < _SNAPSHOT_SECONDS and self._forecast is not None:
+            return self._forecast
+        self._forecast_at = now
         share_read = self._share_read()
-        if not share_read:
-            return None
         counts = self._counts
-        return work_left(
-            self._feeder.read, counts.finished, running_tokens=counts.running_tokens, share_read=share_read
+        if counts.num_waiting or share_read != 1.0:
+            self._queue_empty_at = None
+        elif self._queue_empty_at is None:
+            self._queue_empty_at = now
+        if not share_read:
+            self._forecast = None
+            return None
+        running = []
+        for stats in counts.replicas:
+            if stats.num_running:
+                numbers = unpack(stats.running_lengths)
+                running += list(map(RunningSample, numbers[::2], numbers[1::2]))
+        self._forecast = forecast(
+            self._feeder.read,
+            counts.lengths,
+            running,
+            num_running=counts.num_running if running else 0,
+            slots=max(slots, self._num_running(), 1),
+            share_read=share_read,
+            computed_share=counts.computed_share,
+            uncached_share=1 - counts.prefix_hit_rate,
         )
+        return self._forecast
+
+    def _num_running(self) -> int:
+        """Return how many samples run at a time: those of this moment, or more where others are to take free slots."""
+        counts = self._counts
+        running = counts.num_running
+        if counts.num_waiting:
+            latest = list(self._snapshots)[-_PEAK_SNAPSHOTS:]
+            running = max(running, *(each.num_running for each in latest), 0)
+        return running
+
+    def _seconds_left(self, left: Forecast, last: _Snapshot) -> float | None:
+        """Return the time for the work that is left, at the present speed of one sample."""
+        oldest = last.at - RATE_SECONDS
+        if self._queue_empty_at is not None:
+            oldest = max(oldest, min(last.at - END_RATE_SECONDS, self._queue_empty_at))
+        first = next((each for each in self._snapshots if each.at >= oldest), None)
+        if first is None or last.work <= first.work:
+            return None
+        return left.longest * (last.running_seconds - first.running_seconds) / (last.work - first.work)
 
     def _share_read(self) -> float | None:
         """Return the share of this run's rows that was read; None where the input's size is not known."""

@@ -135,7 +135,8 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
                 "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
             )
         if key not in known:
-            raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, known)}")
+            working = (*_SAME, *(each for each in (_CHAT_KEYS if is_chat else _COMPLETION_KEYS) if each != "best_of"))
+            raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, working)}")
         if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
             raise RowError(
                 "unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out"
