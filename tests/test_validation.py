@@ -9,6 +9,7 @@ from nvcli.errors import RowError
 from nvcli.jobs.job import Place, RowForm
 from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.jobs.rows.openai_row import openai_job
+from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import suggest
 
@@ -54,7 +55,7 @@ def test_a_batch_row_is_offered_what_works() -> None:
     place = Place(id="a", index=0, line="line 1", form=RowForm.CHAT)
     row = {"url": "/v1/chat/completions", "body": {"messages": [], "reasoning_effort": "low"}}
     with pytest.raises(RowError) as error:
-        openai_job(row, place, RowDefaults({}))
+        openai_job(row, place, RowDefaults({}), PromptRules())
     offered = str(error.value).partition("known: ")[2].split(", ")
     assert "max_completion_tokens" in offered
     assert not {"response_format", "tools", "functions", "best_of", "user", "stream"} & set(offered)
