@@ -20,9 +20,10 @@ import msgspec
 
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.protocol import OutputBatch
 from nvcli.engine.request import Request
-from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.engine.scheduler import Scheduler
 from nvcli.executor.executor import Executor
 from nvcli.messages import EngineReady, StepInput, StepOutput, pack
 from nvcli.runner.interface import RankContext
@@ -73,12 +74,7 @@ def measure(num_running: int, num_steps: int) -> dict[str, float]:
         enforce_eager=False,
         step_timeout=60,
     )
-    limits = SchedulerLimits(
-        max_num_seqs=num_running,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        block_size=BLOCK_SIZE,
-    )
+    limits = scheduler_limits(config)
     scheduler = Scheduler(limits, BlockManager(num_running * (config.max_blocks_per_seq + 1)))
     executor = Executor(config, runner="bench_host:create_null_runner")
     executor.wait_ready()

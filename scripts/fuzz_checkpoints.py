@@ -37,10 +37,9 @@ from hostile_checkpoints import CANARY, INDEX, mutate
 from nvcli.config import EngineConfig
 from nvcli.demo import demo_path
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.client import EngineClient
 from nvcli.engine.core import EngineCore
-from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
 from nvcli.messages import EngineReady, StepInput, StepOutput
@@ -85,13 +84,7 @@ class EngineHere:
 
         config = self._config
         self._runner = ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
-        limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            kv_groups=tuple(map(KVGroup, self._runner.ready.group_windows)),
-        )
+        limits = scheduler_limits(config, self._runner.ready.group_windows)
         scheduler = Scheduler(limits, BlockManager(self._runner.ready.num_blocks))
         self._core = EngineCore(scheduler, self, max_in_flight=config.max_steps_in_flight)
         return self._runner.ready

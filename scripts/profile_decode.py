@@ -30,7 +30,8 @@ from nvcli.bench.workload import Workload
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
-from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.engine.engine_process import scheduler_limits
+from nvcli.engine.scheduler import Scheduler
 from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.messages import StepInput, StepOutput
 from nvcli.models.config import load_model_config
@@ -105,12 +106,7 @@ def start_engine(shape: str, running: int, tp: int) -> EngineCore:
             peers.append(mine)
         context = RankContext(rank=0, report_phase=lambda phase: None, store_path=f"{folder}/store")
         runner = ModelRunner(config, context)
-    limits = SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-    )
+    limits = scheduler_limits(config, runner.ready.group_windows)
     scheduler = Scheduler(limits, BlockManager(runner.ready.num_blocks))
     core = EngineCore(scheduler, InProcess(runner, peers), max_in_flight=config.max_steps_in_flight)
     core.add(Workload(num_requests=running, output_len=(900, 1024)).requests(model.vocab_size))

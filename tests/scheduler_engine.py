@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
+from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
-from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.engine.scheduler import Scheduler
 from nvcli.messages import EngineReady, StepInput, StepOutput, unpack
 
 
@@ -32,12 +33,7 @@ class SchedulerEngine:
     """Takes a step with each poll. `num_blocks`: size of the KV cache."""
 
     def __init__(self, config: EngineConfig, *, num_blocks: int) -> None:
-        limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-        )
+        limits = scheduler_limits(config)
         blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(limits, blocks)
         self._core = EngineCore(self.scheduler, InstantExecutor(), max_in_flight=config.max_steps_in_flight)
