@@ -18,6 +18,7 @@ import pyarrow.lib
 import pyarrow.parquet
 
 from nvcli.errors import OutputError
+from nvcli.jobs.rows.raw_values import as_text, decode, is_null
 
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 16 * 1024 * 1024
@@ -132,7 +133,7 @@ class _Columns:
         """Return the values of a row in the types of its columns."""
         json_names = self._json_names
         fitted: dict[str, Any] = {
-            name: _as_text(raw) if name in json_names else _decode(raw) for name, raw in row.items()
+            name: as_text(raw) if name in json_names and not is_null(raw) else decode(raw) for name, raw in row.items()
         }
         for choice in fitted["choices"] if self._is_native else ():
             if choice.get("logprobs"):
@@ -153,7 +154,6 @@ class _Columns:
         return self._is_native and name in _OWN_TYPES
 
 
-_decode = msgspec.json.Decoder().decode
 _KINDS = {b'"': str, b"t": bool, b"f": bool, b"n": type(None), b"{": object, b"[": object}
 """The kinds of values that their first byte tells."""
 
@@ -164,7 +164,7 @@ def _kind(raw: msgspec.Raw) -> type:
     if kind is not None:
         return kind
     try:
-        number = _decode(raw)
+        number = decode(raw)
     except msgspec.DecodeError:  # larger than any number that we can hold
         return object
     if isinstance(number, int) and abs(number) > _MAX_FLOAT_INT:
@@ -182,9 +182,3 @@ def _column_type(kinds: set[type]) -> pyarrow.DataType:
     if scalars in _NUMBERS:
         return _SCALARS[float if float in scalars else int]
     return _SCALARS.get(next(iter(scalars)), _SCALARS[str]) if len(scalars) == 1 else _SCALARS[str]
-
-
-def _as_text(raw: msgspec.Raw) -> str | None:
-    """Return a text as it is, and anything else as JSON."""
-    text = bytes(raw)
-    return _decode(raw) if text.startswith((b'"', b"n")) else text.decode()
