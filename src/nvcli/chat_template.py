@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import jinja2.nodes
     import jinja2.parser
 
-_MAX_FILE_BYTES = 10_000_000
-"""The largest file of a chat template, as in checkpoints."""
+MAX_TEMPLATE_BYTES = 10_000_000
+"""The largest file of a chat template."""
 
 _RESERVED = (
     *("messages", "conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
@@ -39,7 +39,7 @@ def reserved_variable(variables: Mapping[str, Any]) -> str | None:
 def read_chat_template(path: Path) -> str:
     """Return the chat template in a file. Raises ConfigError where it cannot be read or is no Jinja template."""
     try:
-        text = read_regular(path, most_bytes=_MAX_FILE_BYTES).decode("utf-8-sig")
+        text = read_regular(path, most_bytes=MAX_TEMPLATE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"the chat template {path} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:

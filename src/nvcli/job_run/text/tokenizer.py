@@ -131,9 +131,9 @@ class Tokenizer:
         """
         try:
             return [*self._encode(texts, add_special_tokens)]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # what tokenizers' Rust code panics with is no Exception
+        except BaseException as error:
+            if not is_library_failure(error):
+                raise
             if len(texts) == 1:
                 reason = describe_surrogate(texts[0]) or str(error)
                 return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {reason}")]

@@ -6,13 +6,14 @@ No code of a checkpoint is ever run: `Tokenizer.load` asks the libraries for the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from nvcli.errors import LoadError, first_line
-from nvcli.models.json_file import read_json
+from nvcli.chat_template import MAX_TEMPLATE_BYTES
+from nvcli.errors import LoadError
+from nvcli.models.json_file import JsonFile, read_json
 from nvcli.regular_file import check_regular
 from nvcli.validation import show
 
@@ -29,7 +30,7 @@ _VOCABULARIES = (
 _READ = (*_VOCABULARIES, "*.json", "*.jinja", "*.model", "*.spm", "merges.txt")
 """The files that libraries may open to load a tokenizer."""
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-_MOST_BYTES = {".jinja": 10_000_000, "": 250_000_000}
+_MOST_BYTES = {".jinja": MAX_TEMPLATE_BYTES, "": 250_000_000}
 """The largest file that is read, by its suffix; `""`: with any other. They are read whole."""
 _PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}
 
@@ -128,18 +129,11 @@ def _names(model_path: Path) -> list[str]:
         raise LoadError(f"{model_path}: cannot be read: {error.strerror}") from None
 
 
-def _read_config(model_path: Path) -> dict[str, Any]:
+def _read_config(model_path: Path) -> Mapping[str, Any]:
     """Return the object in tokenizer_config.json; empty where there is no such file. Raises LoadError."""
-    try:
-        config = read_json(model_path / _CONFIG)
-    except FileNotFoundError:
-        return {}
-    if not isinstance(config, dict):
-        raise LoadError(f"{model_path / _CONFIG}: holds {show(config)} where a JSON object belongs")
-    return config
+    return JsonFile.read_if_present(model_path / _CONFIG).values
 
 
 def _reason(error: BaseException) -> str:
     """The first line of what a library said."""
-    lines: Iterator[str] = iter(str(error).strip().splitlines())
-    return next(lines, "") or first_line(error)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
