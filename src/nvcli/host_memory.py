@@ -30,6 +30,11 @@ def resident_bytes() -> int:
     return read_meminfo(Path("/proc/self/status")).get("VmRSS", 0)
 
 
+def data_bytes() -> int:
+    """Return the memory that this process has asked for, as the limit RLIMIT_DATA counts it."""
+    return read_meminfo(Path("/proc/self/status"))["VmData"]
+
+
 def peak_resident_bytes() -> int:
     """Return the most RAM that this process has held."""
     return read_meminfo(Path("/proc/self/status")).get("VmHWM", 0)

@@ -11,8 +11,8 @@ from typing import Literal
 from nvcli.control_group import container_limit, container_room
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
 from nvcli.host_memory import read_meminfo
+from nvcli.process_limits import MIN_OPEN_FILES
 
-_MIN_OPEN_FILES = 256
 _GOOD_OPEN_FILES = 1024
 _GOOD_SHM_BYTES = 1 << 30
 
@@ -95,7 +95,7 @@ def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{_limit(soft)} (at most {_limit(hard)})"
     advice = "ulimit -n 65536; in a container --ulimit nofile=65536"
-    if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         return problem("open files", found, advice)
     if soft != resource.RLIM_INFINITY and soft < _GOOD_OPEN_FILES:
         return warning("open files", found, advice)

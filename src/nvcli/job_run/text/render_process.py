@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.errors import LoadError, RowError
+from nvcli.host_memory import data_bytes
 from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.validation import describe_surrogate
@@ -54,10 +55,8 @@ def main(model: tuple[Path, str | None], control: Connection) -> None:
 
 
 def _limit_memory() -> None:
-    status = Path("/proc/self/status").read_text()
-    used = int(status.partition("VmData:")[2].split()[0]) * 1024
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = used + _MAX_BYTES
+    limit = data_bytes() + _MAX_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
