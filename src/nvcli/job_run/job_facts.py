@@ -43,8 +43,7 @@ def job_facts(
     """Return the facts of a job, under names that a user knows.
 
     `config` and `sampling_defaults` are what `run` and the checkpoint come to, and `chat_template` is the text of the
-    template that the job brings. Raises LoadError for a file of the
-    checkpoint that cannot be read.
+    template that the job brings. Raises LoadError for a file of the checkpoint that cannot be read.
     """
     small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
     facts: dict[str, Fact] = {}
