@@ -64,6 +64,7 @@ def test_help_and_version(tmp_path: Path) -> None:
         "--order",
         "--limit",
         "--retry-errors",
+        "--update",
         "--max-errors",
     ):
         assert part in result.stdout

@@ -127,7 +127,8 @@ def test_a_complete_job_starts_no_engine_and_repeats_its_exit_code(shell: Shell)
     again = shell.run("in.jsonl", fakes=never)
     assert again.returncode == 1
     assert "in.out.jsonl is complete: 199 of 200 rows answered; nothing to do" in again.stderr
-    assert "--retry-errors" in again.stderr
+    assert "mend these rows in the input: --update then" in again.stderr
+    assert "--retry-errors" not in again.stderr
     assert shell.rows() == before
     shell.write("good.jsonl", [{"prompt": "p"}])
     assert [shell.run("good.jsonl", fakes=fakes).returncode for fakes in ("", never)] == [0, 0]
@@ -145,6 +146,29 @@ def test_failed_rows_are_tried_again(shell: Shell) -> None:
     assert [row["index"] for row in shell.rows() if row["error"]] == [0]
     assert sorted(row["index"] for row in shell.rows()) == list(range(200))
     assert shell.run("in.jsonl", "--retry-errors", "--overwrite").returncode == 2
+
+
+def test_a_mended_row_and_new_ones_are_answered_alone(shell: Shell) -> None:
+    some_fail = "fails=lambda request: request.row == 7"
+    done = shell.run("in.jsonl", fakes=some_fail)
+    assert "--retry-errors tries 1 of these rows again\n            mend the other 1 in the input: --up" in done.stderr
+    before = {row["id"]: row for row in shell.rows()}
+    rows = [{"prompt": f"p{number}", "id": f"r{number}"} for number in range(200)]
+    shell.write("in.jsonl", rows)
+    done = shell.run("in.jsonl")
+    assert (done.returncode, "from another input: 1 row mended\n" in done.stderr) == (2, True)
+    assert "--update" in done.stderr
+    done = shell.run("in.jsonl", "--retry-errors")
+    assert (done.returncode, "200 of 200 rows answered" in done.stderr) == (0, True), done.stderr
+    shell.write("in.jsonl", [*rows[1:], *({"prompt": "new", "id": f"n{number}"} for number in range(3))])
+    only_new = "fails=lambda request: request.row < 199"
+    done = shell.run("in.jsonl", "--update", fakes=only_new)
+    assert (done.returncode, "the input has changed: 3 rows new, 1 gone\n" in done.stderr) == (0, True), done.stderr
+    after = {row["id"]: row for row in shell.rows()}
+    assert list(after) != list(before)
+    assert sorted(row["index"] for row in after.values()) == list(range(202))
+    assert all(after[f"r{n}"] == {**before[f"r{n}"], "index": n - 1} for n in range(1, 200) if n != 7)
+    assert shell.run("in.jsonl", "--update", "--overwrite").returncode == 2
 
 
 def test_a_job_that_goes_wrong_is_ended(shell: Shell) -> None:
@@ -260,7 +284,7 @@ def test_an_input_that_is_changed_during_the_run_ends_it_and_the_same_command_go
     assert (done.returncode, done.stderr.count("error: the input in.jsonl was changed during the run")) == (3, 1)
     other = shell.run("in.jsonl")
     assert other.returncode == 2
-    assert "was made by another job" in other.stderr
+    assert "was made from another input: 1 row mended, 1" in other.stderr
     (shell.folder / "in.jsonl").write_text(whole)
     again = shell.run("in.jsonl")
     assert again.returncode == 1

@@ -80,7 +80,11 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(lock_file, "this_process", lambda: machine)
     write(path, range(5))  # the machine was started anew since
     assert [row["index"] for row in rows_of(path)] == list(range(5))
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.manifest.json"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "out.jsonl",
+        "out.jsonl.digests",
+        "out.jsonl.manifest.json",
+    ]
 
 
 @pytest.mark.parametrize("locks_work", [True, False])

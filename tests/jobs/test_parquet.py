@@ -17,7 +17,7 @@ from nvcli.jobs.files import check_inputs, check_output
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.output.parquet_output import write_parquet
-from nvcli.jobs.own_files import manifest_path
+from nvcli.jobs.own_files import digests_path, manifest_path
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from output_jobs import extra_of, open_job, write
@@ -93,7 +93,7 @@ def test_an_output_is_written_at_the_end_and_can_be_continued_until_then(tmp_pat
     assert (tmp_path / "out.parquet.rows.jsonl").exists()
     output = write(path, range(9), failing=(), finish=True)
     assert output.answered.all.count == 4
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name, manifest_path(path).name]
+    assert set(tmp_path.iterdir()) == {path, digests_path(path), manifest_path(path)}
     rows = pyarrow.parquet.read_table(path).to_pylist()
     assert [row["index"] for row in rows] == list(range(9))
     assert rows[3]["choices"][0]["text"] == "ünswer 3\n"
@@ -102,7 +102,7 @@ def test_an_output_is_written_at_the_end_and_can_be_continued_until_then(tmp_pat
     again = open_job(path)
     assert again.finished is not None
     again.close()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name, manifest_path(path).name]
+    assert set(tmp_path.iterdir()) == {path, digests_path(path), manifest_path(path)}
 
 
 def test_failed_rows_can_be_tried_again(tmp_path: Path) -> None:

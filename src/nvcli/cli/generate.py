@@ -66,6 +66,14 @@ def generate(
             "--retry-errors", help="Answer the failed rows of an existing output again.", rich_help_panel=ROWS
         ),
     ] = False,
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update",
+            help="Answer what has changed in INPUT, and keep the other answers of an existing output.",
+            rich_help_panel=ROWS,
+        ),
+    ] = False,
     max_errors: Annotated[
         str | None,
         typer.Option("--max-errors", metavar="N", help="End the job when more rows failed.", rich_help_panel=ROWS),
@@ -194,7 +202,8 @@ def generate(
     form. `-` is standard input, a quoted pattern names many files; files may be .gz, .zst or .parquet, and so may the
     output.
 
-    An output that is there is continued: the same command finishes a job that was cut short.
+    An output that is there is continued: the same command finishes a job that was cut short. With --update it
+    follows an INPUT with mended, new or removed rows.
 
     \b
     Examples:
@@ -266,6 +275,7 @@ def generate(
                 progress=shown,
                 overwrite=overwrite,
                 retry_errors=retry_errors,
+                update=update,
                 limit=num_rows,
                 on_begin=begun.set,
             )

@@ -53,27 +53,32 @@ def generate(
     progress: Progress,
     overwrite: bool = False,
     retry_errors: bool = False,
+    update: bool = False,
     limit: int | None = None,
     start: StartEngine = start_engine,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
-    An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
-    `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
-    before is gone then. Raises ConfigError, LoadError, CapacityError, WorkerError, InputChanged, OutputError or
-    TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal that asks for
-    the end (`end_signals`). Rows that were answered by then are in the output.
+    An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again,
+    and `update` answers the rows that have changed since. `start` starts the engine of one replica. `on_begin` is
+    called once the run has begun a new output; what was there before is gone then. Raises ConfigError, LoadError,
+    CapacityError, WorkerError, InputChanged, OutputError or TooManyErrors; OutputClosed when nobody reads the output
+    any more; KeyboardInterrupt after a signal that asks for the end (`end_signals`). Rows that were answered by then
+    are in the output.
     """
     started_at = time.monotonic()
-    if overwrite and retry_errors:
-        raise ConfigError("--overwrite and --retry-errors exclude each other: start anew, or keep what is answered")
+    for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
+        if overwrite and is_given:
+            raise ConfigError(f"--overwrite and {flag} exclude each other: start anew, or keep what is answered")
     job = resolve_job(run, inputs=inputs, output=output, limit=limit)
     options = OutputOptions(
         order=run.job.order,
         can_continue=job.can_continue,
         overwrite=overwrite,
         retry_errors=retry_errors,
+        update=update,
+        identify_rows=job.identify_rows if job.can_continue else None,
         limit=limit,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
         on_begin=on_begin,
@@ -110,7 +115,7 @@ class _JobRun:
         self._counts = Counts()
         self._counts.rows_resumed = opened.answered.all.count
         self._reports: list[EngineReady] = []
-        self._reader = job.make_reader(opened.answered)
+        self._reader = job.make_reader(opened.answered, opened.digests)
         self._feeder = Feeder(
             self._reader,
             self._load_tokenizer,
@@ -159,6 +164,7 @@ class _JobRun:
             output=self._job.output,
             rows=self._num_rows,
             errors=dict(self._opened.errors + counts.errors),
+            can_continue=self._job.can_continue and self._opened.can_continue,
             counts=counts,
             row_warnings=self._reader.warnings.totals(),
             times=RunTimes(

@@ -25,12 +25,13 @@ from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
-from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.input.reader import RowDigests, RowReader
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.row_digest import InputRows
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
@@ -78,10 +79,23 @@ class ResolvedJob:
             special_tokens=self.run.job.special_tokens,
         )
 
-    def make_reader(self, answered: AnsweredRows) -> RowReader:
-        """Make a reader of the inputs that passes over the rows that are `answered`."""
-        parser = make_parser(self.run.job, self.sampling_defaults)
-        return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
+    def make_reader(self, answered: AnsweredRows | None = None, digests: RowDigests | None = None) -> RowReader:
+        """Make a reader of the inputs that passes over the rows that are `answered`.
+
+        `digests` takes the digests of the rows.
+        """
+        return RowReader(
+            self.inputs,
+            make_parser(self.run.job, self.sampling_defaults),
+            limit=self.limit,
+            answered=answered,
+            known=self.known_inputs,
+            digests=digests,
+        )
+
+    def identify_rows(self) -> InputRows:
+        """Read the inputs to find out which rows they have. Raises ConfigError and InputChanged."""
+        return self.make_reader().identify_quickly() or self.make_reader().identify_all()
 
 
 def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:

@@ -12,6 +12,7 @@ from pathlib import Path
 from nvcli.errors import ConfigError
 from nvcli.jobs.file_formats import check_input_format, check_output_format
 from nvcli.jobs.own_files import (
+    DIGESTS_SUFFIX,
     MANIFEST_SUFFIX,
     TRACEBACK_SUFFIX,
     WORKING_SUFFIX,
@@ -201,7 +202,7 @@ def _look_at(name: str, trouble: str) -> None:
 
 def _is_of_output(file: str, output: str | None, own: Collection[str]) -> bool:
     """Tell whether a file is an output or lies beside one. `own` holds the real paths of this job's own files."""
-    is_beside = file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
+    is_beside = file.endswith((MANIFEST_SUFFIX, DIGESTS_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
     return is_beside or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
 
 

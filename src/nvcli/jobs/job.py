@@ -25,6 +25,16 @@ from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
 
+ROW_FAULTS = frozenset(
+    (
+        *("invalid_json", "not_an_object", "invalid_id", "duplicate_id", "line_too_long"),
+        *("missing_prompt", "conflicting_prompts", "invalid_value", "missing_column", "invalid_sampling"),
+        *("unsupported_url", "unsupported_parameter", "empty_prompt", "prompt_too_long", "max_tokens_too_large"),
+        *("token_out_of_vocabulary", "special_token", "no_chat_template"),
+    )
+)
+"""The error types that no other try makes go away: the row has to be mended."""
+
 
 class RowForm(Enum):
     """The form of a row, which its answer shares."""
@@ -41,6 +51,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     id: JobId
     """The row's own id; else the name that it was given: `row-7` for the row with index 7."""
+    is_named: bool = False
+    """Whether the id is a name that the row was given, because it brought none."""
     index: int
     """The number of the row over all inputs, from 0; blank lines are not rows."""
     line: str

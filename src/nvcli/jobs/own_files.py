@@ -13,6 +13,8 @@ MANIFEST_SUFFIX = ".manifest.json"
 """An output's name with this suffix is the file beside it that says which job made it."""
 WORKING_SUFFIX = ".rows.jsonl"
 """A Parquet output's name with this suffix is the file that holds its rows until it is complete."""
+DIGESTS_SUFFIX = ".digests"
+"""An output's name with this suffix is the file beside it that holds a digest of each input row."""
 TRACEBACK_SUFFIX = ".traceback.txt"
 """An output's name with this suffix is the file that keeps the tracebacks of failed runs."""
 
@@ -41,6 +43,10 @@ def manifest_draft_path(output: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
+def digests_path(output: Path) -> Path:
+    return output.with_name(output.name + DIGESTS_SUFFIX)
+
+
 def traceback_path(output: Path) -> Path:
     return output.with_name(output.name + TRACEBACK_SUFFIX)
 
@@ -59,11 +65,12 @@ def lock_path(output: Path) -> Path:
 def temporary_files(output: Path) -> list[Path]:
     """Return the files that only a run which was cut short leaves behind. Whoever holds the output may remove them."""
     rewritten = {real_path(output), real_path(rows_path(output))}
-    return [*map(rewrite_path, sorted(rewritten)), manifest_draft_path(output)]
+    return [*map(rewrite_path, [*sorted(rewritten), digests_path(output)]), manifest_draft_path(output)]
 
 
 def own_files(output: Path) -> list[Path]:
     """Return every file that a job with this output writes, replaces or removes; the output comes first."""
     rows = rows_path(output)
-    beside = [manifest_path(output), *([rows] if rows != output else []), traceback_path(output), lock_path(output)]
+    working = [rows] if rows != output else []
+    beside = [manifest_path(output), digests_path(output), *working, traceback_path(output), lock_path(output)]
     return [output, *beside, *temporary_files(output)]

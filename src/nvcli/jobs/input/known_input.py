@@ -28,7 +28,7 @@ class KnownInput:
         """Return the error that says of this input what has become of it."""
         return InputChanged(
             f"the input {self.name} was changed during the run: {what}. The rows answered so far are those of the "
-            "input as it was: put it back, and the same command goes on; or start anew with --overwrite"
+            "input as it was: put it back, and the same command goes on; or go on with what it is now with --update"
         )
 
     def is_described_by(self, file: str) -> bool:

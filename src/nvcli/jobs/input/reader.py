@@ -16,10 +16,11 @@ from nvcli.jobs.compression import CompressionError
 from nvcli.jobs.files import STREAM
 from nvcli.jobs.input.known_input import KnownInput
 from nvcli.jobs.input.line_source import LineSource
-from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.job import Job, JobId, JobResult
 from nvcli.jobs.own_files import is_parquet
 from nvcli.jobs.row_set import AnsweredRows
-from nvcli.jobs.rows.parser import Row, RowParser
+from nvcli.jobs.rows.parser import Row, RowIdentity, RowParser
+from nvcli.jobs.rows.row_digest import InputRows, row_digest
 from nvcli.jobs.rows.row_warnings import RowWarnings
 
 FIRST_BATCH_ROWS = 8
@@ -34,6 +35,16 @@ class _Source(Protocol):
     @property
     def bytes_read(self) -> int: ...
     def lines(self) -> Iterator[Row | None]: ...
+
+
+class RowDigests(Protocol):
+    """Takes the digests of rows, which come in the order of their indices."""
+
+    def wants(self, index: int) -> bool:
+        """Tell whether the digest of a row is wanted, or there already."""
+
+    def add(self, digest: bytes) -> None:
+        """Take the digest of the next row that is wanted."""
 
 
 class _Batch:
@@ -70,16 +81,19 @@ class RowReader:
         limit: int | None = None,
         answered: AnsweredRows | None = None,
         known: Sequence[KnownInput] = (),
+        digests: RowDigests | None = None,
     ) -> None:
         """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read.
 
-        `known` are inputs that must be what they were when the job began.
+        `known` are inputs that must be what they were when the job began. `digests` takes the digests of rows before
+        they are given out.
         """
         self._inputs = list(inputs)
         self._parser = parser
         self._limit = limit
         self._answered = answered or AnsweredRows()
         self._known = {each.name: each for each in known}
+        self._digests = digests
         self._source: _Source | None = None
         self._line_number = 0
         """The number of the line that was read last, in its input; blank lines count."""
@@ -122,11 +136,10 @@ class RowReader:
             except (OSError, CompressionError) as error:
                 if batch.rows:
                     yield batch.take()
-                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                raise ConfigError(
-                    f"{_label(name)}: cannot be read past line {self._line_number}: {reason}. The rows up to there are "
-                    "answered; with a sound file in its place the job is another one: --overwrite the output, or name "
-                    "another with -o"
+                raise self._broken_off(
+                    name,
+                    error,
+                    "The rows up to there are answered; with a sound file in its place and --update the job goes on",
                 ) from error
             if self._is_at_limit:
                 break
@@ -134,16 +147,42 @@ class RowReader:
         if batch.rows:
             yield batch.take()
 
+    def identify_quickly(self) -> InputRows | None:
+        """Read all rows, whatever the limit, to find out which rows they are; none is given out.
+
+        Returns None at the first row with an id that may be the name of a row without one: then it takes parsing to
+        know which row has which name (`identify_all`). Raises as `batches` does.
+        """
+        rows = InputRows()
+        for line, identity in self._identities(all_good=True):
+            own_id = identity.own_id
+            if isinstance(own_id, str) and own_id.startswith("row-"):
+                return None
+            rows.add(row_digest(line, own_id), name=identity.name, is_repeated=identity.is_repeated)
+        return rows
+
+    def identify_all(self) -> InputRows:
+        """Do as `identify_quickly` does, and parse all rows for it."""
+        rows = InputRows()
+        for line, identity in self._identities(all_good=False):
+            rows.add(row_digest(line, identity.own_id), name=identity.name, is_repeated=identity.is_repeated)
+        return rows
+
+    def _identities(self, *, all_good: bool) -> Iterator[tuple[Row, RowIdentity]]:
+        for name in self._inputs:
+            try:
+                for line in self._lines(name):
+                    if line is not None:
+                        yield line, self._parser.identify(line, index=self.rows_read, is_good=all_good)
+                        self.rows_read += 1
+            except (OSError, CompressionError) as error:
+                raise self._broken_off(name, error, "Put a sound file in its place") from error
+
     def _rows(self, name: str) -> Iterator[tuple[Job | JobResult | None, int]]:
         """Yield the rows of one input with the bytes of their lines, and None before a read that may have to wait."""
-        source = self._source = _open_source(name, self._known.get(name))
-        self._line_number = 0
-        for line in source.lines():
+        for line in self._lines(name):
             if line is None:
                 yield None, 0
-                continue
-            self._line_number += 1
-            if isinstance(line, bytes) and (not line or line.isspace()):
                 continue
             row = self._row(line, name)
             self.rows_read += 1
@@ -151,8 +190,25 @@ class RowReader:
                 yield row, len(line) if isinstance(line, bytes) else 0
             if self._is_at_limit:
                 return
+
+    def _lines(self, name: str) -> Iterator[Row | None]:
+        """Yield the lines of one input that are rows, and None before a read that may have to wait."""
+        source = self._source = _open_source(name, self._known.get(name))
+        self._line_number = 0
+        for line in source.lines():
+            if line is None:
+                yield None
+                continue
+            self._line_number += 1
+            if not (isinstance(line, bytes) and (not line or line.isspace())):
+                yield line
         self._bytes_before += source.bytes_read
         self._source = None
+
+    def _broken_off(self, name: str, error: Exception, way_out: str) -> ConfigError:
+        """Return the error that says how far an input could be read."""
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return ConfigError(f"{_label(name)}: cannot be read past line {self._line_number}: {reason}. {way_out}")
 
     @property
     def _is_at_limit(self) -> bool:
@@ -162,13 +218,20 @@ class RowReader:
         """Parse one row; None for a row that is answered already."""
         index = self.rows_read
         if index in self._answered.all:
-            self._parser.skip(line, index=index, is_good=index not in self._answered.failed)
+            passed_over = self._parser.identify(line, index=index, is_good=index not in self._answered.failed)
+            self._note_digest(line, index, passed_over.own_id)
             self.rows_passed_over += 1
             return None
         where = f"{'row' if isinstance(line, dict) else 'line'} {self._line_number}"
         if len(self._inputs) > 1:
             where += f" of {_label(name)}"
-        return self._parser.parse(line, index=index, where=where)
+        row = self._parser.parse(line, index=index, where=where)
+        self._note_digest(line, index, None if row.place.is_named else row.place.id)
+        return row
+
+    def _note_digest(self, line: Row, index: int, own_id: JobId | None) -> None:
+        if self._digests is not None and self._digests.wants(index):
+            self._digests.add(row_digest(line, own_id))
 
 
 def _open_source(name: str, known: KnownInput | None) -> _Source:

@@ -2,6 +2,7 @@
 
     new          an empty file; the first write puts the manifest beside it
     continued    the manifest names the same model, configuration and inputs; rows that are there are kept
+    updated      as continued, with inputs that have changed: rows that have not changed are kept
     finished     the manifest says so, and the file is as it was then: there is nothing to do
 
 An output that cannot be continued (standard output, a pipe, rows from standard input) has no manifest.
@@ -23,15 +24,26 @@ from nvcli.config import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.compression import compression_of, make_packer
 from nvcli.jobs.files import STREAM, STREAM_FOLDERS
+from nvcli.jobs.output.digest_file import DigestFile
 from nvcli.jobs.output.locked_file import LockedFile, in_chunks
 from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, save_manifest, sync_folder
 from nvcli.jobs.output.output_guard import OutputGuard, check_place
 from nvcli.jobs.output.output_scan import scan_output, sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
-from nvcli.jobs.own_files import is_parquet, manifest_path, real_path, rewrite_path, rows_path, temporary_files
+from nvcli.jobs.output.update import settle_update
+from nvcli.jobs.own_files import (
+    digests_path,
+    is_parquet,
+    manifest_path,
+    real_path,
+    rewrite_path,
+    rows_path,
+    temporary_files,
+)
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.output_row import OutputForm
+from nvcli.jobs.rows.row_digest import InputRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +58,10 @@ class OutputOptions:
     """An output that is there is started anew."""
     retry_errors: bool = False
     """Failed rows of an output that is there are dropped, to be answered again."""
+    update: bool = False
+    """An output that is there is brought up to inputs that have changed."""
+    identify_rows: Callable[[], InputRows] | None = None
+    """Reads the inputs and returns their rows, to be compared with the rows that were answered; None: not possible."""
     limit: int | None = None
     """Only so many rows of the inputs are wanted; None: all."""
     reorder_bytes: int = 1 << 28
@@ -69,6 +85,13 @@ class JobOutput:
         """How the job ended, if it came to its end before and there is nothing to do."""
         self.notes: list[str] = []
         """Lines that tell the user what was found and done."""
+        self.digests: DigestFile | None = None
+        """Takes the digests of the rows that are read, where another run may continue the output."""
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another run may continue the output."""
+        return self.digests is not None
 
     @property
     def folder(self) -> Path | None:
@@ -111,16 +134,19 @@ class FileOutput(JobOutput):
         self._needs_sorting = False
         self._is_closed = False
         self._has_spare_rows = False
+        super().__init__(OutputForm(created=job.created, model=job.model))
+        if options.can_continue:
+            self.digests = DigestFile(path)
         self._file = LockedFile(rows_path(path), path)
         try:
+            settle_update(path, self._file)
             for leftover in temporary_files(path):
                 leftover.unlink(missing_ok=True)
             self._take_mode_of_table()
             is_new = options.overwrite or not (self._file.size or (is_parquet(path) and _size(path)))
             if not is_new:
                 self._job = self._check_job()
-            super().__init__(OutputForm(created=self._job.created, model=self._job.model))
-            if not is_new:
+                self.form = OutputForm(created=self._job.created, model=self._job.model)
                 self._continue()
             self._guard = OutputGuard(rows_path(path), self._file.fd)
             if not is_new:
@@ -136,6 +162,7 @@ class FileOutput(JobOutput):
             pack=self._pack,
             before_first_write=self._begin if is_new else None,
             guard=self._guard,
+            digests=self.digests,
         )
 
     @property
@@ -161,7 +188,9 @@ class FileOutput(JobOutput):
                     all_read=all_read,
                     output_bytes=self._path.stat().st_size,
                 )
-                save_manifest(self._path, msgspec.structs.replace(self._job, finished=finished))
+                num_input_rows = rows_read if all_read else self._job.num_input_rows
+                job = msgspec.structs.replace(self._job, num_input_rows=num_input_rows, finished=finished)
+                save_manifest(self._path, job)
             if is_parquet(self._path) and not (self._options.can_continue and (errors or not all_read)):
                 self._file.path.unlink()  # nothing will be continued
         except OSError as error:
@@ -180,6 +209,8 @@ class FileOutput(JobOutput):
         """Give up the file and its lock, and remove one that nothing was written to, or that is not needed any more."""
         if is_unused and (self._file.is_new or self._has_spare_rows):
             self._file.path.unlink(missing_ok=True)
+        if self.digests is not None:
+            self.digests.close()
         self._file.close()
 
     def _begin(self) -> None:
@@ -191,10 +222,12 @@ class FileOutput(JobOutput):
         if is_parquet(self._path) and self._path.exists():
             with self._path.open("wb") as table:  # emptied, not removed: it keeps its mode and its link
                 os.fsync(table.fileno())
-        if self._options.can_continue:
+        if self.digests is not None:
+            self.digests.begin()
             save_manifest(self._path, self._job)
         else:
             manifest_path(self._path).unlink(missing_ok=True)
+            digests_path(self._path).unlink(missing_ok=True)
             sync_folder(self._path.parent)
         self._guard.begin()
         self._options.on_begin()
@@ -211,9 +244,18 @@ class FileOutput(JobOutput):
                 f"the output {self._path} exists, and rows from standard input or a pipe cannot be compared with it; "
                 f"{way_out}"
             )
-        if differences := manifest.differences(self._job):
-            lines = "\n".join(f"  {line}" for line in differences)
+        settings, inputs = manifest.setting_differences(self._job), manifest.input_differences(self._job)
+        identify_rows = self._options.identify_rows
+        if settings or (inputs and identify_rows is None):
+            lines = "\n".join(f"  {line}" for line in [*settings, *inputs])
             raise ConfigError(f"the output {self._path} was made by another job:\n{lines}\n{way_out}")
+        if not inputs or identify_rows is None:
+            return manifest
+        from nvcli.jobs.output.changed_input import ChangedInput  # which needs numpy
+
+        changed = ChangedInput(self._path, self._file, manifest, self._job, identify_rows())
+        manifest = changed.update(self._pack, update=self._options.update, retry_errors=self._options.retry_errors)
+        self.notes.append(changed.note)
         return manifest
 
     def _continue(self) -> None:
@@ -224,6 +266,8 @@ class FileOutput(JobOutput):
             # A run that is killed after its last write leaves the rows of a complete table.
             self._has_spare_rows = is_parquet(self._path) and finished.all_read and not finished.errors
             return
+        if self.digests is not None:
+            self.digests.resume()
         if finished is not None:
             self._job = msgspec.structs.replace(self._job, finished=None)
             save_manifest(self._path, self._job)

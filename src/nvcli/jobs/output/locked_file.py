@@ -60,24 +60,42 @@ class LockedFile:
 
     def replace(self, chunks: Iterable[bytes]) -> None:
         """Write the file anew. After a crash there is the old file or the new one. The lock is kept throughout."""
-        temporary = rewrite_path(self.path)
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self.write_draft(chunks)
+        self.adopt_draft()
+        sync_folder(self.path.parent)
+
+    def write_draft(self, chunks: Iterable[bytes]) -> None:
+        """Write a new version of the file beside it, and wait until its bytes are on disk."""
+        draft = rewrite_path(self.path)
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            _lock(fd)
             os.fchmod(fd, os.fstat(self.fd).st_mode & 0o7777)
             for chunk in chunks:
                 view = memoryview(chunk)
                 while view:
                     view = view[os.write(fd, view) :]
             os.fsync(fd)
-            temporary.replace(self.path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    def adopt_draft(self) -> None:
+        """Put the new version in the file's place, if there is one. The folder is not synced."""
+        draft = rewrite_path(self.path)
+        try:
+            fd = os.open(draft, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            _lock(fd)
+            draft.replace(self.path)
         except BaseException:
             os.close(fd)
-            temporary.unlink(missing_ok=True)
             raise
         os.close(self.fd)
-        self.fd = fd
-        sync_folder(self.path.parent)
+        self.fd, self.is_new = fd, False
 
     def close(self) -> None:
         try:

@@ -45,19 +45,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything of the model and the configuration that an answer depends on."""
     inputs: list[tuple[str, str]]
     """The name and the description of each input."""
+    num_input_rows: int | None = None
+    """The rows of the inputs, once they were read to their end."""
+    is_updating: bool = False
+    """Whether new versions of the output's rows and digests lie beside them, to take their places (`output.update`)."""
     finished: Finished | None = None
 
-    def differences(self, other: Manifest) -> list[str]:
-        """Return one line for each thing that differs between this manifest and `other`."""
+    def setting_differences(self, other: Manifest) -> list[str]:
+        """Return one line for each thing of model and configuration that differs between this manifest and `other`."""
         lines = [f"model: {self.hub_id} → {other.hub_id}"] if self._has_other_hub_id(other) else []
         lines += [
             f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}"
             for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]
             if (name in self.facts, self.facts.get(name)) != (name in other.facts, other.facts.get(name))
         ]
+        return lines
+
+    def input_differences(self, other: Manifest) -> list[str]:
+        """Return one line for each input that differs between this manifest and `other`."""
         if len(self.inputs) != len(other.inputs):
-            return [*lines, f"inputs: {_names(self.inputs)} → {_names(other.inputs)}"]
-        return [*lines, *_input_differences(self.inputs, other.inputs)]
+            return [f"inputs: {_names(self.inputs)} → {_names(other.inputs)}"]
+        return list(_input_differences(self.inputs, other.inputs))
 
     def _has_other_hub_id(self, other: Manifest) -> bool:
         return self.hub_id is not None and other.hub_id is not None and self.hub_id != other.hub_id

@@ -24,6 +24,9 @@ _BATCH_ROWS = 1024
 _BATCH_BYTES = 16 * 1024 * 1024
 """A batch has at most so many rows, and no further row once it has so many bytes of JSON."""
 
+_READ_ROWS = 256
+"""Rows of a table that are held at a time when it is read back."""
+
 _LOGPROBS = pyarrow.struct(
     [
         ("tokens", pyarrow.list_(pyarrow.string())),
@@ -50,6 +53,10 @@ _OWN_TYPES = {
 }
 
 
+_JSON_KEYS = frozenset(("choices", "usage", "error", "response"))
+"""nvcli's own keys whose values are JSON texts where not all rows have nvcli's own form."""
+
+
 class _LargeInt:
     """The kind of integers that a column of floats does not hold exactly."""
 
@@ -70,6 +77,7 @@ _Row = dict[str, msgspec.Raw]
 """A row whose values are JSON still."""
 
 _decode_row = msgspec.json.Decoder(_Row).decode
+_encode = msgspec.json.Encoder().encode
 
 
 def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> int:
@@ -91,6 +99,35 @@ def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> int:
             f"the rows cannot be made a Parquet table: {error}; they are kept, and `-o FILE.jsonl` has no such limits"
         ) from None
     return int(pyarrow.parquet.read_metadata(path).num_rows)
+
+
+def read_parquet(path: Path) -> Iterator[bytes]:
+    """Yield the rows of a file that `write_parquet` made as lines of JSON, from which the same table can be made.
+
+    Raises OSError.
+    """
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_READ_ROWS):
+            for row in batch.to_pylist():
+                yield _encode(_json_row(row))
+
+
+def _json_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a table's row as `output_row` has them; a null is an absent key."""
+    values = {key: value for key, value in row.items() if value is not None}
+    for key in _JSON_KEYS & values.keys():
+        if isinstance(values[key], str):
+            values[key] = msgspec.Raw(values[key].encode())
+    if isinstance(choices := values.get("choices"), list):
+        values["choices"] = [_json_choice(choice) for choice in choices]
+    return {**{key: values[key] for key in row if key in values}, "error": values.get("error")}
+
+
+def _json_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in choice.items() if value is not None}
+    if logprobs := values.get("logprobs"):
+        values["logprobs"] = {**logprobs, "top_logprobs": [dict(top) for top in logprobs["top_logprobs"]]}
+    return values
 
 
 def _batches(lines: Iterable[bytes], columns: _Columns) -> Iterator[list[dict[str, Any]]]:

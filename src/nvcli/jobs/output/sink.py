@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from nvcli.errors import OutputError
+from nvcli.jobs.output.digest_file import DigestFile
 from nvcli.jobs.output.output_guard import OutputGuard
 
 
@@ -28,16 +29,19 @@ class Sink:
         pack: Callable[[bytes], bytes] = bytes,
         before_first_write: Callable[[], None] | None = None,
         guard: OutputGuard | None = None,
+        digests: DigestFile | None = None,
     ) -> None:
         """Take over a descriptor. `pack` makes a complete compressed member of a chunk.
 
-        `guard` knows the file and notices when somebody else changes it.
+        `guard` knows the file and notices when somebody else changes it. `digests` are written and synced before the
+        rows are.
         """
         self._fd = fd
         self._name = name
         self._pack = pack
         self._before_first_write = before_first_write
         self._guard = guard
+        self._digests = digests
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self.is_started = before_first_write is None
         """Whether `before_first_write` was called, or there is none."""
@@ -67,6 +71,8 @@ class Sink:
         packed = self._pack(data)
         view = memoryview(packed)
         try:
+            if self._digests is not None:
+                self._digests.flush()
             while view:
                 try:
                     view = view[os.write(self._fd, view) :]
@@ -105,7 +111,7 @@ class Sink:
             self._syncer.join()
         try:
             if self._is_file and self.is_started:
-                os.fsync(self._fd)
+                self._sync()
         except OSError as error:
             raise self._failed(error) from error
         finally:
@@ -122,10 +128,15 @@ class Sink:
                     return  # `close` syncs
                 self._sync_wanted = False
             try:
-                os.fsync(self._fd)
+                self._sync()
             except OSError as error:
                 self._sync_error = error
                 return
+
+    def _sync(self) -> None:
+        if self._digests is not None:
+            self._digests.sync()
+        os.fsync(self._fd)
 
     def _failed(self, error: OSError) -> OutputError:
         return OutputError(f"the output {self._name} cannot be written any further: {error.strerror}")

@@ -31,6 +31,8 @@ class WrittenRow(msgspec.Struct, frozen=True):
 
     index: int
     error_type: str | None
+    id: Any = None
+    """What stands under `id`; in a row of an OpenAI file it is made of the index."""
 
 
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def read_output_row(line: bytes) -> WrittenRow | None:
         index = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 19 else None
     if index is None or not 0 <= index < 1 << 48:
         return None
-    return WrittenRow(index, _error_type(row.error) if row.error is not None else None)
+    return WrittenRow(index, _error_type(row.error) if row.error is not None else None, row.id)
 
 
 def _error_type(error: Any) -> str:

@@ -7,7 +7,7 @@ made of it could take thirty times the memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,26 @@ MAX_LEVELS = 400
 """The most levels of objects and lists in a row, so that whoever handles it later does not run out of stack."""
 
 
+class RowIdentity(NamedTuple):
+    """The id of a row and where it is from."""
+
+    id: JobId
+    is_named: bool
+    """Whether the id is a name that the row was given, because it brought none."""
+    is_repeated: bool
+    """Whether an earlier row has the id."""
+
+    @property
+    def name(self) -> str | None:
+        """The name that the row was given; None if it brought an id."""
+        return str(self.id) if self.is_named else None
+
+    @property
+    def own_id(self) -> JobId | None:
+        """The id that the row brought; None if it brought none."""
+        return None if self.is_named else self.id
+
+
 class RowParser:
     """Parses rows. It holds the keys of rows, what the job says for all of them, and the ids that were seen."""
 
@@ -55,6 +75,7 @@ class RowParser:
     def parse(self, row: Row, *, index: int, where: str) -> Job | JobResult:
         """Parse one row. `where` names its line in messages."""
         row_id: JobId | None = None
+        is_named = False
         form = RowForm.NATIVE
         model = None
         extra: dict[str, msgspec.Raw] = {}
@@ -72,11 +93,12 @@ class RowParser:
             else:
                 form, model = openai_form(values), openai_model(values)
                 row_id = openai_id(values)
+            is_named = row_id is None
             if row_id is None:
                 row_id = self._seen.name(index)
             elif not self._seen.add(row_id):
                 raise RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ")
-            place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model)
+            place = Place(id=row_id, is_named=is_named, index=index, line=where, extra=extra, form=form, model=model)
             if is_native:
                 job = native_job(values, place, self._keys, self._defaults, self._rules, given)
             else:
@@ -86,19 +108,25 @@ class RowParser:
             return job
         except RowError as error:
             if row_id is None:
+                is_named = True
                 row_id = self._seen.name(index)
-            place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model)
+            place = Place(id=row_id, is_named=is_named, index=index, line=where, extra=extra, form=form, model=model)
             return failed(place, error)
 
-    def skip(self, row: Row, *, index: int, is_good: bool) -> None:
-        """Take note of the id of a row that is answered already. `is_good` says that its answer was no error."""
+    def identify(self, row: Row, *, index: int, is_good: bool) -> RowIdentity:
+        """Return the id of a row that is not to be answered, and take note of it.
+
+        `is_good` says that the row's answer was no error; it spares most rows the parsing. Said of a bad row, it may
+        take an id for the row's own that parsing would not have come to.
+        """
         row_id = self._id_of(row) if is_good else None
         if row_id is msgspec.UNSET:
-            self._seen.name(index)
-        elif isinstance(row_id, str | int):
-            self._seen.add(row_id)
-        else:
-            self.parse(row, index=index, where="")
+            return RowIdentity(self._seen.name(index), is_named=True, is_repeated=False)
+        if isinstance(row_id, str | int) and not isinstance(row_id, bool):
+            return RowIdentity(row_id, is_named=False, is_repeated=not self._seen.add(row_id))
+        parsed = self.parse(row, index=index, where="")
+        is_repeated = isinstance(parsed, JobResult) and parsed.error is not None and parsed.error.type == "duplicate_id"
+        return RowIdentity(parsed.place.id, is_named=parsed.place.is_named, is_repeated=is_repeated)
 
     def _id_of(self, row: Row) -> Any:
         """Return the id of a good row, or UNSET for a native row without one; None where it takes parsing to know."""

@@ -1,0 +1,129 @@
+"""An output whose inputs have changed: which of its rows are as they were, and whether to go on with these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from nvcli.errors import ConfigError
+from nvcli.jobs.job import ROW_FAULTS
+from nvcli.jobs.output.locked_file import LockedFile, in_chunks
+from nvcli.jobs.output.manifest import Manifest, save_manifest
+from nvcli.jobs.output.output_scan import OutputScan, scan_output, sound_lines
+from nvcli.jobs.output.row_changes import RowChanges, compare_rows
+from nvcli.jobs.output.update import update_output
+from nvcli.jobs.own_files import digests_path, is_parquet
+from nvcli.jobs.rows.moved_row import moved_row
+from nvcli.jobs.rows.output_row import WrittenRow, read_output_row
+from nvcli.jobs.rows.row_digest import DIGEST_BYTES, InputRows
+from nvcli.regular_file import read_regular
+
+
+class ChangedInput:
+    """One output, the inputs that it was made from, and those that are there now."""
+
+    def __init__(self, output: Path, file: LockedFile, old: Manifest, new: Manifest, rows: InputRows) -> None:
+        """Compare the inputs. Raises ConfigError where nothing tells which rows have changed, and OSError.
+
+        `file` holds the rows of the output. `old` and `new` differ in their inputs, and `rows` are those of the new
+        ones.
+        """
+        self._output = output
+        self._file = file
+        self._old = old
+        self._new = new
+        self._rows = rows
+        path = digests_path(output)
+        try:
+            digests = read_regular(path)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"the output {output} was made from another input, and nothing tells which rows have changed: there "
+                f"is no {path.name}\n{self._differences}\nput the input back, start anew with --overwrite, or name "
+                "another output with -o"
+            ) from None
+        self._num_known = len(digests) // DIGEST_BYTES
+        self._changes = compare_rows(digests, rows.digests, old_is_all=old.num_input_rows == self._num_known)
+
+    @property
+    def note(self) -> str:
+        """The line that tells the user what has changed."""
+        if self._changes.is_none:
+            return "the input has other bytes, and the same rows"
+        return f"the input has changed: {self._changes.describe()}"
+
+    def update(self, pack: Callable[[bytes], bytes], *, update: bool, retry_errors: bool) -> Manifest:
+        """Bring the output up to the new inputs and return its manifest. Raises OSError.
+
+        `pack` compresses a part of the output. `update` and `retry_errors` say what was asked for; raises ConfigError
+        where that is not enough.
+        """
+        changes = self._changes
+        if changes.is_none:
+            manifest = msgspec.structs.replace(self._old, inputs=self._new.inputs)
+            save_manifest(self._output, manifest)
+            return manifest
+        scan = scan_output(self._file.path)
+        if not update and not (retry_errors and self._has_only_mended_failures(changes, scan)):
+            also = "--retry-errors alone is enough where only failed rows were mended; " if retry_errors else ""
+            raise ConfigError(
+                f"the output {self._output} was made from another input: {changes.describe()}\n{self._differences}\n"
+                f"{also}--update answers what has changed and keeps the other answers; or start it anew with "
+                "--overwrite, or name another with -o"
+            )
+        answered = scan.answered.all
+        has_unknown_rows = answered.next_present(self._num_known) in answered
+        keeps_all = self._file.size > 0 and changes.keeps_all and not has_unknown_rows
+        kept = _kept_lines(self._lines(), changes, self._rows)
+        return update_output(
+            self._output,
+            self._file,
+            msgspec.structs.replace(self._old, inputs=self._new.inputs, num_input_rows=self._rows.count, finished=None),
+            None if keeps_all else map(pack, in_chunks(kept)),
+            self._rows,
+        )
+
+    @property
+    def _differences(self) -> str:
+        return "\n".join(f"  {line}" for line in self._old.input_differences(self._new))
+
+    def _has_only_mended_failures(self, changes: RowChanges, scan: OutputScan) -> bool:
+        """Tell whether rows were mended that have no answer, and nothing else has changed."""
+        answered = scan.answered
+        return (
+            self._file.size > 0
+            and changes.only_mends
+            and all(index in answered.failed or index not in answered.all for index in changes.mended.tolist())
+        )
+
+    def _lines(self) -> Iterator[tuple[WrittenRow, bytes]]:
+        """Yield the sound lines of the output, those of a complete table too."""
+        if self._file.size or not is_parquet(self._output):
+            yield from sound_lines(self._file.path)
+        elif self._old.finished is not None and self._output.stat().st_size == self._old.finished.output_bytes:
+            from nvcli.jobs.output.parquet_output import read_parquet
+
+            for line in read_parquet(self._output):
+                row = read_output_row(line)
+                assert row is not None, "a row of a table that was written is no row"
+                yield row, line
+
+
+def _kept_lines(lines: Iterable[tuple[WrittenRow, bytes]], changes: RowChanges, rows: InputRows) -> Iterator[bytes]:
+    """Yield the lines that the output keeps, those of rows with another index or name with the new one.
+
+    Dropped are lines of rows that are not as they were, of rows whose id an earlier row has now, and of failed rows
+    that have to be looked at again: rows at fault, because that may hang on other rows, and rows that stand elsewhere
+    now, because the message names their line.
+    """
+    for row, line in lines:
+        index = changes.index_of(row.index)
+        if index is None or index in rows.repeated:
+            continue
+        if row.error_type is not None and (row.error_type in ROW_FAULTS or index != row.index):
+            continue
+        name = rows.name_of(index)
+        is_same = index == row.index and (name is None or name == row.id)
+        yield line if is_same else moved_row(line, index, name)
