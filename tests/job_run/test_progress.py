@@ -326,7 +326,7 @@ def test_summary() -> None:
     text = format_summary(summary)
     assert text.splitlines()[0] == "995 of 1,000 rows answered in 1m15s → out.jsonl"
     for part in (
-        "prompt_too_long 4, invalid_json 1",
+        "prompt_too_long 4, invalid_json 1\n            mend these rows in the input: --update then answers",
         "prompt 12,345 (300 from the prefix cache, 2%), generated 50,000",
         "17 rows answered with the answer of an equal row (1,234 tokens not computed)",
         "1,000 generated and 247 prompt tokens/s, 20.0 rows/s",
@@ -336,3 +336,4 @@ def test_summary() -> None:
         "2 preemptions",
     ):
         assert part in text, text
+    assert "--retry-errors" not in text

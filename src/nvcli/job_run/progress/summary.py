@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.progress.display import format_seconds
+from nvcli.jobs.job import ROW_FAULTS
 from nvcli.jobs.output.manifest import Finished
 
 _SHOWN_SECONDS = 0.05
@@ -45,6 +46,8 @@ class Summary:
     """Warnings about rows of this run, with their counts."""
     was_complete: bool = False
     """The output was complete before, and there was nothing to do."""
+    can_continue: bool = True
+    """Whether another run can continue the output."""
 
     @property
     def rows_failed(self) -> int:
@@ -86,7 +89,14 @@ def _error_lines(summary: Summary) -> Iterator[str]:
     if summary.errors:
         by_type = sorted(summary.errors.items(), key=lambda item: -item[1])
         yield "  failed    " + ", ".join(f"{name} {count:,}" for name, count in by_type)
-        yield "            --retry-errors tries these rows again"
+        at_fault = sum(count for name, count in summary.errors.items() if name in ROW_FAULTS)
+        others = summary.rows_failed - at_fault
+        if others and summary.can_continue:
+            which = f"{others:,} of these rows" if at_fault else "these rows"
+            yield f"            --retry-errors tries {which} again"
+        if at_fault and summary.can_continue:
+            which = f"the other {at_fault:,}" if others else "these rows"
+            yield f"            mend {which} in the input: --update then answers what was mended"
 
 
 def _token_lines(summary: Summary) -> Iterator[str]:
