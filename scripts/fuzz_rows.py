@@ -4,7 +4,8 @@
     python scripts/fuzz_rows.py --rows 2000 --command     # with the real command and the built-in model on a CPU
 
 Rows are made as structures (native and OpenAI rows, good and bad) and then mutated: keys and values, spellings of the
-JSON, and bytes. Jobs differ in their settings, some are cut short and continued. `row_oracle.py` says what must become
+JSON, and bytes. Jobs differ in their settings, some are cut short and continued, and of some the input is changed and
+the output updated. `row_oracle.py` says what must become
 of each row. A difference, an exception, a job that takes longer than `--timeout` seconds, or memory that grows ends the
 loop, with the row in question. Linux only.
 """
@@ -69,7 +70,7 @@ class CheckingEngine(NullEngine):
         return msgspec.structs.replace(output, logprobs=[each] * len(unpack(output.token_ids)))
 
 
-def run_here(source: Path, output: Path, facts: JobFacts, order: str) -> None:
+def run_here(source: Path, output: Path, facts: JobFacts, order: str, update: bool) -> None:
     """Answer the rows in this process."""
     run = RunConfig(
         model=str(demo_path()),
@@ -87,10 +88,17 @@ def run_here(source: Path, output: Path, facts: JobFacts, order: str) -> None:
             system=facts.system,
         ),
     )
-    generate(run, inputs=[str(source)], output=str(output), progress=Silent(sys.stderr), start=CheckingEngine)
+    generate(
+        run,
+        inputs=[str(source)],
+        output=str(output),
+        progress=Silent(sys.stderr),
+        update=update,
+        start=CheckingEngine,
+    )
 
 
-def run_command(source: Path, output: Path, facts: JobFacts, order: str) -> None:
+def run_command(source: Path, output: Path, facts: JobFacts, order: str, update: bool) -> None:
     """Answer the rows with the command as a user types it."""
     settings = {
         "device": "cpu",
@@ -104,7 +112,7 @@ def run_command(source: Path, output: Path, facts: JobFacts, order: str) -> None
         "job.system": "null" if facts.system is None else f'"{facts.system}"',
     }
     command = [sys.executable, "-m", "nvcli", "generate", str(source), "-o", str(output), "-m", "demo"]
-    command += ["--order", order, "--progress", "none"]
+    command += ["--order", order, "--progress", "none", *(["--update"] if update else [])]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
@@ -119,7 +127,7 @@ class Fuzzer:
         self,
         folder: Path,
         rng: random.Random,
-        run: Callable[[Path, Path, JobFacts, str], None],
+        run: Callable[[Path, Path, JobFacts, str, bool], None],
         *,
         is_slow: bool = False,
     ) -> None:
@@ -131,6 +139,7 @@ class Fuzzer:
         self._run = run
         self.num_rows = 0
         self.num_continued = 0
+        self.num_updated = 0
         self.errors: Counter[str] = Counter()
 
     def job(self, num_lines: int) -> None:
@@ -146,21 +155,26 @@ class Fuzzer:
         )
         order = rng.choice(("input", "completion"))
         source, output = self._folder / "in.jsonl", self._folder / f"out.jsonl{rng.choice(('', '', '.gz', '.zst'))}"
-        data = b"\n".join(RowMaker(rng, facts).lines(num_lines))
+        maker = RowMaker(rng, facts)
+        data = b"\n".join(maker.lines(num_lines))
         source.write_bytes(rng.choice((b"", b"\xef\xbb\xbf")) + data + rng.choice((b"", b"\n")))
-        self._run(source, output, facts, order)
+        self._run(source, output, facts, order, False)
         if rng.random() < 0.3:
             os.truncate(output, rng.randrange(output.stat().st_size + 1))
             self.num_continued += 1
-            self._run(source, output, facts, order)
-        self._check(
-            source.read_bytes(), output, Oracle(facts, demo_path() / "tokenizer.json"), is_ordered=order == "input"
-        )
+            self._run(source, output, facts, order, False)
+        self._check(source, output, facts, is_ordered=order == "input")
+        if rng.random() < 0.3:
+            source.write_bytes(b"\n".join(changed_lines(rng, data.split(b"\n"), maker)))
+            self.num_updated += 1
+            self._run(source, output, facts, order, True)
+            self._check(source, output, facts, is_ordered=order == "input")
         for path in self._folder.iterdir():
             path.unlink()
 
-    def _check(self, data: bytes, output: Path, oracle: Oracle, *, is_ordered: bool) -> None:
-        expected = list(oracle.expect(data))
+    def _check(self, source: Path, output: Path, facts: JobFacts, *, is_ordered: bool) -> None:
+        data = source.read_bytes()
+        expected = list(Oracle(facts, demo_path() / "tokenizer.json").expect(data))
         rows = [line for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line and not line.isspace()]
         lines = _lines(output)
         indices = [index_of(line) for line in lines]
@@ -172,6 +186,19 @@ class Fuzzer:
             if (error := error_of(line)) is not None:
                 self.errors[error] += 1
         self.num_rows += len(lines)
+
+
+def changed_lines(rng: random.Random, lines: list[bytes], maker: RowMaker) -> list[bytes]:
+    """Return the lines of an input in which some were replaced, removed and added, and maybe moved."""
+    others = [line for line in lines if rng.random() > 0.05]
+    for index in range(len(others)):
+        if rng.random() < 0.05:
+            others[index] = rng.choice(lines)
+    if rng.random() < 0.3:
+        rng.shuffle(others)
+    for line in b"\n".join(maker.lines(rng.randrange(20))).split(b"\n"):
+        others.insert(rng.choice((len(others), rng.randrange(len(others) + 1))), line)
+    return others
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -230,7 +257,8 @@ def main() -> None:
             resident = resident_bytes()
             growth = max(0, resident - settled) if settled else 0
             print(
-                f"{fuzzer.num_rows:,} rows in {num_jobs} jobs ({fuzzer.num_continued} continued), "
+                f"{fuzzer.num_rows:,} rows in {num_jobs} jobs ({fuzzer.num_continued} continued, "
+                f"{fuzzer.num_updated} updated), "
                 f"{fuzzer.errors.total():,} error rows, {resident >> 20} MiB, {time.monotonic() - started:.0f} s",
                 flush=True,
             )

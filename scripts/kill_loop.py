@@ -2,7 +2,9 @@
 
     python scripts/kill_loop.py --kills 200 --seed 7
 
-Every job is then compared with one that was never touched: the same lines, and the same file for `--order input`.
+Every job is then compared with one that was never touched: the same lines, and the same file for `--order input`. After
+that, rows of its input are mended, removed and added at the end, the same is done to the same command with `--update`,
+and the output is compared with that of a new job on the changed input.
 Now and then the end of the file is torn off or garbled between two runs, as a power loss would. Linux only.
 """
 
@@ -52,6 +54,17 @@ def write_rows(path: Path, rng: random.Random, count: int, tokens: int = 40) -> 
     rows = make_rows(rng, count, tokens)
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
+
+
+def change_rows(path: Path, rng: random.Random, *, share: float, tokens: int = 40) -> None:
+    """Mend a share of the rows of an input, and remove some at its end or add others there."""
+    lines = path.read_text().splitlines(keepends=True)
+    others = [row if isinstance(row, str) else json.dumps(row) for row in make_rows(rng, len(lines), tokens)]
+    # Rows keep their ids, or have none, and their places: a row's random numbers follow from its index.
+    changed = [other + "\n" if rng.random() < share else line for line, other in zip(lines, others, strict=True)]
+    num_more = rng.randint(-len(lines) // 8, len(lines) // 8)
+    added = [line.replace('"i', '"more ').replace('"c', '"more ') for line in others[: max(0, num_more)]]
+    path.write_text("".join(changed[: len(lines) + min(0, num_more)]) + "".join(line + "\n" for line in added))
 
 
 class KilledJob:
@@ -119,10 +132,11 @@ class KilledJob:
         return code
 
     def _wait(self, process: subprocess.Popen[bytes], size: int) -> None:
-        """For the moment: while the run starts, or after its first rows were written."""
+        """For the moment: while the run starts, or after its first rows were written or an update has begun."""
         rng = self._rng
+        inode = self._inode()
         deadline = time.monotonic() + (rng.uniform(0, self._start_seconds) if rng.random() < 0.2 else 60)
-        while process.poll() is None and self._size() <= size:
+        while process.poll() is None and self._size() <= size and self._inode() == inode:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.005)
@@ -138,6 +152,9 @@ class KilledJob:
         if self._rng.random() < 0.5:
             with self._output.open("ab") as file:
                 file.write(self._rng.choice([bytes(500), self._rng.randbytes(300), b'{"id":1,"index":0', b"\n\n"]))
+
+    def _inode(self) -> int | None:
+        return self._output.stat().st_ino if self._output.exists() else None
 
     def _size(self) -> int:
         return self._output.stat().st_size if self._output.exists() else 0
@@ -192,7 +209,7 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     survived: Counter[str] = Counter()
-    torn = 0
+    torn = num_updates = 0
     command = [sys.executable, "-m", "nvcli", "generate"]
     common = ["-m", "demo", "--set", "device=cpu", "--set", "job.sync_seconds=0.1", "--progress", "none"]
     common += ["--set", "max_num_seqs=32"]  # few rows at a time, so that they finish one after the other
@@ -204,16 +221,26 @@ def main() -> None:
             suffix = rng.choice(["", ".gz", ".zst"])
             whole, output = folder / "whole.jsonl", folder / f"out.jsonl{suffix}"
             settings = [*common, "--order", order, "--tp", rng.choice("112"), "--set", f"seed={rng.randrange(99)}"]
-            subprocess.run([*command, str(source), "-o", str(whole), *settings, "--overwrite"], stderr=subprocess.PIPE)
-            job = KilledJob([*command, str(source), "-o", str(output), *settings], output, rng=rng)
-            job.run(kills=options.kills - survived.total())
+            arguments = [*command, str(source), "-o", str(output), *settings]
             ordered = order == "input"
-            assert comparable(unpacked(output), ordered=ordered) == comparable(whole.read_bytes(), ordered=ordered)
-            survived += job.kills
-            torn += job.num_torn
+            for flags in ([], ["--update"]):
+                if flags:
+                    change_rows(source, rng, share=0.3)
+                untouched = [*command, str(source), "-o", str(whole), *settings, "--overwrite"]
+                subprocess.run(untouched, stderr=subprocess.PIPE, check=False)
+                job = KilledJob([*arguments, *flags], output, rng=rng)
+                job.run(kills=options.kills - survived.total())
+                assert comparable(unpacked(output), ordered=ordered) == comparable(whole.read_bytes(), ordered=ordered)
+                survived += job.kills
+                torn += job.num_torn
+                num_updates += sum(job.kills.values()) if flags else 0
             kinds = ", ".join(f"{victim} {count}" for victim, count in survived.most_common())
             job_text = " ".join(settings)
-            print(f"{survived.total()} kills survived ({kinds}), {torn} torn ends; last job: {job_text}", flush=True)
+            print(
+                f"{survived.total()} kills survived ({kinds}), {num_updates} of them in updates, "
+                f"{torn} torn ends; last job: {job_text}",
+                flush=True,
+            )
             for path in folder.iterdir():
                 path.unlink()
 

@@ -2,10 +2,12 @@
 
     python scripts/power_loss_loop.py --states 100000 --seed 7
 
-A job begins, continues, retries its failed rows or overwrites another one's output, in all kinds of files and both
-orders. Every call that changes its files is recorded. For each of them the folders that a power loss may leave are made
-(`crash_states`), and the same command is given there: the output must then be that of a job that was never touched,
-every row that was synced must have been kept, rows of two jobs must never be together, and nothing else may be left.
+A job begins, continues, retries its failed rows, overwrites another one's output, or follows its input, in which rows
+were mended, moved, added and removed; in all kinds of files and both orders. Every call that changes its files is
+recorded. For each of them the folders that a power loss may leave are made (`crash_states`), and the same command is
+given there: the output must then be that of a job that was never touched, every row that was synced must have been
+kept, and so must the answer of every row that an update finds unchanged. Rows of two jobs must never be together
+otherwise, and nothing else may be left.
 Only the job layer runs, in this process, without engines.
 """
 
@@ -35,28 +37,44 @@ from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.output.output_scan import sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
-from nvcli.jobs.own_files import is_parquet, lock_path, manifest_path, own_files, rows_path
+from nvcli.jobs.own_files import digests_path, is_parquet, lock_path, manifest_path, own_files, rows_path
+from nvcli.jobs.rows.row_digest import DIGEST_BYTES, InputRows, row_digest
 
 NAMES = ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet")
 ORDERS: tuple[Order, ...] = ("completion", "input")
-ACTIONS = ("begin", "continue", "retry", "overwrite")
+ACTIONS = ("begin", "continue", "retry", "overwrite", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallJob:
-    """A job whose answers are known: row i of job `name` is answered by `<name> <i>`, or has failed."""
+    """A job whose answers are known: a row of job `name` is answered by `<name> <row>`, or has failed."""
 
     name: str
     path: Path
     order: Order
-    num_rows: int
+    rows: tuple[str, ...]
+    """The rows of its input: an id, or nothing before the dot, and a text."""
     failing: frozenset[int] = frozenset()
     rows_a_flush: int = 1
+    keeps: SmallJob | None = None
+    """The job of which it keeps the answers to rows that are the same."""
+    setting: str = ""
+    """The name of the job whose settings it has, if that is another one."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
 
     def run(self, rows: Sequence[int] | None = None, *, finish: bool = True, **options: Any) -> JobOutput:
         """Answer those of these rows (None: all) that are missing, and finish the output or leave it as it is."""
-        manifest = Manifest(created=1000, model="m", facts={"job": self.name}, inputs=[("in.jsonl", "5 bytes")])
-        output = open_output(str(self.path), manifest, OutputOptions(order=self.order, **options))
+        manifest = Manifest(
+            created=1000,
+            model="m",
+            facts={"job": self.setting or self.name},
+            inputs=[("in.jsonl", " ".join(self.rows))],
+        )
+        settings = OutputOptions(order=self.order, identify_rows=self.identify_rows, **options)
+        output = open_output(str(self.path), manifest, settings)
         try:
             if output.finished is not None:
                 return output
@@ -65,8 +83,11 @@ class SmallJob:
             reorder = ReorderBuffer(answered.next_missing, max_bytes=500) if self.order == "input" else None
             writer = ResultWriter(output.sink, output.form, reorder=reorder)
             for start in range(0, len(todo), self.rows_a_flush):
-                writer.write(map(self.result, todo[start : start + self.rows_a_flush]))
+                batch = todo[start : start + self.rows_a_flush]
+                self._read(output, max(batch) + 1)
+                writer.write(map(self.result, batch))
                 writer.flush()
+            self._read(output, self.num_rows)
             if not finish:
                 writer.close_early()
                 return output
@@ -77,12 +98,48 @@ class SmallJob:
         finally:
             output.close()
 
+    def identify_rows(self) -> InputRows:
+        rows = InputRows()
+        for index in range(self.num_rows):
+            own_id = self._own_id(index)
+            rows.add(self._digest(index), name=f"row-{index}" if own_id is None else None, is_repeated=False)
+        return rows
+
     def result(self, index: int) -> JobResult:
-        place = Place(id=f"r{index}", index=index, line=f"line {index + 1}", extra={"job": self.name})
+        own_id, name = self._own_id(index), f"row-{index}"
+        place = Place(
+            id=own_id or name,
+            is_named=own_id is None,
+            index=index,
+            line=f"line {index + 1}",
+            extra={"job": msgspec.Raw(msgspec.json.encode(self.name))},
+        )
         if index in self.failing:
             return failed(place, RowError("prompt_too_long", "too long"))
-        choices = [Choice(index=0, text=f"{self.name} {index} " + "x" * (37 * index % 90), finish_reason="stop")]
+        text = f"{self.name} {self.rows[index]} " + "x" * (37 * index % 90)
+        choices = [Choice(index=0, text=text, finish_reason="stop")]
         return JobResult(place=place, choices=choices, usage=Usage(prompt_tokens=index))
+
+    def expected(self, index: int) -> str | None:
+        """Return the answer that a row must have in the end; None: it fails."""
+        old = self.keeps
+        if old is not None and self.rows[index] in old.rows:
+            before = old.rows.index(self.rows[index])
+            if before not in old.failing:
+                return answer_of(old.result(before))
+        return answer_of(self.result(index))
+
+    def _read(self, output: JobOutput, end: int) -> None:
+        """Do as the reader does with the rows before `end`."""
+        for index in range(end):
+            if output.digests is not None and output.digests.wants(index):
+                output.digests.add(self._digest(index))
+
+    def _own_id(self, index: int) -> str | None:
+        return self.rows[index].split(".")[0] or None
+
+    def _digest(self, index: int) -> bytes:
+        return row_digest(self.rows[index].encode(), self._own_id(index))
 
 
 @dataclass(slots=True)
@@ -113,7 +170,7 @@ class PowerLosses:
             name="old",
             path=self._folder / name,
             order=order,
-            num_rows=num_rows,
+            rows=tuple(f"r{i}.a" if i % 3 else f".{i}" for i in range(num_rows)),
             failing=frozenset(rng.sample(range(num_rows), 2)),
             rows_a_flush=rng.randint(1, 3),
         )
@@ -135,6 +192,11 @@ class PowerLosses:
             job, options = replace(old, failing=frozenset()), {"retry_errors": True}
         elif action == "overwrite":
             job, options = replace(old, name="new"), {"overwrite": True}
+        elif action == "update":
+            answered = rows if rng.random() < 0.7 else rows[: rng.randint(1, old.num_rows - 1)]
+            old.run(answered, finish=answered == rows)
+            job, options = self._changed(), {"update": True}
+            rows = rng.sample(range(job.num_rows), job.num_rows)
         with CallRecorder(self._folder) as recorder:
             job.run(rows, finish=rng.random() < 0.8, **options)
         self._findings.num_calls += recorder.num_calls
@@ -149,6 +211,22 @@ class PowerLosses:
                     self._findings.num_states += 1
                     self._findings.by_action[action] += 1
                     self._resume(action, replace(job, path=self._path), point, state)
+
+    def _changed(self) -> SmallJob:
+        """Return the old job, as far as it came, with an input that was changed in all ways."""
+        rng, old = self._rng, self._old
+        rows = list(old.rows)
+        for index in rng.sample(range(len(rows)), rng.randint(0, 2)):
+            rows[index] += "b"
+        del rows[rng.randrange(len(rows))]
+        if rng.random() < 0.5:
+            rng.shuffle(rows)
+        rows.insert(rng.randrange(len(rows) + 1), "new.a")
+        found = {row.index for row, _ in sound_lines(rows_path(old.path))} if rows_path(old.path).exists() else set()
+        if is_parquet(old.path) and old.path.exists():
+            found = {index for index, _ in read_answers(old.path)}
+        answered = replace(old, failing=old.failing.union(set(range(old.num_rows)) - found))
+        return replace(old, name="new", rows=tuple(rows), failing=frozenset(), keeps=answered, setting=old.name)
 
     def _damage(self, path: Path) -> None:
         """Damage a file, if it is there, as an earlier power loss may have done."""
@@ -172,6 +250,12 @@ class PowerLosses:
             commands = [
                 lambda: self._finish(job, point, retry_errors=True),
                 lambda: self._finish(job, may_fail=failed_before),
+            ]
+        elif action == "update":
+            commands = [
+                lambda: self._finish(job, point, update=True),
+                lambda: self._finish_or_be_refused(job, point),
+                lambda: self._finish_or_be_refused(replace(self._old, path=self._path), None),
             ]
         else:
             commands = [lambda: self._finish(job, point)]
@@ -197,19 +281,21 @@ class PowerLosses:
 
     def _finish_or_be_refused(self, job: SmallJob, point: CrashPoint | None) -> None:
         rows = rows_path(job.path)
-        before = rows.read_bytes() if rows.exists() else b""
+        before = contents(rows)
+        manifest = manifest_path(job.path)
+        is_updating = manifest.exists() and b'"is_updating": true' in manifest.read_bytes()
         try:
             self._finish(job, point)
         except ConfigError as error:
-            expect("made by another job" in str(error), f"refused: {error}")
-            expect(rows.read_bytes() == before, "a refused output was changed")
+            expect(any(why in str(error) for why in ("made by another job", "from another input")), f"refused: {error}")
+            expect(is_updating or contents(rows) == before, "a refused output was changed")
 
     def _finish(
         self, job: SmallJob, point: CrashPoint | None = None, *, may_fail: Collection[int] = (), **options: bool
     ) -> None:
         """Finish the job. Rows that `may_fail` may be failed ones; a row that was synced at the point must be kept."""
         output = job.run(**options)
-        expected = {index: answer_of(job.result(index)) for index in range(job.num_rows)}
+        expected = {index: job.expected(index) for index in range(job.num_rows)}
         found = read_answers(job.path)
         indices = [index for index, _ in found]
         expect(sorted(indices) == list(expected), f"the rows are {indices}, of {job.num_rows}")
@@ -222,8 +308,10 @@ class PowerLosses:
             expect(not lost, f"rows {lost} were on the disk and were computed again")
         expect(job.run().finished is not None, "the finished output is not taken for one")
         names = {path.name for path in self._resumed.iterdir()}
-        usual = {job.path.name, manifest_path(job.path).name}
+        usual = {job.path.name, manifest_path(job.path).name, digests_path(job.path).name}
         expect(usual <= names <= usual | {rows_path(job.path).name}, f"left behind: {names}")
+        num_digests = digests_path(job.path).stat().st_size // DIGEST_BYTES
+        expect(num_digests == job.num_rows, f"there are digests of {num_digests} rows, of {job.num_rows}")
         if names != usual:
             expect(any(answer is None for _, answer in found), "the rows of a complete table are left behind")
 
@@ -232,6 +320,11 @@ def expect(holds: bool, what: str) -> None:
     """Raise AssertionError where something does not hold."""
     if not holds:
         raise AssertionError(what)
+
+
+def contents(path: Path) -> bytes:
+    """Return the bytes of a file; none where there is no file."""
+    return path.read_bytes() if path.exists() else b""
 
 
 def answer_of(result: JobResult) -> str | None:
