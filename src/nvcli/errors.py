@@ -5,6 +5,7 @@
     ├── LoadError        the checkpoint cannot be read; the message names the file or tensor
     ├── CapacityError    the run does not fit the memory; the message carries the itemised plan and the fix
     │   └── LimitsTooHigh    the weights fit, and lower limits might
+    ├── ModelError       the model computes nothing: its logits are NaN or infinite from the first prompt on
     ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
     ├── InputChanged     an input is not what it was when the job began; what is answered stays
     ├── OutputError      the output cannot be written any further (a full disk); what is written stays
@@ -38,6 +39,10 @@ class CapacityError(NvcliError):
 
 class LimitsTooHigh(CapacityError):
     """The weights fit, but not what `max_num_batched_tokens` and `max_num_seqs` take beside them."""
+
+
+class ModelError(NvcliError):
+    """The logits of all prompts are NaN or infinite, so that no row can be answered."""
 
 
 class WorkerError(NvcliError):

@@ -94,7 +94,7 @@ def main() -> None:
 
 def _run() -> int:
     """Run the command that the arguments name, say how it failed if it did, and return its exit code."""
-    from nvcli.errors import InputChanged, NvcliError, OutputError, TooManyErrors, WorkerError
+    from nvcli.errors import InputChanged, ModelError, NvcliError, OutputError, TooManyErrors, WorkerError
 
     try:
         result = app(prog_name="nvcli", standalone_mode=False)  # the exit code of `typer.Exit`, or None
@@ -109,7 +109,7 @@ def _run() -> int:
         code = 130
     except OutputGone:
         code = 141  # as a command that SIGPIPE ends
-    except (WorkerError, InputChanged, OutputError) as error:
+    except (WorkerError, ModelError, InputChanged, OutputError) as error:
         say_failure(error)
         code = 3
     except TooManyErrors as error:

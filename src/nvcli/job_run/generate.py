@@ -61,9 +61,9 @@ def generate(
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
     `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
-    before is gone then. Raises ConfigError, LoadError, CapacityError, WorkerError, InputChanged, OutputError or
-    TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal that asks for
-    the end (`end_signals`). Rows that were answered by then are in the output.
+    before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError, InputChanged,
+    OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal
+    that asks for the end (`end_signals`). Rows that were answered by then are in the output.
     """
     started_at = time.monotonic()
     if overwrite and retry_errors:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
-from nvcli.kernels.prepare_inputs import write_tokens
+from nvcli.kernels.prepare_inputs import keep_tokens, write_tokens
 from nvcli.kernels.step_tensors import SlotState
 from nvcli.messages import NewSlot, StepInput
 from nvcli.runner.sampling_table import SamplingTable
@@ -65,7 +65,7 @@ class SlotTable:
 
     def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
         """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
-        self.state.token_ids[slots, positions.long()] = ids
+        keep_tokens(self.state.token_ids, slots, positions, ids)
 
     def _fill(self, new_slots: list[NewSlot]) -> None:
         slots, cached = self.upload(

@@ -38,7 +38,8 @@ class StepLogits:
     logits: Tensor
     """[N, M] of this rank's part of the vocabulary."""
     ids: Tensor | None
-    """[N] int32, in the slot table already; None where the rows ask for more than `Sampler.sample` does."""
+    """[N] int32, in the slot table already, `NOT_FINITE` for none; None where the rows ask for more than
+    `Sampler.sample` does."""
 
     def unowned(self) -> StepLogits:
         return replace(self, logits=unowned(self.logits))
