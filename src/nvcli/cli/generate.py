@@ -242,7 +242,7 @@ def generate(
     }
     run = load_run_config(config_file, overrides or (), flags)
 
-    from nvcli.errors import ModelError, OutputError, TooManyErrors, WorkerError, reworded
+    from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
     from nvcli.job_run.early_end import resume_hint
     from nvcli.job_run.generate import generate as run_job
     from nvcli.job_run.progress.display import make_progress
@@ -271,7 +271,7 @@ def generate(
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
         raise Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())) from None
-    except (WorkerError, ModelError, OutputError, TooManyErrors) as error:
+    except (WorkerError, OutputError, TooManyErrors) as error:
         hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())
         raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:

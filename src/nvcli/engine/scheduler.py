@@ -436,8 +436,8 @@ class Scheduler:
             self._broken_prompts.add(state.request.prompt_ids)
         self._tables.forget(state)
         message = (
-            f"the logits behind token {state.num_tokens:,} of this row ({state.num_prompt:,} of them the prompt's) "
-            "are NaN or infinite; the weights may be damaged, or the dtype too narrow for the model"
+            f"the logits behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
+            "infinite; the weights may be damaged, or the dtype too narrow for the model"
         )
         self._finish(state, "error", error_type="non_finite_logits", error=message)
 

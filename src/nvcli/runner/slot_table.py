@@ -28,6 +28,16 @@ def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.frombuffer(data, dtype=np.int32)
 
 
+def partly_filled_blocks(step: StepInput) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Of the blocks that a step gives to slots, return those that may be read before they are full: the last of each
+    run of columns. A cached block is none of them, because a block for the token behind it follows."""
+    groups, slots, columns = map(unpack_ids, (step.block_groups, step.block_slots, step.block_columns))
+    is_last = np.ones(len(slots), dtype=np.bool_)
+    is_last[:-1] = (groups[1:] != groups[:-1]) | (slots[1:] != slots[:-1]) | (columns[1:] != columns[:-1] + 1)
+    blocks: np.ndarray[tuple[int], np.dtype[np.int32]] = unpack_ids(step.block_ids)[is_last]
+    return blocks
+
+
 class SlotTable:
     """The tables of all slots on the device, and the methods that change them between steps."""
 
