@@ -84,22 +84,32 @@ class ResolvedJob:
         return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
 
 
-def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
+def resolve_job(
+    run: RunConfig,
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    limit: int | None,
+    weights: bool = True,
+    found_device: Literal["cpu", "cuda"] | None = None,
+) -> ResolvedJob:
     """Resolve a job from the names and settings that the user gave. Raises ConfigError and LoadError.
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
-    inputs.
+    inputs. `weights` false: the job is only looked at, so that the checkpoint needs no weights. `found_device` is what
+    `device: auto` stands for; None: look for a GPU.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
     output = choose_output(names, output)
     check_output(names, output)
-    model_path = resolve_model(run.model)
+    model_path = resolve_model(run.model, weights=weights)
     model = load_model_config(model_path)
     check_tokenizer_files(model_path)
-    check_weight_files(model_path)
+    if weights:
+        check_weight_files(model_path)
     chat_template = own_chat_template(run.job)
-    config = resolve_engine_config(run, model_path, model)
+    config = resolve_engine_config(run, model_path, model, found_device=found_device)
     defaults = sampling_defaults(run, model)
     can_continue = is_repeatable(names)
     known_inputs = know_inputs(names) if can_continue else ()
@@ -107,7 +117,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
         created=int(time.time()),
         model=run.model,
         hub_id=run.model if is_hub_id(run.model) else None,
-        facts=job_facts(run, config, defaults, model_path=model_path, chat_template=chat_template),
+        facts=job_facts(run, config, defaults, model_path=model_path, chat_template=chat_template, weights=weights),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
     return ResolvedJob(
