@@ -132,7 +132,7 @@ def _forecast(forecast: Forecast, report: CheckReport) -> str:
     text += "if none ends before it must" if length is None else f"with {length:,} each where they may be so long"
     if forecast.seconds is None:
         return text
-    guessed = ", if these GPUs are about as fast as an RTX 4090" if report.machine.speed_is_guessed else ""
+    guessed = " (a guess: the speed of these GPUs is not known)" if report.machine.speed_is_guessed else ""
     return f"{text}: about {format_seconds(forecast.seconds)} once the model is loaded{guessed}"
 
 
