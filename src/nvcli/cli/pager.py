@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import FrameType
 
 from nvcli.cli.messages import OutputGone
@@ -27,6 +28,11 @@ class _PagerLeft(BaseException):
 
 def print_pages(texts: Iterable[str]) -> None:
     """Print texts on standard output. Raises OutputGone where whoever read them has gone, unless it is a pager."""
+    texts = iter(texts)
+    first = next(texts, None)  # an error comes before a pager is started
+    if first is None:
+        return
+    texts = chain((first,), texts)
     command = _pager() if sys.stdout.isatty() else None
     if command is None:
         _print_plain(texts)
