@@ -20,6 +20,7 @@ from nvcli.config import load_sourced_config
 from nvcli.errors import ConfigError
 from nvcli.job_run.generate import generate
 from nvcli.job_run.progress.display import Progress
+from nvcli.job_run.text.tokenizer import Tokenizer
 
 ROWS: list[Any] = [
     {"prompt": "ab", "id": "first"},
@@ -172,7 +173,9 @@ def big_model(folder: Path, tokenizer: Path) -> Path:
     return write_shape("qwen3-32b", folder)
 
 
-def test_named_gpus_are_estimated_without_weights(tmp_path: Path, model_folder: Path) -> None:
+def test_named_gpus_are_estimated_without_weights(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = big_model(tmp_path / "big", model_folder)
     rows = [{"prompt": f"{number}"} for number in range(50)]
 
@@ -193,6 +196,7 @@ def test_named_gpus_are_estimated_without_weights(tmp_path: Path, model_folder: 
         named_gpus("4090", 1)
     with pytest.raises(ConfigError, match=r"--gpus 4 needs the kind"):
         named_gpus(None, 4)
+    monkeypatch.setattr(Tokenizer, "load", lambda *_, **__: pytest.fail("the layout was not checked first"))
     with pytest.raises(ConfigError, match=r"\(--tp\) is 4, and 2 GPUs can be seen"):
         checked(tmp_path, model, rows, CheckOptions(gpus=named_gpus("h200", 2)), **{"--tp": 4})
 
@@ -207,6 +211,28 @@ def test_a_damaged_input_leaves_the_report_of_what_was_read(tmp_path: Path, mode
     assert (done.report.rows, done.report.is_complete) == (1, False)
     assert isinstance(done.ended_by, ConfigError)
     assert "cannot be read past line 1" in str(done.ended_by)
+
+
+def test_what_cannot_be_checked_at_all_is_an_error(tmp_path: Path, model_folder: Path) -> None:
+    def no_check(**flags: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            checked(tmp_path, model_folder, ROWS, CheckOptions(gpus=named_gpus("h200", 1)), **flags)
+        return str(caught.value)
+
+    assert no_check(**{"--device": "cpu"}) == (
+        "--gpu estimates for GPUs, and `device` is cpu; leave one of the two out"
+    )
+    assert no_check(**{"--max-model-len": 100}).startswith("`max_model_len` is 100, and")
+    (tmp_path / "broken.gz").write_bytes(b"\x1f\x8b\x08broken")
+    run, source = load_sourced_config(None, (), {"--model": str(model_folder)})
+    with pytest.raises(ConfigError, match="cannot be read past line 0"):
+        check_job(
+            run,
+            source,
+            inputs=[str(tmp_path / "broken.gz")],
+            options=CheckOptions(),
+            progress=CheckProgress(io.StringIO()),
+        )
 
 
 def test_the_report_is_json_too(tmp_path: Path, model_folder: Path) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from nvcli.chat_template import unknown_variables
 from nvcli.check.lengths import Lengths, lengths_of
-from nvcli.check.machine import Forecast, Machine, estimate_job
+from nvcli.check.machine import Forecast, JobEstimate, Machine, estimate_job
 from nvcli.check.progress import CheckProgress
 from nvcli.check.prompts import ShownPrompt, show_prompt
 from nvcli.check.tally import ErrorExample, Tally
@@ -136,13 +136,19 @@ def check_job(
     )
     if options.gpus is not None and job.config.device == "cpu":
         raise ConfigError("--gpu estimates for GPUs, and `device` is cpu; leave one of the two out")
-    tokenizer = Tokenizer.load(job.model_path, chat_template=job.chat_template)
     reader = job.make_reader(AnsweredRows())
     tally = Tally(
         defaults=convert(dict(job.sampling_defaults), SamplingParams),
         block_size=run.block_size if run.enable_prefix_caching else None,
         finds_equal_rows=run.job.plan,
     )
+    expected = (options.answer_tokens or USUAL_ANSWER_TOKENS, None)
+
+    def estimate() -> JobEstimate:
+        return estimate_job(job, tally, gpus=options.gpus, expected_answers=expected, num_bytes=reader.bytes_total)
+
+    estimate()  # a layout that is not possible is an error before anything is read
+    tokenizer = Tokenizer.load(job.model_path, chat_template=job.chat_template)
     prompts: list[ShownPrompt] = []
     ended_by: NvcliError | KeyboardInterrupt | None = None
     started = time.monotonic()
@@ -155,13 +161,14 @@ def check_job(
                         prompts.append(show_prompt(row, tokenizer))
                 progress.update(tally.rows, _share_read(reader))
     except (ConfigError, InputChanged, KeyboardInterrupt) as error:
+        if not tally.rows and isinstance(error, ConfigError):
+            raise
         ended_by = error
     seconds = time.monotonic() - started
     variables = run.job.chat_template_kwargs
     if variables and tokenizer.chat_template:
         reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
-    expected = (options.answer_tokens or USUAL_ANSWER_TOKENS, None)
-    estimate = estimate_job(job, tally, gpus=options.gpus, expected_answers=expected, num_bytes=reader.bytes_total)
+    estimated = estimate()
     report = CheckReport(
         inputs=list(job.inputs),
         model=run.model,
@@ -184,8 +191,8 @@ def check_job(
         sampling=_sampling_values(job.sampling_defaults, run, source),
         rows_with_own_sampling=tally.rows_with_own_sampling,
         answers=sum(tally.answers.values()),
-        forecasts=estimate.forecasts,
-        machine=estimate.machine,
+        forecasts=estimated.forecasts,
+        machine=estimated.machine,
         seconds=seconds,
     )
     return Check(report, ended_by)

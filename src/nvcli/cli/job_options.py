@@ -40,10 +40,10 @@ def job_flags(options: dict[str, Any]) -> dict[str, Any]:
         flag, value = _flag(parameter), options.get(name)
         if flag in _OBJECTS:
             flags[flag] = json_object(flag, value)
-        elif flag in _TEXTS or not isinstance(value, str):
-            flags[flag] = value or None
-        else:
+        elif isinstance(value, str) and flag not in _TEXTS:
             flags |= flag_values({flag: value})
+        else:  # a switch that is off and an empty list were not given
+            flags[flag] = value if isinstance(value, str) else value or None
     return flags
 
 
