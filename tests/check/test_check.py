@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
@@ -46,7 +47,19 @@ def checked(
 def check_of(folder: Path, model: Path, rows: list[Any], options: CheckOptions | None = None, **flags: Any) -> Check:
     path = folder / "in.jsonl"
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    run, source = load_sourced_config(None, (), {"--model": str(model), "--max-num-seqs": 4} | flags)
+    return check_file(path, model, options, **flags)
+
+
+def check_file(
+    path: Path,
+    model: Path,
+    options: CheckOptions | None = None,
+    *,
+    config: Path | None = None,
+    overrides: tuple[str, ...] = (),
+    **flags: Any,
+) -> Check:
+    run, source = load_sourced_config(config, overrides, {"--model": str(model), "--max-num-seqs": 4} | flags)
     return check_job(
         run, source, inputs=[str(path)], options=options or CheckOptions(), progress=CheckProgress(io.StringIO())
     )
@@ -114,13 +127,8 @@ def test_equal_rows_and_shared_beginnings(tmp_path: Path, model_folder: Path) ->
     assert (drawn.equal_rows, drawn.repeated_prompts, drawn.answers) == (0, 1, 4)
     assert drawn.cached_tokens == 0  # a block has 64 tokens
     (tmp_path / "nvcli.yaml").write_text("block_size: 16")
-    run, source = load_sourced_config(tmp_path / "nvcli.yaml", (), {"--model": str(model_folder), "--temperature": 0})
-    found = check_job(
-        run,
-        source,
-        inputs=[str(tmp_path / "in.jsonl")],
-        options=CheckOptions(),
-        progress=CheckProgress(io.StringIO()),
+    found = check_file(
+        tmp_path / "in.jsonl", model_folder, config=tmp_path / "nvcli.yaml", **{"--temperature": 0}
     ).report
     assert (found.cached_tokens, found.cached_tokens_are_exact) == (2 * 32, True)
 
@@ -131,14 +139,9 @@ def test_sampling_comes_with_its_origin(tmp_path: Path, model_folder: Path) -> N
     (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 7, "top_p": 0.5}')
     config = tmp_path / "job.yaml"
     config.write_text("sampling:\n  top_p: 0.25\n  stop: [x]\n")
-    run, source = load_sourced_config(config, ["sampling.min_p=0.5"], {"--model": str(folder), "--temperature": 0.5})
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "sampling": {"n": 2}}\n{"prompt": "b"}\n')
-    report = check_job(
-        run,
-        source,
-        inputs=[str(tmp_path / "in.jsonl")],
-        options=CheckOptions(),
-        progress=CheckProgress(io.StringIO()),
+    report = check_file(
+        tmp_path / "in.jsonl", folder, config=config, overrides=("sampling.min_p=0.5",), **{"--temperature": 0.5}
     ).report
     assert {each.key: (each.value, each.origin) for each in report.sampling} == {
         "max_tokens": (None, "default"),
@@ -202,12 +205,9 @@ def test_named_gpus_are_estimated_without_weights(
 
 
 def test_a_damaged_input_leaves_the_report_of_what_was_read(tmp_path: Path, model_folder: Path) -> None:
-    import gzip
-
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n') + gzip.compress(b'{"prompt": "b"}\n')[:20])
-    run, source = load_sourced_config(None, (), {"--model": str(model_folder)})
-    done = check_job(run, source, inputs=[str(path)], options=CheckOptions(), progress=CheckProgress(io.StringIO()))
+    done = check_file(path, model_folder)
     assert (done.report.rows, done.report.is_complete) == (1, False)
     assert isinstance(done.ended_by, ConfigError)
     assert "cannot be read past line 1" in str(done.ended_by)
@@ -224,19 +224,12 @@ def test_what_cannot_be_checked_at_all_is_an_error(tmp_path: Path, model_folder:
     )
     assert no_check(**{"--max-model-len": 100}).startswith("`max_model_len` is 100, and")
     (tmp_path / "broken.gz").write_bytes(b"\x1f\x8b\x08broken")
-    run, source = load_sourced_config(None, (), {"--model": str(model_folder)})
     with pytest.raises(ConfigError, match="cannot be read past line 0"):
-        check_job(
-            run,
-            source,
-            inputs=[str(tmp_path / "broken.gz")],
-            options=CheckOptions(),
-            progress=CheckProgress(io.StringIO()),
-        )
+        check_file(tmp_path / "broken.gz", model_folder)
 
 
 def test_the_report_is_json_too(tmp_path: Path, model_folder: Path) -> None:
-    report = checked(tmp_path, model_folder, ROWS)
+    report = checked(tmp_path, model_folder, ROWS[3:])
     values = json.loads(format_json(report))
     assert values["rows_failed"] == sum(error["count"] for error in values["errors"])
     assert values["lengths"]["histogram"][0].keys() == {"first", "last", "count"}
