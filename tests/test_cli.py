@@ -285,7 +285,7 @@ def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path, name: str) -
     script = """
 import os, signal, sys
 from nvcli.job_run import resolve
-def resolve_model(name):
+def resolve_model(name, **options):
     try:
         os.kill(os.getpid(), signal.NAME)
     except Exception:

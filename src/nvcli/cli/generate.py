@@ -66,6 +66,14 @@ def generate(
             "--retry-errors", help="Answer the failed rows of an existing output again.", rich_help_panel=ROWS
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what the job would do, as `nvcli check` does: nothing is written.",
+            rich_help_panel=ROWS,
+        ),
+    ] = False,
     max_errors: Annotated[
         str | None,
         typer.Option("--max-errors", metavar="N", help="End the job when more rows failed.", rich_help_panel=ROWS),
@@ -204,7 +212,7 @@ def generate(
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set job.order=input
       cat questions.jsonl | nvcli generate - -m demo | jq '.choices[0].text'
     """
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import find_config_file, load_sourced_config
     from nvcli.config_source import json_object
     from nvcli.process_limits import check_process
 
@@ -240,7 +248,12 @@ def generate(
         "--chat-template": chat_template,
         "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
-    run = load_run_config(config_file, overrides or (), flags)
+    run, source = load_sourced_config(config_file, overrides or (), flags)
+    if dry_run:
+        from nvcli.check.check import CheckOptions
+        from nvcli.cli.check_report import run_check
+
+        run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows))
 
     from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
     from nvcli.job_run.early_end import resume_hint

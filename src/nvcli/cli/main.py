@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from nvcli.cli.bench import bench
+from nvcli.cli.check import check
 from nvcli.cli.doctor import doctor
 from nvcli.cli.generate import generate
 from nvcli.cli.help import GroupedCommand
@@ -24,6 +25,8 @@ from nvcli.standard_streams import secure_standard_streams
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
 model; 3 the engine or the disk failed, or a file was changed; 130 interrupted. After 1 by --max-errors, 3 and 130 the
 same command goes on."""
+_CHECK_EXIT_CODES = """Exit codes: 0 every row can be answered; 1 some rows cannot; 2 usage, configuration, or a model
+that does not fit; 130 interrupted."""
 _DOCTOR_EXIT_CODES = "Exit codes: 0 nothing found would stop a run; 1 something would; 2 usage or configuration."
 
 app = typer.Typer(
@@ -43,6 +46,11 @@ app = typer.Typer(
 app.command(cls=GroupedCommand, short_help="Answer every row of files with a model.", epilog=_GENERATE_EXIT_CODES)(
     generate
 )
+app.command(
+    cls=GroupedCommand,
+    short_help="Say what a job will do, before it takes hours.",
+    epilog=_CHECK_EXIT_CODES,
+)(check)
 app.command(cls=GroupedCommand, short_help="Measure how fast a model runs here.")(bench)
 app.command(
     name="profile-memory",

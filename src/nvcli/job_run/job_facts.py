@@ -39,11 +39,13 @@ def job_facts(
     *,
     model_path: Path,
     chat_template: str | None = None,
+    weights: bool = True,
 ) -> dict[str, Fact]:
     """Return the facts of a job, under names that a user knows.
 
     `config` and `sampling_defaults` are what `run` and the checkpoint come to, and `chat_template` is the text of the
-    template that the job brings. Raises LoadError for a file of the checkpoint that cannot be read.
+    template that the job brings. `weights` false: facts of the weights are left out. Raises LoadError for a file of the
+    checkpoint that cannot be read.
     """
     small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
     facts: dict[str, Fact] = {}
@@ -51,11 +53,11 @@ def job_facts(
         if file.name not in _NOT_READ:
             facts[f"model {file.name}"] = f"sha256 {_digest(file)}"
     try:
-        weights = weight_files(model_path)
+        large = weight_files(model_path) if weights else []
     except LoadError:
-        weights = []  # whoever loads them says what is wrong
-    num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(weights)))
-    for file in weights:
+        large = []  # whoever loads them says what is wrong
+    num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
+    for file in large:
         digest = _digest(file, num_samples=num_samples, sample_bytes=_WEIGHT_SAMPLE_BYTES)
         facts[f"model {file.name}"] = f"{file.stat().st_size:,} bytes, sha256 {digest}"
     facts |= {

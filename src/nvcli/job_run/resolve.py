@@ -92,17 +92,26 @@ class ResolvedJob(ResolvedModel):
         return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
 
 
-def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
+def resolve_job(
+    run: RunConfig,
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    limit: int | None,
+    weights: bool = True,
+    found_device: Literal["cpu", "cuda"] | None = None,
+) -> ResolvedJob:
     """Resolve a job from the names and settings that the user gave. Raises ConfigError and LoadError.
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
-    inputs.
+    inputs. `weights` false: the job is only looked at, so that the checkpoint needs no weights. `found_device` is what
+    `device: auto` stands for; None: look for a GPU.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
     output = choose_output(names, output)
     check_output(names, output)
-    resolved = resolve_settings(run)
+    resolved = resolve_settings(run, weights=weights, found_device=found_device)
     can_continue = is_repeatable(names)
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
@@ -115,6 +124,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
             resolved.sampling_defaults,
             model_path=resolved.model_path,
             chat_template=resolved.chat_template,
+            weights=weights,
         ),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
@@ -129,21 +139,25 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
     )
 
 
-def resolve_settings(run: RunConfig) -> ResolvedModel:
+def resolve_settings(
+    run: RunConfig, *, weights: bool = True, found_device: Literal["cpu", "cuda"] | None = None
+) -> ResolvedModel:
     """Resolve the model and the settings of a run. Raises ConfigError and LoadError.
 
-    Reads the checkpoint's small files, and downloads a checkpoint that is not there.
+    Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
+    `found_device` is as in `resolve_job`.
     """
-    model_path = resolve_model(run.model)
+    model_path = resolve_model(run.model, weights=weights)
     model = load_model_config(model_path)
     check_tokenizer_files(model_path)
-    check_weight_files(model_path)
+    if weights:
+        check_weight_files(model_path)
     return ResolvedModel(
         run=run,
         model_path=model_path,
         model=model,
         chat_template=own_chat_template(run.job),
-        config=resolve_engine_config(run, model_path, model),
+        config=resolve_engine_config(run, model_path, model, found_device=found_device),
         sampling_defaults=sampling_defaults(run, model),
     )
 

@@ -21,6 +21,11 @@ _FILES = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
     "ignore_patterns": ["*/*.safetensors", "consolidated*"],  # second copies of the weights, in other layouts
 }
+_SMALL_FILES = {
+    "allow_patterns": [pattern for pattern in _FILES["allow_patterns"] if not pattern.endswith(".safetensors")],
+    "ignore_patterns": ["*.safetensors.index.json", *_FILES["ignore_patterns"]],
+}
+"""Everything but the weights: what is needed to know what a row's prompt is."""
 _TIMEOUT = 5.0
 """How many seconds the hub has to answer before it counts as out of reach."""
 
@@ -46,13 +51,16 @@ class DownloadSize:
             )
 
 
-def cached_snapshot(name: str) -> Path | None:
-    """Return the folder of a model in the local cache, which may be incomplete; None where there is none."""
+def cached_snapshot(name: str, *, weights: bool = True) -> Path | None:
+    """Return the folder of a model in the local cache, which may be incomplete; None where there is none.
+
+    `weights` false: a folder that was downloaded without weights is one too.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True, **_FILES))
+        return Path(snapshot_download(name, local_files_only=True, **(_FILES if weights else _SMALL_FILES)))
     except (HFValidationError, OSError):
         return None
 
@@ -76,6 +84,18 @@ def download(name: str) -> Path:
     download_size(name).check_room(name)
     with _hub_errors(name):
         return Path(snapshot_download(name, **_FILES))
+
+
+def download_small_files(name: str) -> Path:
+    """Download the configuration and the tokenizer of the model `name`, and return their folder in the cache.
+
+    Raises LoadError where the hub does not give them.
+    """
+    from huggingface_hub import snapshot_download
+
+    check_reachable(name)
+    with _hub_errors(name):
+        return Path(snapshot_download(name, tqdm_class=_no_progress(), **_SMALL_FILES))
 
 
 def download_size(name: str) -> DownloadSize:
