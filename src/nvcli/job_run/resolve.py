@@ -25,7 +25,7 @@ from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
-from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.input.reader import RowReader, check_first_rows
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
@@ -81,7 +81,14 @@ class ResolvedJob:
     def make_reader(self, answered: AnsweredRows) -> RowReader:
         """Make a reader of the inputs that passes over the rows that are `answered`."""
         parser = make_parser(self.run.job, self.sampling_defaults)
-        return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
+        return RowReader(
+            self.inputs,
+            parser,
+            limit=self.limit,
+            answered=answered,
+            known=self.known_inputs,
+            check_columns=self.run.job.check_columns,
+        )
 
 
 def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
@@ -102,6 +109,8 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
     config = resolve_engine_config(run, model_path, model)
     defaults = sampling_defaults(run, model)
     can_continue = is_repeatable(names)
+    if can_continue and run.job.check_columns:
+        check_first_rows(names if limit is None else names[:1], lambda: make_parser(run.job, defaults), limit=limit)
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
@@ -247,7 +256,7 @@ def make_parser(job: JobConfig, sampling_defaults: Mapping[str, Any]) -> RowPars
         chat_template_kwargs=job.chat_template_kwargs,
     )
     keys = RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
-    return RowParser(sampling_defaults, keys, rules)
+    return RowParser(sampling_defaults, keys, rules, keep_input=job.keep_input)
 
 
 def own_chat_template(job: JobConfig) -> str | None:

@@ -10,6 +10,8 @@ from nvcli.jobs.job import JobResult, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
 from nvcli.validation import is_utf8
 
+CSV_TEXT_FIELD = "generated_text"
+"""The key of the text in outputs whose cells hold no lists, unless the job names another."""
 _NATIVE_KEYS = frozenset(("id", "index", "choices", "usage", "error"))
 _OPENAI_KEYS = frozenset(("id", "index", "custom_id", "response", "error"))
 """Keys that mean something of the answer in an output row. `index` is how `read_output_row` knows native rows."""
@@ -24,6 +26,8 @@ class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
     """When the job began, in seconds since 1970; `created` of OpenAI's objects."""
     model: str = ""
     """The model's name, for rows that name none."""
+    text_field: str | None = None
+    """The key of the first choice's text; None: no such key."""
 
 
 class WrittenRow(msgspec.Struct, frozen=True):
@@ -50,9 +54,13 @@ def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
             "usage": result.usage,
             "error": result.error,
         }
+    own_keys = _NATIVE_KEYS if is_native else _OPENAI_KEYS
+    if form.text_field is not None:
+        row[form.text_field] = result.choices[0].text if result.choices else None
+        own_keys = own_keys | {form.text_field}
     extra = place.extra
     if extra:
-        taken = extra.keys() & (_NATIVE_KEYS if is_native else _OPENAI_KEYS)
+        taken = extra.keys() & own_keys
         if taken:
             row[_INPUT] = {key: value for key, value in extra.items() if key in taken or key == _INPUT}
         for key, value in extra.items():
