@@ -67,6 +67,7 @@ def generate(
         retry_errors=retry_errors,
         limit=limit,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
+        text_field=run.job.text_field,
         on_begin=on_begin,
     )
     opened = open_output(job.output, job.manifest, options)  # before standard output is set aside: it may be that

@@ -25,7 +25,7 @@ from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
-from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.input.reader import RowReader, check_first_rows
 from nvcli.jobs.job import Caller
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
@@ -89,7 +89,14 @@ class ResolvedJob(ResolvedModel):
     def make_reader(self, answered: AnsweredRows) -> RowReader:
         """Make a reader of the inputs that passes over the rows that are `answered`."""
         parser = make_parser(self.run.job, self.sampling_defaults)
-        return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
+        return RowReader(
+            self.inputs,
+            parser,
+            limit=self.limit,
+            answered=answered,
+            known=self.known_inputs,
+            check_columns=self.run.job.check_columns,
+        )
 
 
 def resolve_job(
@@ -113,6 +120,10 @@ def resolve_job(
     check_output(names, output)
     resolved = resolve_settings(run, weights=weights, found_device=found_device)
     can_continue = is_repeatable(names)
+    if can_continue and run.job.check_columns:
+        check_first_rows(
+            names if limit is None else names[:1], lambda: make_parser(run.job, resolved.sampling_defaults), limit=limit
+        )
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
@@ -288,7 +299,7 @@ def make_parser(
         system=job.system,
         chat_template_kwargs=job.chat_template_kwargs,
     )
-    return RowParser(sampling_defaults, row_keys(job), rules, keep=keep, caller=caller)
+    return RowParser(sampling_defaults, row_keys(job), rules, keep=keep, keep_input=job.keep_input, caller=caller)
 
 
 def row_keys(job: JobConfig) -> RowKeys:

@@ -10,12 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.file_formats import check_input_format, check_output_format
+from nvcli.jobs.file_formats import check_input_format, check_output_format, input_format, pyarrow_format
 from nvcli.jobs.own_files import (
     MANIFEST_SUFFIX,
     TRACEBACK_SUFFIX,
     WORKING_SUFFIX,
     is_parquet,
+    is_table,
     manifest_draft_path,
     own_files,
 )
@@ -64,10 +65,10 @@ def check_inputs(inputs: Sequence[str]) -> None:
             raise ConfigError(f"there is no input file {name}")
         if not os.access(path, os.R_OK):
             raise ConfigError(f"the input {name} cannot be read: no permission")
-        if is_parquet(name):
-            _check_pyarrow("input", name)
+        if table := pyarrow_format(name):
+            _check_pyarrow("input", name, table)
             if not path.is_file():
-                raise ConfigError(f"the input {name} is no regular file, as Parquet has to be")
+                raise ConfigError(f"the input {name} is no regular file, as {table} has to be")
         if path.is_file():
             check_input_format(path)
     seen: set[str] = set()
@@ -81,8 +82,8 @@ def check_inputs(inputs: Sequence[str]) -> None:
 def choose_output(inputs: Sequence[str], output: str | None) -> str:
     """Return the output that was named, or the one that follows from a single input. Raises ConfigError.
 
-    From `input.jsonl` follows `input.out.jsonl` beside it, from a Parquet file another one, and from standard input
-    standard output.
+    From `input.jsonl` follows `input.out.jsonl` beside it, from a table (Parquet, Arrow, CSV, TSV) another one, and
+    from standard input standard output.
     """
     if output is not None:
         return output
@@ -92,10 +93,13 @@ def choose_output(inputs: Sequence[str], output: str | None) -> str:
         which = "several inputs" if len(inputs) != 1 else inputs[0]
         raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
     path = Path(inputs[0])
-    if is_parquet(path):
-        return str(path.with_suffix(".out.parquet"))
     name = path.name.removesuffix(".gz").removesuffix(".zst")
-    stem = name.removesuffix(".jsonl").removesuffix(".json") or name
+    format = input_format(name)
+    if pyarrow_format(name):
+        return str(path.with_suffix(".out.parquet"))
+    if format == "csv":
+        return str(path.with_name(f"{Path(name).stem}.out{Path(name).suffix.lower()}"))
+    stem = Path(name).stem if format == "text" else name.removesuffix(".jsonl").removesuffix(".json") or name
     return str(path.with_name(f"{stem}.out.jsonl"))
 
 
@@ -128,10 +132,11 @@ def check_output(inputs: Sequence[str], output: str) -> None:
             raise ConfigError(f"no permission to write in {path.parent}, where the output's manifest belongs")
     elif not os.access(path.parent, os.W_OK):
         raise ConfigError(f"the output {output} cannot be made: no permission to write in {path.parent}")
-    if is_parquet(output):
-        _check_pyarrow("output", output)
+    if is_table(path):
+        if is_parquet(path):
+            _check_pyarrow("output", output, "Parquet")
         if path.exists() and not path.is_file():
-            raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
+            raise ConfigError(f"the output {output} is no regular file, as a table has to be")
         folder = Path(os.path.realpath(path)).parent  # behind a link
         if not os.access(folder, os.W_OK):
             raise ConfigError(f"the output {output} leads to {folder}, which is no folder that can be written to")
@@ -212,6 +217,6 @@ def _is_same(name: str, other: str) -> bool:
     return os.path.exists(name) and os.path.exists(other) and os.path.samefile(name, other)
 
 
-def _check_pyarrow(which: str, name: str) -> None:
+def _check_pyarrow(which: str, name: str, table: str) -> None:
     if find_spec("pyarrow") is None:
-        raise ConfigError(f"the {which} {name} is Parquet, which needs pyarrow; install it with: pip install pyarrow")
+        raise ConfigError(f"the {which} {name} is {table}, which needs pyarrow; install it with: pip install pyarrow")
