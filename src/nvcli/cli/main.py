@@ -19,6 +19,7 @@ from nvcli.cli.generate import generate
 from nvcli.cli.help import GroupedCommand
 from nvcli.cli.messages import Interrupted, OutputGone, say, say_error, say_failure
 from nvcli.cli.profile_memory import profile_memory
+from nvcli.cli.show import show
 from nvcli.end_signals import handle_end_signals
 from nvcli.standard_streams import secure_standard_streams
 
@@ -51,6 +52,7 @@ app.command(
     short_help="Say what a job will do, before it takes hours.",
     epilog=_CHECK_EXIT_CODES,
 )(check)
+app.command(cls=GroupedCommand, short_help="Show the answers of an output, a page at a time.")(show)
 app.command(cls=GroupedCommand, short_help="Measure how fast a model runs here.")(bench)
 app.command(
     name="profile-memory",
