@@ -24,6 +24,7 @@ from nvcli.job_run.text.prepare import ModelLimits
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
+from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
 from nvcli.jobs.input.reader import RowReader, check_first_rows
 from nvcli.jobs.output.manifest import Manifest
@@ -101,6 +102,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
     check_inputs(names)
     output = choose_output(names, output)
     check_output(names, output)
+    names = fetch_inputs(names)
     model_path = resolve_model(run.model)
     model = load_model_config(model_path)
     check_tokenizer_files(model_path)
