@@ -79,7 +79,10 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     for number, forecast in enumerate(report.forecasts if report.answers else ()):
         yield "" if number else "to generate", _forecast(forecast, report)
     rate = report.rows / report.seconds if report.seconds else 0.0
-    yield "checked", f"in {format_seconds(report.seconds)}, {rate:,.0f} rows/s; a run here reads and tokenizes no faster"
+    yield (
+        "checked",
+        f"in {format_seconds(report.seconds)}, {rate:,.0f} rows/s; a run here reads and tokenizes no faster",
+    )
 
 
 def _length_lines(lengths: Lengths) -> Iterator[tuple[str, str]]:

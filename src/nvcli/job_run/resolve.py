@@ -24,6 +24,7 @@ from nvcli.job_run.text.prepare import ModelLimits
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
+from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
 from nvcli.jobs.input.reader import RowReader, check_first_rows
 from nvcli.jobs.job import Caller
@@ -118,6 +119,7 @@ def resolve_job(
     check_inputs(names)
     output = choose_output(names, output)
     check_output(names, output)
+    names = fetch_inputs(names)
     resolved = resolve_settings(run, weights=weights, found_device=found_device)
     can_continue = is_repeatable(names)
     if can_continue and run.job.check_columns:

@@ -17,6 +17,8 @@ InputFormat = Literal["jsonl", "json", "csv", "text", "parquet", "arrow"]
 """json: one array, or a row on each line. csv: TSV as well. text: a prompt on each line."""
 
 _INPUT_FORMATS: dict[str, InputFormat] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
     ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
@@ -41,7 +43,12 @@ def plain_name(name: str) -> str:
 
 def input_format(name: str) -> InputFormat:
     """Return the format of an input by its name, whatever its compression."""
-    return _INPUT_FORMATS.get(Path(plain_name(name)).suffix.lower(), "jsonl")
+    return data_format(name) or "jsonl"
+
+
+def data_format(name: str) -> InputFormat | None:
+    """Return the format of a file that may lie among others in a folder; None where its name says none."""
+    return _INPUT_FORMATS.get(Path(plain_name(name)).suffix.lower())
 
 
 def pyarrow_format(name: str) -> str | None:
