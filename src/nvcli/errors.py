@@ -9,6 +9,7 @@
     ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
     ├── InputChanged     an input is not what it was when the job began; what is answered stays
     ├── OutputError      the output cannot be written any further (a full disk); what is written stays
+    ├── ClosedError      an LLM is used after it was closed
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
     └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
 
@@ -67,6 +68,10 @@ class OutputError(NvcliError):
 
 class TooManyErrors(NvcliError):
     """More rows failed than the job allows."""
+
+
+class ClosedError(NvcliError):
+    """An LLM is used that was closed."""
 
 
 class RowError(NvcliError):

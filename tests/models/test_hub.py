@@ -19,7 +19,8 @@ import pytest
 
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
-from nvcli.models.hub import DownloadSize
+from nvcli.hub_access import DownloadSize
+from nvcli.models.hub import check_room
 
 SHA = "a" * 40
 CONFIG = (demo_path() / "config.json").read_text()
@@ -169,6 +170,6 @@ def test_a_repository_that_holds_no_model(answers: dict[str, dict[str, Any]], na
 
 
 def test_as_much_room_as_is_needed_is_enough() -> None:
-    DownloadSize(num_bytes=5, free_bytes=5, folder=Path("/cache")).check_room("m")
+    check_room("m", DownloadSize(num_bytes=5, free_bytes=5, folder=Path("/cache")))
     with pytest.raises(LoadError, match=r"model m: .* the disk of /cache has .* free some space"):
-        DownloadSize(num_bytes=6, free_bytes=5, folder=Path("/cache")).check_room("m")
+        check_room("m", DownloadSize(num_bytes=6, free_bytes=5, folder=Path("/cache")))

@@ -7,6 +7,7 @@ bytes for each of the first 16 million different rows (`check.prefixes`) and wha
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,7 +130,7 @@ def check_job(
     """
     job = resolve_job(
         run,
-        inputs=expand_inputs(inputs, None if output == STREAM else output),
+        inputs=_expanded(inputs, output),
         output=output,
         limit=options.limit,
         weights=False,
@@ -230,6 +231,15 @@ class _Reading:
             machine=estimated.machine,
             seconds=self._seconds,
         )
+
+
+def _expanded(inputs: Sequence[str], output: str | None) -> list[str]:
+    """Replace patterns and folders by files. Where the output is left open, patterns leave out what it could be."""
+    return [
+        file
+        for name in inputs
+        for file in expand_inputs([name], None if output == STREAM and not os.path.isdir(name) else output)
+    ]
 
 
 def _share_read(reader: RowReader) -> float | None:

@@ -33,14 +33,16 @@ _NumRows = Annotated[int, Meta(ge=1)]
 
 
 def generate(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")],
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
+    ],
     output: Annotated[
         str | None,
         typer.Option(
             "--output",
             "-o",
             metavar="FILE",
-            help="Output file, or -. Without it x.jsonl → x.out.jsonl, and - → -.",
+            help="Output file, or -. Without it x.csv → x.out.csv, and - → -.",
             rich_help_panel=ROWS,
         ),
     ] = None,
@@ -56,6 +58,23 @@ def generate(
     ] = None,
     limit: Annotated[
         str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
+    ] = None,
+    id_field: Annotated[
+        str | None,
+        typer.Option("--id-field", metavar="COLUMN", help="Key (column) of the ids; id.", rich_help_panel=ROWS),
+    ] = None,
+    keep_input: Annotated[
+        bool,
+        typer.Option("--keep-input", help="Copy the prompt and all else of a row to the output.", rich_help_panel=ROWS),
+    ] = False,
+    text_field: Annotated[
+        str | None,
+        typer.Option(
+            "--text-field",
+            metavar="COLUMN",
+            help="Key (column) for the answer's text alone; CSV: generated_text.",
+            rich_help_panel=ROWS,
+        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start an existing output anew.", rich_help_panel=ROWS)
@@ -90,6 +109,21 @@ def generate(
         str | None,
         typer.Option(
             "--system", metavar="TEXT", help="System message of conversations that have none.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    prompt_field: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-field", metavar="COLUMN", help="Key (column) of the prompts; prompt.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    messages_field: Annotated[
+        str | None,
+        typer.Option(
+            "--messages-field",
+            metavar="COLUMN",
+            help="Key (column) of the conversations; messages.",
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
     prompt_template: Annotated[
@@ -199,8 +233,10 @@ def generate(
 
     INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id`, `sampling` and
     `chat_template_kwargs`; its other keys are passed through. Rows of OpenAI batch files are answered in OpenAI's
-    form. `-` is standard input, a quoted pattern names many files; files may be .gz, .zst or .parquet, and so may the
-    output.
+    form. By the end of its name it may also be a JSON array (.json), CSV or TSV, plain text with a prompt on each line
+    (.txt), Parquet, or Arrow; all but the last two may have .gz or .zst behind it. `-` is standard input, a quoted
+    pattern names many files, a folder is a dataset on disk, hf://OWNER/NAME/CONFIG:SPLIT one on the Hugging Face hub,
+    and https://, s3:// and gs:// name remote files. The output is JSONL, CSV, TSV or Parquet, by its name.
 
     An output that is there is continued: the same command finishes a job that was cut short.
 
@@ -243,6 +279,11 @@ def generate(
     flags |= {
         "--stop": stop or None,
         "--keep-going": keep_going or None,
+        "--keep-input": keep_input or None,
+        "--prompt-field": prompt_field,
+        "--messages-field": messages_field,
+        "--id-field": id_field,
+        "--text-field": text_field,
         "--system": system,
         "--prompt-template": prompt_template,
         "--chat-template": chat_template,

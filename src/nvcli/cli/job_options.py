@@ -14,7 +14,8 @@ from nvcli.cli.generate import generate
 from nvcli.cli.options import flag_values
 from nvcli.config import FLAG_KEYS
 
-_TEXTS = frozenset(("--system", "--prompt-template", "--chat-template"))
+_FIELDS = ("--prompt-field", "--messages-field", "--id-field", "--text-field")
+_TEXTS = frozenset((*_FIELDS, "--system", "--prompt-template", "--chat-template"))
 """Flags whose values stay texts, whatever they spell."""
 _OBJECTS = frozenset(("--chat-template-kwargs",))
 """Flags whose values are JSON objects."""

@@ -72,6 +72,10 @@ def job_facts(
         "job.id_field": run.job.id_field,
     }
     facts |= _prompt_facts(run.job, chat_template)
+    if run.job.keep_input:
+        facts["job.keep_input"] = True
+    if run.job.text_field is not None:
+        facts["job.text_field"] = run.job.text_field
     for name, value in sorted(sampling_defaults.items()):
         facts[f"sampling.{name}"] = _fact(value)
     return facts
