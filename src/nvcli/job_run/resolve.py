@@ -31,6 +31,7 @@ from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
@@ -52,6 +53,8 @@ class ResolvedJob:
     """The output's name; `-` is standard output."""
     limit: int | None
     """Only so many rows of the inputs are read; None: all."""
+    shard: Shard | None
+    """The shard of the rows that is answered; None: all are."""
     model_path: Path
     model: ModelConfig
     config: EngineConfig
@@ -81,18 +84,29 @@ class ResolvedJob:
     def make_reader(self, answered: AnsweredRows) -> RowReader:
         """Make a reader of the inputs that passes over the rows that are `answered`."""
         parser = make_parser(self.run.job, self.sampling_defaults)
-        return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
+        return RowReader(
+            self.inputs,
+            parser,
+            limit=self.limit,
+            answered=answered,
+            known=self.known_inputs,
+            shard=self.shard or WHOLE,
+        )
 
 
-def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
-    """Resolve a job from the names and settings that the user gave. Raises ConfigError and LoadError.
+def resolve_job(
+    run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None, shard: Shard | None = None
+) -> ResolvedJob:
+    """Resolve a job, or a shard of it, from the names and settings that the user gave.
+
+    Raises ConfigError and LoadError.
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
     inputs.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
-    output = choose_output(names, output)
+    output = choose_output(names, output, shard)
     check_output(names, output)
     model_path = resolve_model(run.model)
     model = load_model_config(model_path)
@@ -107,7 +121,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
         created=int(time.time()),
         model=run.model,
         hub_id=run.model if is_hub_id(run.model) else None,
-        facts=job_facts(run, config, defaults, model_path=model_path, chat_template=chat_template),
+        facts=job_facts(run, config, defaults, model_path=model_path, chat_template=chat_template, shard=shard),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
     return ResolvedJob(
@@ -115,6 +129,7 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
         inputs=tuple(names),
         output=output,
         limit=limit,
+        shard=shard,
         model_path=model_path,
         model=model,
         config=config,

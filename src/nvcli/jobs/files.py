@@ -11,14 +11,8 @@ from pathlib import Path
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.file_formats import check_input_format, check_output_format
-from nvcli.jobs.own_files import (
-    MANIFEST_SUFFIX,
-    TRACEBACK_SUFFIX,
-    WORKING_SUFFIX,
-    is_parquet,
-    manifest_draft_path,
-    own_files,
-)
+from nvcli.jobs.own_files import is_parquet, is_shard_output, lies_beside_output, manifest_draft_path, own_files
+from nvcli.jobs.shard import Shard
 from nvcli.regular_file import check_regular
 from nvcli.validation import is_text
 
@@ -32,9 +26,9 @@ STREAM_FOLDERS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
     """Replace patterns (`data/*.jsonl`) by the files that they match, sorted. Raises ConfigError.
 
-    The output is left out, and so are the files that a job keeps beside an output. Where no output is named, the files
-    that would be the output of a file that matches are left out. A name that exists is no pattern, whatever characters
-    it has.
+    The output is left out, and so are the files that a job keeps beside an output, and the outputs of shards. Where no
+    output is named, the files that would be the output of a file that matches are left out. A name that exists is no
+    pattern, whatever characters it has.
     """
     names: list[str] = []
     for name in inputs:
@@ -78,11 +72,11 @@ def check_inputs(inputs: Sequence[str]) -> None:
         seen.add(key)
 
 
-def choose_output(inputs: Sequence[str], output: str | None) -> str:
+def choose_output(inputs: Sequence[str], output: str | None, shard: Shard | None = None) -> str:
     """Return the output that was named, or the one that follows from a single input. Raises ConfigError.
 
-    From `input.jsonl` follows `input.out.jsonl` beside it, from a Parquet file another one, and from standard input
-    standard output.
+    From `input.jsonl` follows `input.out.jsonl` beside it, or `input.shard-0-of-4.out.jsonl` for a shard; from a
+    Parquet file follows another one, and from standard input standard output.
     """
     if output is not None:
         return output
@@ -92,11 +86,12 @@ def choose_output(inputs: Sequence[str], output: str | None) -> str:
         which = "several inputs" if len(inputs) != 1 else inputs[0]
         raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
     path = Path(inputs[0])
+    part = "" if shard is None else f".shard-{shard.number}-of-{shard.count}"
     if is_parquet(path):
-        return str(path.with_suffix(".out.parquet"))
+        return str(path.with_suffix(f"{part}.out.parquet"))
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     stem = name.removesuffix(".jsonl").removesuffix(".json") or name
-    return str(path.with_name(f"{stem}.out.jsonl"))
+    return str(path.with_name(f"{stem}{part}.out.jsonl"))
 
 
 def check_output(inputs: Sequence[str], output: str) -> None:
@@ -175,10 +170,10 @@ def is_terminal(output: str | None, inputs: Sequence[str]) -> bool:
         os.close(fd)
 
 
-def job_files(inputs: Sequence[str], output: str | None) -> list[str]:
+def job_files(inputs: Sequence[str], output: str | None, shard: Shard | None = None) -> list[str]:
     """Return all files that a job reads and writes, by the names that were given. Raises ConfigError."""
     names = expand_inputs(inputs, output)
-    output = choose_output(names, output)
+    output = choose_output(names, output, shard)
     return [name for name in names if name != STREAM] + (
         list(map(str, own_files(Path(output)))) if output != STREAM else []
     )
@@ -200,9 +195,12 @@ def _look_at(name: str, trouble: str) -> None:
 
 
 def _is_of_output(file: str, output: str | None, own: Collection[str]) -> bool:
-    """Tell whether a file is an output or lies beside one. `own` holds the real paths of this job's own files."""
-    is_beside = file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
-    return is_beside or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
+    """Tell whether a file is this output or that of a shard, or lies beside an output.
+
+    `own` holds the real paths of this job's own files.
+    """
+    is_other = lies_beside_output(file) or is_shard_output(file)
+    return is_other or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
 
 
 def _is_same(name: str, other: str) -> bool:
