@@ -267,12 +267,14 @@ def load_run_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     *,
+    settings: Mapping[str, Any] | None = None,
     needs_model: bool = True,
 ) -> RunConfig:
     """Lay `--set key=value` overrides over the file, and flags (of `FLAG_KEYS`; None: not given) over both.
 
-    Without `needs_model`, `model` may stay empty. Raises ConfigError that names where the value came from, the key, the
-    value and what is allowed.
+    `settings` are values by key that a Python program gives, in place of overrides and flags. Without `needs_model`,
+    `model` may stay empty. Raises ConfigError that names where the value came from, the key, the value and what is
+    allowed.
     """
     from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
 
@@ -284,6 +286,8 @@ def load_run_config(
     for flag, value in (flags or {}).items():
         if value is not None:
             source.add_flag(flag, FLAG_KEYS[flag], value)
+    for key, value in (settings or {}).items():
+        source.add_setting(key, value)
     try:
         run = convert(source.values, RunConfig)
         convert(run.sampling, SamplingParams, under=("sampling",))

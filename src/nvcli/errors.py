@@ -10,6 +10,7 @@
     ├── InputChanged     an input is not what it was when the job began; what is answered stays
     ├── OutputError      the output cannot be written any further (a full disk); what is written stays
     ├── RowsMissing      the outputs of shards that are to be joined do not have all rows of their job
+    ├── ClosedError      an LLM is used after it was closed
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
     └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
 
@@ -72,6 +73,10 @@ class RowsMissing(NvcliError):
 
 class TooManyErrors(NvcliError):
     """More rows failed than the job allows."""
+
+
+class ClosedError(NvcliError):
+    """An LLM is used that was closed."""
 
 
 class RowError(NvcliError):

@@ -13,13 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from nvcli.chat_template import unknown_variables
-from nvcli.config import EngineConfig, JobConfig, RunConfig, parse_size
+from nvcli.config import JobConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.early_end import Interrupts, keep_traceback
+from nvcli.job_run.engines import StartEngine, close_engines, describe_ready, start_engine
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.loop import Engine, JobLoop
 from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_run
@@ -35,15 +35,6 @@ from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.messages import EngineReady
-
-StartEngine = Callable[[EngineConfig], Engine]
-
-
-def start_engine(config: EngineConfig) -> Engine:
-    """Start the real thing: an engine process and its ranks."""
-    from nvcli.engine.client import EngineClient
-
-    return EngineClient.start(config, name="engine" if config.replica == 0 else f"engine {config.replica}")
 
 
 def generate(
@@ -135,7 +126,7 @@ class _JobRun:
             rows.callback(writer.close_early)
             rows.callback(self._feeder.stop)
             engines: list[Engine] = []
-            processes.callback(_close_all, engines)
+            processes.callback(close_engines, engines)
             for config in self._plan.engine_configs:
                 engines.append(start(config))
             self._feeder.start()
@@ -225,10 +216,7 @@ class _JobRun:
     def replica_ready(self, ready: EngineReady) -> None:
         """Tell the user of the first replica that is ready; the others are like it."""
         if not self._reports:
-            cache = f"KV cache for {ready.num_blocks * ready.block_size:,} tokens ({_mib(ready.kv_cache_bytes)} a rank)"
-            weights = f"weights {_mib(ready.weight_bytes)} a rank"
-            self._progress.note(f"{self._job.run.model} is ready: {cache}, {weights}")
-            for note in ready.notes:
+            for note in describe_ready(self._job.run.model, ready):
                 self._progress.note(note)
         self._reports.append(ready)
 
@@ -241,17 +229,6 @@ class _JobRun:
     def note(self, line: str) -> None:
         """Tell the user what a replica has to say."""
         self._progress.note(line)
-
-
-def _close_all(engines: Sequence[Engine]) -> None:
-    """End all replicas at the same time: each may take a second until its GPUs are free."""
-    with ThreadPoolExecutor(max(1, len(engines))) as pool:
-        for closing in [pool.submit(engine.close) for engine in engines]:
-            closing.result()
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _make_writer(opened: JobOutput, job: JobConfig, shard: Shard) -> ResultWriter:

@@ -16,7 +16,7 @@ is one of these, or a type that the engine gave:
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,6 +36,27 @@ class RowForm(Enum):
     """A row of an OpenAI batch file for /v1/completions."""
 
 
+class Caller(Protocol):
+    """Whoever waits for the answers of some rows, where the rows of a run come from several callers."""
+
+    seed: int | None
+    """The seed for these rows in place of the run's; None: the run's."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody waits any more, so that the rows need not be computed."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the text of a row's first answer is wanted as it comes."""
+
+    def take_text(self, text: str) -> None:
+        """Take what the first answer of a row has become longer by."""
+
+    def take(self, result: JobResult) -> None:
+        """Take the result of a row."""
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A row's place in the input and all else that its answer needs to know of it."""
 
@@ -46,11 +67,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     line: str
     """The place as messages name it: `line 7`, in a table `row 7`; `line 7 of b.jsonl` where there are several
     inputs."""
-    extra: dict[str, msgspec.Raw] = {}
-    """Keys that are not nvcli's own, with their values as JSON; they go into the output row as they came."""
+    extra: dict[str, Any] = {}
+    """Keys that are not nvcli's own, with their values as JSON (`msgspec.Raw`), or as the objects that a Python program
+    gave; they go into the output row as they came."""
     form: RowForm = RowForm.NATIVE
     model: str | None = None
     """The model that a row of an OpenAI form names, which its answer repeats."""
+    caller: Caller | None = None
+    """Whoever waits for the answer; None where all rows belong to one job."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

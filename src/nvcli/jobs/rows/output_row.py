@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.jobs.job import JobResult, RowForm
+from nvcli.jobs.job import JobResult, Place, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
 from nvcli.validation import is_utf8
 
@@ -34,25 +34,32 @@ class WrittenRow(msgspec.Struct, frozen=True):
 
 
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
-    """Return the output row: the keys of its form first, then what the input row passed through.
+    """Return the output row: the keys of its form first, then what the input row passed through."""
+    return pass_through(answer_of(result, form), result.place)
+
+
+def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
+    """Return the output row without what the input row passed through."""
+    place = result.place
+    if place.form is not RowForm.NATIVE:
+        return openai_row(result, created=form.created, model=place.model or form.model)
+    return {
+        "id": place.id,
+        "index": place.index,
+        "choices": result.choices,
+        "usage": result.usage,
+        "error": result.error,
+    }
+
+
+def pass_through(row: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Add what the input row passed through to its output row, and return that.
 
     Keys of the input row that have the name of one of the output's go under `input`, together with its own `input`.
     """
-    place = result.place
-    is_native = place.form is RowForm.NATIVE
-    if not is_native:
-        row = openai_row(result, created=form.created, model=place.model or form.model)
-    else:
-        row = {
-            "id": place.id,
-            "index": place.index,
-            "choices": result.choices,
-            "usage": result.usage,
-            "error": result.error,
-        }
     extra = place.extra
     if extra:
-        taken = extra.keys() & (_NATIVE_KEYS if is_native else _OPENAI_KEYS)
+        taken = extra.keys() & (_NATIVE_KEYS if place.form is RowForm.NATIVE else _OPENAI_KEYS)
         if taken:
             row[_INPUT] = {key: value for key, value in extra.items() if key in taken or key == _INPUT}
         for key, value in extra.items():

@@ -6,13 +6,13 @@ made of it could take thirty times the memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Job, JobId, JobResult, Place, RowForm, failed
+from nvcli.jobs.job import Caller, Job, JobId, JobResult, Place, RowForm, failed
 from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
 from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
@@ -39,11 +39,22 @@ class RowParser:
     """Parses rows. It holds the keys of rows, what the job says for all of them, and the ids that were seen."""
 
     def __init__(
-        self, sampling_defaults: Mapping[str, Any], keys: RowKeys | None = None, rules: PromptRules | None = None
+        self,
+        sampling_defaults: Mapping[str, Any],
+        keys: RowKeys | None = None,
+        rules: PromptRules | None = None,
+        *,
+        keep: Callable[[Any], Any] = as_json,
+        caller: Caller | None = None,
     ) -> None:
-        """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them."""
+        """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them.
+
+        `keep` turns a value that is passed through into what `Place.extra` holds. `caller` waits for all these rows.
+        """
         self._keys = keys or RowKeys()
         self._rules = rules or PromptRules()
+        self._keep = keep
+        self._caller = caller
         # A template reads columns, whatever their names.
         prompts = () if self._rules.has_template else self._keys.prompts
         self._own_keys = self._keys.beside_prompt.union(prompts)
@@ -68,7 +79,7 @@ class RowParser:
             own_keys = self._own_keys if is_native else OPENAI_KEYS
             values = _own_values(given, own_keys)
             if len(values) < len(given):
-                extra = {key: as_json(value) for key, value in given.items() if key not in own_keys}
+                extra = {key: self._keep(value) for key, value in given.items() if key not in own_keys}
             if is_native:
                 row_id = native_id(values, self._keys)
                 if extra:
@@ -80,7 +91,7 @@ class RowParser:
                 row_id = self._seen.name(index)
             elif not self._seen.add(row_id):
                 raise RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ")
-            place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model)
+            place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model, caller=self._caller)
             if is_native:
                 job = native_job(values, place, self._keys, self._defaults, self._rules, given)
             else:
@@ -91,7 +102,7 @@ class RowParser:
         except RowError as error:
             if row_id is None:
                 row_id = self._seen.name(index)
-            place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model)
+            place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model, caller=self._caller)
             return failed(place, error)
 
     def skip(self, row: Row, *, index: int, is_good: bool) -> None:
