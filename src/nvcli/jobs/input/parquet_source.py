@@ -12,6 +12,7 @@ import pyarrow.parquet
 from nvcli.errors import ConfigError
 from nvcli.jobs.file_state import FileState
 from nvcli.jobs.input.known_input import KnownInput
+from nvcli.jobs.rows.raw_values import without_nulls
 
 _BATCH_ROWS = 256
 _BATCH_BYTES = 16 * 1024 * 1024
@@ -49,7 +50,7 @@ class ParquetSource:
                         rows = _rows_of(batch.slice(start, step))
                         num_read += len(rows)
                         self.bytes_read = size * num_read // num_rows
-                        yield from map(_without_nulls, rows)
+                        yield from map(without_nulls, rows)
         except (pyarrow.lib.ArrowException, ValueError, OverflowError) as error:
             self._check()
             raise ConfigError(f"{self._path}: cannot be read as Parquet: {error}") from None
@@ -82,11 +83,3 @@ def _largest_rows(metadata: Any) -> int:
 def _rows_within(num_bytes: int, row_bytes: int) -> int:
     """Return how many rows of `row_bytes` make a batch."""
     return max(1, min(_BATCH_ROWS, num_bytes // max(1, row_bytes)))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
-    return value
