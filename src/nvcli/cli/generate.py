@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -58,6 +59,15 @@ def generate(
     ] = None,
     limit: Annotated[
         str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.",
+            rich_help_panel=ROWS,
+        ),
     ] = None,
     id_field: Annotated[
         str | None,
@@ -250,12 +260,14 @@ def generate(
     """
     from nvcli.config import find_config_file, load_sourced_config
     from nvcli.config_source import json_object
+    from nvcli.jobs.shard import choose_shard
     from nvcli.process_limits import check_process
 
     check_process()
     config_file = find_config_file(config)
     progress_name = cast(_ProgressName, option_value("--progress", progress, _ProgressName, str))
     num_rows = optional_value("--limit", limit, _NumRows, int)
+    part = None if shard is None else choose_shard(shard, os.environ)
     flags = flag_values(
         {
             "--model": model,
@@ -308,7 +320,9 @@ def generate(
     begun = threading.Event()
     shown = make_progress(progress_name, sys.stderr, beside_answers=is_terminal(output, inputs))
     if progress_file is not None:
-        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
+        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output, part))
+    if shard is not None and part is not None and shard != str(part):
+        shown.note(f"answering shard {part}, as Slurm counts its tasks")
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
@@ -321,12 +335,15 @@ def generate(
                 overwrite=overwrite,
                 retry_errors=retry_errors,
                 limit=num_rows,
+                shard=part,
                 on_begin=begun.set,
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
-        raise Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())) from None
+        raise Interrupted(
+            resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
+        ) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
-        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())
+        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
         raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:
         raise OutputGone from None

@@ -77,7 +77,7 @@ def download_small_files(name: str) -> Path:
 
     check_reachable(name)
     with _hub_errors(name):
-        return Path(snapshot_download(name, tqdm_class=_no_progress(), **_SMALL_FILES))
+        return Path(snapshot_download(name, tqdm_class=no_progress(), **_SMALL_FILES))
 
 
 def download_size(name: str) -> DownloadSize:
