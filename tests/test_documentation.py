@@ -77,7 +77,9 @@ def test_every_command_is_documented_and_no_other() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_in_the_usage_of_its_command(command: str) -> None:
-    page, heading = (MAIN, "## Commands") if command == "generate" else (SCRIPTS, f"## `nvcli {command}`")
+    heading = f"## `nvcli {command}`"
+    page = next((page for page in PAGES if f"\n{heading}\n" in page.read_text(encoding="utf-8")), MAIN)
+    heading = "## Commands" if page is MAIN else heading
     usage = next(block for block in section(page, heading).split("```") if block.startswith(f"\nnvcli {command} "))
     options = [parameter for parameter in COMMANDS[command].params if parameter.param_type_name == "option"]
     shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", usage))
