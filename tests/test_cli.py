@@ -144,7 +144,7 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate"], "nvcli: error: missing argument 'INPUT'\n  see: nvcli generate --help"),
+        (["generate"], "nvcli: error: no INPUT: name a file of rows"),
         (["generate", "in.jsonl", "--nonsense"], "--nonsense"),
         (["generate", "in.jsonl", "-m", "demo", "--order", "random"], '--order random: `job.order` is "random"'),
         (["generate", "in.jsonl", "-m", "demo", "--limit", "0"], "--limit 0: allowed: an integer of at least 1"),

@@ -21,7 +21,11 @@ JOBS = ROOT / "src/nvcli/jobs/README.md"
 SCRIPTS = ROOT / "scripts/README.md"
 LLM = ROOT / "src/nvcli/llm/README.md"
 PAGES = [MAIN, MAP, CONFIGS, JOBS, SCRIPTS, LLM]
-PLACES = {"generate": (MAIN, "## Commands"), "merge": (JOBS, "### Joining the shards")}
+PLACES = {
+    "generate": (MAIN, "## Commands"),
+    "chat": (LLM, "## `nvcli chat`"),
+    "merge": (JOBS, "### Joining the shards"),
+}
 """The page and the heading of commands whose usage is not in scripts/README.md."""
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from nvcli.cli.bench import bench
+from nvcli.cli.chat import chat
 from nvcli.cli.check import check
 from nvcli.cli.doctor import doctor
 from nvcli.cli.generate import generate
@@ -51,6 +52,7 @@ app = typer.Typer(
 app.command(cls=GroupedCommand, short_help="Answer every row of files with a model.", epilog=_GENERATE_EXIT_CODES)(
     generate
 )
+app.command(cls=GroupedCommand, short_help="Chat with a model.")(chat)
 app.command(
     cls=GroupedCommand,
     short_help="Say what a job will do, before it takes hours.",
