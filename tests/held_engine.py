@@ -46,12 +46,14 @@ class MakeLLM:
         self.notes: list[str] = []
         self.made: list[LLM] = []
 
-    def __call__(self, *, engine: dict[str, Any] | None = None, **config: Any) -> LLM:
-        llm = self.unkept(engine=engine, **config)
+    def __call__(
+        self, *, engine: dict[str, Any] | None = None, needs_chat_template: bool = False, **config: Any
+    ) -> LLM:
+        llm = self.unkept(engine=engine, needs_chat_template=needs_chat_template, **config)
         self.made.append(llm)
         return llm
 
-    def unkept(self, *, engine: dict[str, Any] | None = None, **config: Any) -> LLM:
+    def unkept(self, *, engine: dict[str, Any] | None = None, needs_chat_template: bool = False, **config: Any) -> LLM:
         """Make an LLM that nothing else refers to."""
 
         def start(engine_config: EngineConfig) -> HeldEngine:
@@ -60,4 +62,4 @@ class MakeLLM:
             return made
 
         run = RunConfig(model=str(self.model), device="cpu", **{"max_num_seqs": 8, **config})
-        return LLM.from_config(run, start=start, note=self.notes.append)
+        return LLM.from_config(run, start=start, note=self.notes.append, needs_chat_template=needs_chat_template)

@@ -77,9 +77,9 @@ def test_help_is_plain_and_whole(command: str) -> None:
     """Options stand in groups, with values in words; the list of commands is not cut short."""
     runner = CliRunner()
     shown = runner.invoke(app, [command, "--help"]).output
-    assert "\nModel and GPUs:\n" in shown or command == "show"  # which needs neither
+    assert "\nConfiguration and help:\n" in shown or command == "show"  # which has no groups
     assert "range>" not in shown
-    assert "<" not in shown.partition("Model and GPUs:")[2]
+    assert "<" not in shown.partition("Configuration and help:")[2]
     listed = runner.invoke(app, ["--help"]).output.partition("Commands:")[2]
     assert f"  {command} " in listed
     assert "..." not in listed
@@ -144,7 +144,7 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate"], "nvcli: error: missing argument 'INPUT'\n  see: nvcli generate --help"),
+        (["generate"], "nvcli: error: no INPUT: name a file of rows"),
         (["generate", "in.jsonl", "--nonsense"], "--nonsense"),
         (["generate", "in.jsonl", "-m", "demo", "--order", "random"], '--order random: `job.order` is "random"'),
         (["generate", "in.jsonl", "-m", "demo", "--limit", "0"], "--limit 0: allowed: an integer of at least 1"),

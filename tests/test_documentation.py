@@ -21,6 +21,12 @@ JOBS = ROOT / "src/nvcli/jobs/README.md"
 SCRIPTS = ROOT / "scripts/README.md"
 LLM = ROOT / "src/nvcli/llm/README.md"
 PAGES = [MAIN, MAP, CONFIGS, JOBS, SCRIPTS, LLM]
+PLACES = {
+    "generate": (MAIN, "## Commands"),
+    "chat": (LLM, "## `nvcli chat`"),
+    "merge": (JOBS, "### Joining the shards"),
+}
+"""The page and the heading of commands whose usage is not in scripts/README.md."""
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -84,7 +90,7 @@ def test_every_option_is_in_the_usage_of_its_command(command: str) -> None:
 
 
 def usage_of(command: str) -> str:
-    page, heading = (MAIN, "## Commands") if command == "generate" else (SCRIPTS, f"## `nvcli {command}`")
+    page, heading = PLACES.get(command, (SCRIPTS, f"## `nvcli {command}`"))
     return next(block for block in section(page, heading).split("```") if block.startswith(f"\nnvcli {command} "))
 
 

@@ -227,9 +227,9 @@ def test_the_programs_own_error_comes_after_its_answers(make_llm: MakeLLM) -> No
 def test_a_dead_engine_says_so_in_all_calls(make_llm: MakeLLM) -> None:
     llm = make_llm(engine={"dies_after_polls": 0})
     answers = llm.generate(["hold"])
-    with pytest.raises(WorkerError, match=r"(?s)was killed by signal 9.*this LLM has ended; make a new one"):
+    with pytest.raises(WorkerError, match=r"was killed by signal 9$"):
         list(answers)
-    with pytest.raises(WorkerError, match="was killed by signal 9"):
+    with pytest.raises(WorkerError, match=r"(?s)was killed by signal 9.*this LLM has ended; make a new one"):
         llm.generate(["x"])
     llm.close()
     with pytest.raises(WorkerError, match="was killed by signal 9"):
@@ -241,7 +241,7 @@ def test_a_closed_llm_says_so(make_llm: MakeLLM) -> None:
         answers, stream = llm.generate(["hold"]), llm.stream("hold")
         until(lambda: len(make_llm.engines[0]._running) == 2)
     for use in (lambda: next(answers), lambda: next(stream), lambda: llm.generate(["x"])):
-        with pytest.raises(ClosedError, match="this LLM is closed; make a new one"):
+        with pytest.raises(ClosedError, match="this LLM"):
             use()
     llm.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from msgspec import Meta
 
 from nvcli.cli import completion
-from nvcli.cli.help import MODEL, OTHER, PROMPTS, ROWS, SAMPLING
+from nvcli.cli.help import MODEL, OTHER, PROMPTS, ROWS
 from nvcli.cli.messages import Interrupted, OutputGone, say
 from nvcli.cli.options import (
     ConfigOption,
@@ -26,6 +27,19 @@ from nvcli.cli.options import (
     TpOption,
     flag_values,
 )
+from nvcli.cli.prompt import answer_prompts, check_prompt_options
+from nvcli.cli.sampling_options import (
+    ChatTemplateKwargsOption,
+    ChatTemplateOption,
+    MaxTokensOption,
+    NOption,
+    SeedOption,
+    StopOption,
+    SystemOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
 from nvcli.cli.values import option_value, optional_value
 
 _ProgressName = Literal["auto", "bar", "plain", "none"]
@@ -34,15 +48,32 @@ _NumRows = Annotated[int, Meta(ge=1)]
 
 def generate(
     inputs: Annotated[
-        list[str], typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
-    ],
+        list[str] | None,
+        typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input."),
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="In place of INPUT: print the answer to TEXT; may be repeated.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="With -p: continue TEXT as it is, without the chat template.", rich_help_panel=PROMPTS
+        ),
+    ] = False,
     output: Annotated[
         str | None,
         typer.Option(
             "--output",
             "-o",
             metavar="FILE",
-            help="Output file, or -. Without it x.csv → x.out.csv, and - → -.",
+            help="Output file, or -. Without it x.jsonl → x.out.jsonl, and - → -.",
             rich_help_panel=ROWS,
         ),
     ] = None,
@@ -58,6 +89,15 @@ def generate(
     ] = None,
     limit: Annotated[
         str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.",
+            rich_help_panel=ROWS,
+        ),
     ] = None,
     id_field: Annotated[
         str | None,
@@ -105,12 +145,7 @@ def generate(
     tp: TpOption = None,
     pp: PpOption = None,
     dp: DpOption = None,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            "--system", metavar="TEXT", help="System message of conversations that have none.", rich_help_panel=PROMPTS
-        ),
-    ] = None,
+    system: SystemOption = None,
     prompt_field: Annotated[
         str | None,
         typer.Option(
@@ -135,24 +170,8 @@ def generate(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template",
-            metavar="FILE",
-            help="Jinja chat template instead of the model's own.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template-kwargs",
-            metavar="JSON",
-            help="Variables of the chat template, such as '{\"enable_thinking\": false}'.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    chat_template: ChatTemplateOption = None,
+    chat_template_kwargs: ChatTemplateKwargsOption = None,
     keep_going: Annotated[
         bool,
         typer.Option(
@@ -161,52 +180,13 @@ def generate(
             rich_help_panel=MODEL,
         ),
     ] = False,
-    max_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--max-tokens",
-            metavar="N",
-            help="Most tokens of an answer; what --max-model-len leaves.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    temperature: Annotated[
-        str | None,
-        typer.Option("--temperature", metavar="T", help="0: always the likeliest token.", rich_help_panel=SAMPLING),
-    ] = None,
-    top_p: Annotated[
-        str | None,
-        typer.Option(
-            "--top-p",
-            metavar="P",
-            help="Choose among the likeliest tokens of this probability together; 1: off.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        str | None,
-        typer.Option(
-            "--top-k", metavar="K", help="Choose among the K likeliest tokens; 0: off.", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    n: Annotated[
-        str | None, typer.Option("-n", metavar="N", help="Answers to each row; 1.", rich_help_panel=SAMPLING)
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop", metavar="TEXT", help="Text that ends an answer; may be repeated.", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    seed: Annotated[
-        str | None,
-        typer.Option(
-            "--seed",
-            metavar="N",
-            help="Seed of the run: each row draws its own random numbers from it; 0.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    n: NOption = None,
+    stop: StopOption = None,
+    seed: SeedOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     progress: Annotated[
@@ -243,6 +223,7 @@ def generate(
     \b
     Examples:
       nvcli generate questions.jsonl --model demo
+      nvcli generate -p 'What is 3+4?' -m demo
       nvcli generate questions.jsonl -m Qwen/Qwen3-8B --tp 2 -o answers.jsonl
       nvcli generate questions.jsonl -m demo --temperature 0 --max-tokens 256 --stop Question:
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set job.order=input
@@ -250,12 +231,43 @@ def generate(
     """
     from nvcli.config import find_config_file, load_sourced_config
     from nvcli.config_source import json_object
+    from nvcli.jobs.shard import choose_shard
     from nvcli.process_limits import check_process
 
     check_process()
+    inputs = inputs or []
+    check_prompt_options(
+        inputs,
+        prompts or [],
+        raw=raw,
+        for_files={
+            "--output": output,
+            "--order": order,
+            "--limit": limit,
+            "--shard": shard,
+            "--dry-run": dry_run,
+            "--id-field": id_field,
+            "--keep-input": keep_input,
+            "--text-field": text_field,
+            "--prompt-field": prompt_field,
+            "--messages-field": messages_field,
+            "--overwrite": overwrite,
+            "--retry-errors": retry_errors,
+            "--max-errors": max_errors,
+            "--prompt-template": prompt_template,
+            "--keep-going": keep_going,
+            "--progress-file": progress_file,
+        },
+        for_chats={
+            "--system": system,
+            "--chat-template": chat_template,
+            "--chat-template-kwargs": chat_template_kwargs,
+        },
+    )
     config_file = find_config_file(config)
     progress_name = cast(_ProgressName, option_value("--progress", progress, _ProgressName, str))
     num_rows = optional_value("--limit", limit, _NumRows, int)
+    part = None if shard is None else choose_shard(shard, os.environ)
     flags = flag_values(
         {
             "--model": model,
@@ -295,6 +307,10 @@ def generate(
         from nvcli.cli.check_report import run_check
 
         run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows))
+    if prompts:
+        if config is None and config_file is not None:
+            say(f"using the configuration in {config_file}; --config names another")
+        raise typer.Exit(answer_prompts(run, prompts, raw=raw))
 
     from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
     from nvcli.job_run.early_end import resume_hint
@@ -308,7 +324,9 @@ def generate(
     begun = threading.Event()
     shown = make_progress(progress_name, sys.stderr, beside_answers=is_terminal(output, inputs))
     if progress_file is not None:
-        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
+        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output, part))
+    if shard is not None and part is not None and shard != str(part):
+        shown.note(f"answering shard {part}, as Slurm counts its tasks")
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
@@ -321,12 +339,15 @@ def generate(
                 overwrite=overwrite,
                 retry_errors=retry_errors,
                 limit=num_rows,
+                shard=part,
                 on_begin=begun.set,
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
-        raise Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())) from None
+        raise Interrupted(
+            resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
+        ) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
-        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())
+        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
         raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:
         raise OutputGone from None

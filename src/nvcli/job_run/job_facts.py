@@ -16,6 +16,7 @@ import msgspec
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.errors import LoadError
 from nvcli.jobs.input.digests import digest_file
+from nvcli.jobs.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
 
 Fact = str | int | float | bool | None
@@ -40,12 +41,13 @@ def job_facts(
     model_path: Path,
     chat_template: str | None = None,
     weights: bool = True,
+    shard: Shard | None = None,
 ) -> dict[str, Fact]:
     """Return the facts of a job, under names that a user knows.
 
-    `config` and `sampling_defaults` are what `run` and the checkpoint come to, and `chat_template` is the text of the
-    template that the job brings. `weights` false: facts of the weights are left out. Raises LoadError for a file of the
-    checkpoint that cannot be read.
+    `config` and `sampling_defaults` are what `run` and the checkpoint come to, `chat_template` is the text of the
+    template that the job brings, and `shard` the part of the rows that the output has; None: all. `weights` false:
+    facts of the weights are left out. Raises LoadError for a file of the checkpoint that cannot be read.
     """
     small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
     facts: dict[str, Fact] = {}
@@ -78,6 +80,8 @@ def job_facts(
         facts["job.text_field"] = run.job.text_field
     for name, value in sorted(sampling_defaults.items()):
         facts[f"sampling.{name}"] = _fact(value)
+    if shard is not None:
+        facts[SHARD_FACT] = str(shard)
     return facts
 
 

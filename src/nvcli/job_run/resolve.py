@@ -34,6 +34,7 @@ from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import as_json
+from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
@@ -80,6 +81,8 @@ class ResolvedJob(ResolvedModel):
     """The output's name; `-` is standard output."""
     limit: int | None
     """Only so many rows of the inputs are read; None: all."""
+    shard: Shard | None
+    """The shard of the rows that is answered; None: all are."""
     can_continue: bool
     """Whether the inputs can be read again, so that another run may continue the output."""
     known_inputs: tuple[KnownInput, ...]
@@ -97,6 +100,7 @@ class ResolvedJob(ResolvedModel):
             answered=answered,
             known=self.known_inputs,
             check_columns=self.run.job.check_columns,
+            shard=self.shard or WHOLE,
         )
 
 
@@ -106,10 +110,13 @@ def resolve_job(
     inputs: Sequence[str],
     output: str | None,
     limit: int | None,
+    shard: Shard | None = None,
     weights: bool = True,
     found_device: Literal["cpu", "cuda"] | None = None,
 ) -> ResolvedJob:
-    """Resolve a job from the names and settings that the user gave. Raises ConfigError and LoadError.
+    """Resolve a job, or a shard of it, from the names and settings that the user gave.
+
+    Raises ConfigError and LoadError.
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
     inputs. `weights` false: the job is only looked at, so that the checkpoint needs no weights. `found_device` is what
@@ -117,7 +124,7 @@ def resolve_job(
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
-    output = choose_output(names, output)
+    output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
     resolved = resolve_settings(run, weights=weights, found_device=found_device)
@@ -138,6 +145,7 @@ def resolve_job(
             model_path=resolved.model_path,
             chat_template=resolved.chat_template,
             weights=weights,
+            shard=shard,
         ),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
@@ -146,6 +154,7 @@ def resolve_job(
         inputs=tuple(names),
         output=output,
         limit=limit,
+        shard=shard,
         can_continue=can_continue,
         known_inputs=known_inputs,
         manifest=manifest,

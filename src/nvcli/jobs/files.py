@@ -14,14 +14,14 @@ from nvcli.errors import ConfigError
 from nvcli.jobs.dataset_folder import folder_files
 from nvcli.jobs.file_formats import check_input_format, check_output_format, input_format, pyarrow_format
 from nvcli.jobs.own_files import (
-    MANIFEST_SUFFIX,
-    TRACEBACK_SUFFIX,
-    WORKING_SUFFIX,
     is_parquet,
+    is_shard_output,
     is_table,
+    lies_beside_output,
     manifest_draft_path,
     own_files,
 )
+from nvcli.jobs.shard import Shard
 from nvcli.regular_file import check_regular
 from nvcli.validation import is_text
 
@@ -44,9 +44,9 @@ def is_remote(name: str) -> bool:
 def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
     """Replace patterns (`data/*.jsonl`) and folders by the files that they match or hold, sorted. Raises ConfigError.
 
-    The output is left out, and so are the files that a job keeps beside an output. Where no output is named, the files
-    that would be the output of a file that matches are left out. A name that exists is no pattern, whatever characters
-    it has.
+    The output is left out, and so are the files that a job keeps beside an output, and the outputs of shards. Where no
+    output is named, the files that would be the output of a file that matches are left out. A name that exists is no
+    pattern, whatever characters it has.
     """
     names: list[str] = []
     for name in inputs:
@@ -112,11 +112,11 @@ def check_inputs(inputs: Sequence[str]) -> None:
         seen.add(key)
 
 
-def choose_output(inputs: Sequence[str], output: str | None) -> str:
+def choose_output(inputs: Sequence[str], output: str | None, shard: Shard | None = None) -> str:
     """Return the output that was named, or the one that follows from a single input. Raises ConfigError.
 
-    From `input.jsonl` follows `input.out.jsonl` beside it, from a table (Parquet, Arrow, CSV, TSV) another one, and
-    from standard input standard output.
+    From `input.jsonl` follows `input.out.jsonl` beside it, or `input.shard-0-of-4.out.jsonl` for a shard; from a table
+    (Parquet, Arrow, CSV, TSV) follows another one, and from standard input standard output.
     """
     if output is not None:
         return output
@@ -126,14 +126,15 @@ def choose_output(inputs: Sequence[str], output: str | None) -> str:
         which = "several inputs" if len(inputs) != 1 else inputs[0]
         raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
     path = Path(inputs[0])
+    part = "" if shard is None else f".shard-{shard.number}-of-{shard.count}"
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     format = input_format(name)
     if pyarrow_format(name):
-        return str(path.with_suffix(".out.parquet"))
+        return str(path.with_suffix(f"{part}.out.parquet"))
     if format == "csv":
-        return str(path.with_name(f"{Path(name).stem}.out{Path(name).suffix.lower()}"))
+        return str(path.with_name(f"{Path(name).stem}{part}.out{Path(name).suffix.lower()}"))
     stem = Path(name).stem if format == "text" else name.removesuffix(".jsonl").removesuffix(".json") or name
-    return str(path.with_name(f"{stem}.out.jsonl"))
+    return str(path.with_name(f"{stem}{part}.out.jsonl"))
 
 
 def check_output(inputs: Sequence[str], output: str) -> None:
@@ -213,10 +214,10 @@ def is_terminal(output: str | None, inputs: Sequence[str]) -> bool:
         os.close(fd)
 
 
-def job_files(inputs: Sequence[str], output: str | None) -> list[str]:
+def job_files(inputs: Sequence[str], output: str | None, shard: Shard | None = None) -> list[str]:
     """Return all files that a job reads and writes, by the names that were given. Raises ConfigError."""
     names = expand_inputs(inputs, output)
-    output = choose_output(names, output)
+    output = choose_output(names, output, shard)
     return [name for name in names if name != STREAM] + (
         list(map(str, own_files(Path(output)))) if output != STREAM else []
     )
@@ -238,9 +239,12 @@ def _look_at(name: str, trouble: str) -> None:
 
 
 def _is_of_output(file: str, output: str | None, own: Collection[str]) -> bool:
-    """Tell whether a file is an output or lies beside one. `own` holds the real paths of this job's own files."""
-    is_beside = file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
-    return is_beside or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
+    """Tell whether a file is this output or that of a shard, or lies beside an output.
+
+    `own` holds the real paths of this job's own files.
+    """
+    is_other = lies_beside_output(file) or is_shard_output(file)
+    return is_other or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
 
 
 def _is_same(name: str, other: str) -> bool:

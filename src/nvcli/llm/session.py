@@ -74,6 +74,7 @@ class Session:
         self._counts = Counts()
         self._changed = threading.Condition()
         self._num_ready = 0
+        self._was_ready = False
         self._tokenizer: Tokenizer | None = None
         self._failure: NvcliError | None = None
         self._is_closing = False
@@ -91,6 +92,7 @@ class Session:
             while not (self._num_ready == len(self._plan.engine_configs) and self._tokenizer is not None):
                 self._check_usable()
                 self._changed.wait()
+            self._was_ready = True
 
     @property
     def run(self) -> RunConfig:
@@ -180,7 +182,7 @@ class Session:
 
     def _run(self) -> None:
         engines: list[Engine] = []
-        failure: NvcliError = ClosedError("this LLM is closed; make a new one")
+        failure: NvcliError = ClosedError("this LLM was closed")
         try:
             try:
                 for config in self._plan.engine_configs:
@@ -203,7 +205,7 @@ class Session:
             except _Closing:
                 pass
             except NvcliError as error:
-                failure = reworded(error, f"{error}\nthis LLM has ended; make a new one") if self._num_ready else error
+                failure = error
             finally:
                 self._queue.close()
                 self._feeder.stop()
@@ -282,10 +284,9 @@ class Session:
     def _check_usable(self) -> None:
         """Raise the error of a session that has failed or was closed. The lock is held."""
         if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this LLM belongs to the process {self._pid}, which was forked; make one in this process"
-            )
+            raise ClosedError(f"this LLM belongs to process {self._pid}, of which this is a fork; make one here")
         if self._failure is not None:
-            raise reworded(self._failure, str(self._failure))
+            way_out = "\nthis LLM has ended; make a new one" if self._was_ready else ""
+            raise reworded(self._failure, f"{self._failure}{way_out}")
         if self._is_closing:
-            raise ClosedError("this LLM is closed; make a new one")
+            raise ClosedError("this LLM was closed; make a new one")

@@ -24,6 +24,7 @@ from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.parser import Row, RowParser
 from nvcli.jobs.rows.row_warnings import RowWarnings
+from nvcli.jobs.shard import WHOLE, Shard
 
 FIRST_BATCH_ROWS = 8
 """The first batch is small, so that replicas soon have work; batches double from here."""
@@ -75,11 +76,12 @@ class RowReader:
         answered: AnsweredRows | None = None,
         known: Sequence[KnownInput] = (),
         check_columns: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
         """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read.
 
-        `known` are inputs that must be what they were when the job began. With `check_columns`, an input whose first
-        rows all lack a prompt is an error, and its rows are not given out.
+        So are rows that are not of the `shard`. `known` are inputs that must be what they were when the job began. With
+        `check_columns`, an input whose first rows all lack a prompt is an error, and its rows are not given out.
         """
         self._inputs = list(inputs)
         self._parser = parser
@@ -87,13 +89,16 @@ class RowReader:
         self._answered = answered or AnsweredRows()
         self._known = {each.name: each for each in known}
         self._check_columns = check_columns
+        self._shard = shard
         self._source: _Source | None = None
         self._line_number = 0
         """The number of the line that was read last, in its input; blank lines count."""
         self._bytes_before = 0
         self.rows_read = 0
+        self.rows_of_shard = 0
+        """Rows among `rows_read` that belong to the shard."""
         self.rows_passed_over = 0
-        """Rows among `rows_read` that were answered already."""
+        """Rows among `rows_of_shard` that were answered already."""
         self.all_read = False
         """Whether every input was read to its end, and not just to the limit."""
         self.bytes_total = _total_bytes(self._inputs)
@@ -191,8 +196,12 @@ class RowReader:
         return self._limit is not None and self.rows_read >= self._limit
 
     def _row(self, line: Row, name: str) -> Job | JobResult | None:
-        """Parse one row; None for a row that is answered already."""
+        """Parse one row; None for a row that is answered already, or by another shard."""
         index = self.rows_read
+        if index not in self._shard:
+            self._parser.take_id(line, index=index)
+            return None
+        self.rows_of_shard += 1
         if index in self._answered.all:
             self._parser.skip(line, index=index, is_good=index not in self._answered.failed)
             self.rows_passed_over += 1

@@ -11,6 +11,7 @@ import pyarrow.lib
 from nvcli.errors import ConfigError
 from nvcli.jobs.file_state import FileState
 from nvcli.jobs.input.known_input import KnownInput
+from nvcli.jobs.rows.raw_values import without_nulls
 
 _BATCH_ROWS = 256
 _BATCH_BYTES = 16 * 1024 * 1024
@@ -54,7 +55,7 @@ class TableSource:
                     rows = _rows_of(batch.slice(start, step))
                     share = (start + len(rows)) / max(1, batch.num_rows)
                     self.bytes_read += int((end - self.bytes_read) * share)
-                    yield from map(_without_nulls, rows)
+                    yield from map(without_nulls, rows)
         except (pyarrow.lib.ArrowException, ValueError, OverflowError) as error:
             self._check()
             raise ConfigError(f"{self._path}: cannot be read as {self.kind}: {error}") from None
@@ -81,11 +82,3 @@ def _rows_of(batch: Any) -> list[dict[str, Any]]:
     """Return the rows of a `RecordBatch` as Python objects."""
     rows: list[dict[str, Any]] = batch.to_pylist()
     return rows
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
-    return value

@@ -33,6 +33,7 @@ from nvcli.jobs.output.sink import Sink
 from nvcli.jobs.own_files import is_csv, is_table, manifest_path, real_path, rewrite_path, rows_path, temporary_files
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.output_row import CSV_TEXT_FIELD, OutputForm
+from nvcli.jobs.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,8 @@ class OutputOptions:
     """Failed rows of an output that is there are dropped, to be answered again."""
     limit: int | None = None
     """Only so many rows of the inputs are wanted; None: all."""
+    shard: Shard | None = None
+    """The shard of the job whose rows the output has; None: it has all rows."""
     reorder_bytes: int = 1 << 28
     """The memory that rows may take while they wait for their turn, when the output is put in order."""
     text_field: str | None = None
@@ -165,7 +168,7 @@ class FileOutput(JobOutput):
                     output_bytes=self._path.stat().st_size,
                 )
                 save_manifest(self._path, msgspec.structs.replace(self._job, finished=finished))
-            if is_table(self._path) and not (self._options.can_continue and (errors or not all_read)):
+            if is_table(self._path) and not self._keeps_rows(errors=bool(errors), all_read=all_read):
                 self._file.path.unlink()  # nothing will be continued
         except OSError as error:
             raise OutputError(f"the output {self._path} cannot be finished: {error.strerror}") from None
@@ -225,12 +228,14 @@ class FileOutput(JobOutput):
         if finished is not None and self._is_enough(finished):
             self.finished = finished
             # A run that is killed after its last write leaves the rows of a complete table.
-            self._has_spare_rows = is_table(self._path) and finished.all_read and not finished.errors
+            self._has_spare_rows = is_table(self._path) and not self._keeps_rows(
+                errors=bool(finished.errors), all_read=finished.all_read
+            )
             return
         if finished is not None:
             self._job = msgspec.structs.replace(self._job, finished=None)
             save_manifest(self._path, self._job)
-        scan = scan_output(self._file.path)
+        scan = scan_output(self._file.path, self._options.shard or WHOLE)
         self.answered, self.errors = scan.answered, scan.errors
         if scan.sound_bytes < self._file.size:
             lost = self._file.size - scan.sound_bytes
@@ -250,6 +255,13 @@ class FileOutput(JobOutput):
             self.answered = scan.answered.without_failed()
             self.errors = Counter()
         self.notes.append(f"continuing {self._path}: {self.answered.all.count:,} rows are answered already{retried}")
+
+    def _keeps_rows(self, *, errors: bool, all_read: bool) -> bool:
+        """Tell whether the rows of a complete table are kept beside it: to be continued, or joined with other shards.
+
+        `errors` says whether there are failed rows, and `all_read` whether the inputs were read to their end.
+        """
+        return self._options.can_continue and (errors or not all_read or self._options.shard is not None)
 
     def _is_enough(self, finished: Finished) -> bool:
         """Tell whether the output is as it was when the job was finished, and nothing more is asked for."""

@@ -67,9 +67,13 @@ class RowParser:
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode_ids = _ids_decoder(self.keys.id).decode
+        self._decode_own = _own_decoder(self.keys.id, self._own_keys).decode
 
     def parse(self, row: Row, *, index: int, where: str) -> Job | JobResult:
         """Parse one row. `where` names its line in messages."""
+        return self._parse(row, index, where, self.warnings)
+
+    def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings) -> Job | JobResult:
         row_id: JobId | None = None
         form = RowForm.NATIVE
         model = None
@@ -85,7 +89,7 @@ class RowParser:
             if is_native:
                 row_id = native_id(values, self.keys)
                 if extra:
-                    self.warnings.add_keys(extra, where)
+                    warnings.add_keys(extra, where)
             else:
                 form, model = openai_form(values), openai_model(values)
                 row_id = openai_id(values)
@@ -99,7 +103,7 @@ class RowParser:
             else:
                 job = openai_job(values, place, self._defaults, self.rules)
             if job.messages is None and self.rules.is_for_conversations:
-                self.warnings.add_prompt(where)
+                warnings.add_prompt(where)
             return job
         except RowError as error:
             if row_id is None:
@@ -116,6 +120,40 @@ class RowParser:
             self._seen.add(row_id)
         else:
             self.parse(row, index=index, where="")
+
+    def take_id(self, row: Row, *, index: int) -> None:
+        """Take the id of a row that another shard of the job answers, be its answer an error or not.
+
+        The id is the one that `parse` would take: rows after it get the same ids and errors as in the whole job.
+        """
+        row_id = self._own_id(row)
+        if row_id is msgspec.UNSET:
+            self._seen.name(index)
+        elif row_id is not None:
+            self._seen.add(row_id)
+        else:
+            self._parse(row, index, "", RowWarnings())  # the run that answers the row tells the user of it
+
+    def _own_id(self, row: Row) -> JobId | msgspec.UnsetType | None:
+        """Return the id that a native row brings, or UNSET where it brings none; None where it takes parsing to know.
+
+        All values of nvcli's own keys are decoded: where one cannot be, the row loses its id.
+        """
+        if not isinstance(row, bytes) or self.keys.id in OPENAI_KEYS:
+            return None
+        try:
+            if not row.isascii():
+                row.decode()
+            own = self._decode_own(row)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if own.custom_id is not msgspec.UNSET or own.body is not msgspec.UNSET or is_deeper(row, MAX_LEVELS):
+            return None
+        try:
+            row_id = None if own.id is msgspec.UNSET else native_id({self.keys.id: own.id}, self.keys)
+        except RowError:
+            row_id = None
+        return msgspec.UNSET if row_id is None else row_id
 
     def _values_of(self, row: Row) -> Mapping[str, Any]:
         """Return the values of a row by key, as JSON or as objects. Raises RowError."""
@@ -159,6 +197,21 @@ def _ids_decoder(id_key: str) -> msgspec.json.Decoder[Any]:
         return msgspec.json.Decoder(_Ids)
     fields = [("id", Any, msgspec.UNSET), ("custom_id", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET)]
     return msgspec.json.Decoder(msgspec.defstruct("_IdsUnder", fields, rename={"id": id_key}))
+
+
+def _own_decoder(id_key: str, own_keys: frozenset[str]) -> msgspec.json.Decoder[Any]:
+    """Return a decoder of all of nvcli's own keys, and of two that tell OpenAI rows.
+
+    Its objects have the row's `id`, `custom_id` and `body`, unless the id's key is one of the latter; UNSET stands for
+    keys that a row does not have.
+    """
+    names = {"custom_id": "custom_id", "body": "body", "id": id_key}
+    if id_key in OPENAI_KEYS:
+        del names["id"]
+    names |= {f"own_{number}": key for number, key in enumerate(own_keys.difference(names.values()))}
+    return msgspec.json.Decoder(
+        msgspec.defstruct("_OwnValues", [(name, Any, msgspec.UNSET) for name in names], rename=names)
+    )
 
 
 _decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
