@@ -22,6 +22,7 @@ from nvcli.errors import ConfigError
 from nvcli.job_run.generate import generate
 from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.shard import Shard
 
 ROWS: list[Any] = [
     {"prompt": "ab", "id": "first"},
@@ -211,6 +212,12 @@ def test_a_damaged_input_leaves_the_report_of_what_was_read(tmp_path: Path, mode
     assert (done.report.rows, done.report.is_complete) == (1, False)
     assert isinstance(done.ended_by, ConfigError)
     assert "cannot be read past line 1" in str(done.ended_by)
+
+
+def test_a_shard_is_checked_alone(tmp_path: Path, model_folder: Path) -> None:
+    rows = [{"prompt": "ab"}, {"prompt": 5}, {"prompt": "abc"}]
+    report = checked(tmp_path, model_folder, rows, CheckOptions(shard=Shard(0, 2)))
+    assert (report.rows, report.rows_failed, [prompt.index for prompt in report.prompts]) == (2, 0, [0, 2])
 
 
 def test_what_cannot_be_checked_at_all_is_an_error(tmp_path: Path, model_folder: Path) -> None:

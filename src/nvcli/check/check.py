@@ -35,6 +35,7 @@ from nvcli.jobs.files import STREAM, expand_inputs
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.row_set import AnsweredRows
+from nvcli.jobs.shard import Shard
 from nvcli.models.config import GENERATION_CONFIG_FILE
 from nvcli.nvidia_smi import SmiGpu
 from nvcli.sampling_params import SamplingParams
@@ -52,6 +53,8 @@ class CheckOptions:
 
     limit: int | None = None
     """Only so many rows of the inputs are read; None: all."""
+    shard: Shard | None = None
+    """Only the rows of this shard are checked; None: all."""
     num_prompts: int = 3
     """How many prompts are shown."""
     answer_tokens: int | None = None
@@ -133,6 +136,7 @@ def check_job(
         inputs=_expanded(inputs, output),
         output=output,
         limit=options.limit,
+        shard=options.shard,
         weights=False,
         found_device="cuda" if options.gpus is not None else None,
     )
