@@ -13,6 +13,7 @@ import pytest
 
 from fake_engine import FakeEngine
 from nvcli.bench.shapes import write_shape
+from nvcli.check import machine
 from nvcli.check.check import Check, CheckOptions, CheckReport, check_job
 from nvcli.check.machine import Forecast, named_gpus
 from nvcli.check.progress import CheckProgress
@@ -186,6 +187,10 @@ def test_named_gpus_are_estimated_without_weights(
     def report(kind: str, count: int) -> CheckReport:
         return checked(tmp_path, model, rows, CheckOptions(gpus=named_gpus(kind, count), answer_tokens=100))
 
+    monkeypatch.setattr(machine, "available_ram", lambda: 1 << 30)
+    here = checked(tmp_path, model, rows[:1]).machine
+    assert (here.fits, "the weights take 122.05 GiB in float32" in here.note) == (None, True)
+    assert checked(tmp_path, model, rows[:1], **{"--device": "cpu"}).machine.fits is False
     small = report("l40s", 1)
     assert (small.machine.fits, small.forecasts[0].seconds) == (False, None)
     assert "does not fit" in small.machine.note
