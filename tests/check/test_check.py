@@ -93,7 +93,9 @@ def test_it_says_what_the_run_then_does(tmp_path: Path, model_folder: Path) -> N
     ]
 
 
-def test_prompts_are_shown_as_the_model_sees_them(tmp_path: Path, model_folder: Path) -> None:
+def test_prompts_are_shown_as_the_model_sees_them(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [ROWS[1], {"prompt": "a\x1b[31m\u202eb"}, {"prompt_token_ids": [5] * 50}, {"prompt": "z"}]
     report = checked(tmp_path, model_folder, rows)
     assert [len(prompt.pieces) for prompt in report.prompts] == [3, 2, 1]
@@ -108,6 +110,10 @@ def test_prompts_are_shown_as_the_model_sees_them(tmp_path: Path, model_folder: 
     assert "│ <|bos|>a␛[31m\\u202eb\n" in shown.getvalue()
     assert "line 1, id row-0: 10 tokens, and an answer of up to 54" in shown.getvalue()
     assert "\x1b" not in shown.getvalue()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_report(report, coloured := io.StringIO())
+    assert "<u>Hi \x1b[1;36m<|end|>\x1b[0m<a>\n" in coloured.getvalue()
 
 
 def test_long_prompts_are_shown_by_their_ends(tmp_path: Path, model_folder: Path) -> None:

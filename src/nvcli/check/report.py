@@ -49,7 +49,7 @@ def _prompt(prompt: ShownPrompt) -> Text:
         f"{prompt.place}, id {one_line(str(prompt.id), 60)}: {_count(prompt.tokens, 'token')}, and an answer of up to "
         f"{prompt.max_answer_tokens:,}"
     )
-    shown = Text(title, style="bold")
+    shown = Text.assemble((title, "bold"))
     for line in text.split("\n", allow_blank=True):
         shown.append("\n")
         shown.append("│ ", style="dim")
