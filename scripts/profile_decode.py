@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from nvcli.bench.shapes import SHAPES, write_shape
 from nvcli.bench.workload import Workload
 from nvcli.config import EngineConfig, RunConfig
+from nvcli.distributed.rendezvous import create_store
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
@@ -92,6 +93,7 @@ def kind_of(name: str) -> str:
 def start_engine(shape: str, running: int, tp: int) -> EngineCore:
     spawn = multiprocessing.get_context("spawn")
     peers: list[Connection] = []
+    store_path = f"/proc/{os.getpid()}/fd/{create_store()}"
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(shape, Path(folder))
@@ -101,10 +103,10 @@ def start_engine(shape: str, running: int, tp: int) -> EngineCore:
         config = msgspec.structs.replace(config, load_format="random", tensor_parallel_size=tp)
         for rank in range(1, tp):
             mine, theirs = spawn.Pipe()
-            spawn.Process(target=run_peer, args=(config, rank, f"{folder}/store", theirs), daemon=True).start()
+            spawn.Process(target=run_peer, args=(config, rank, store_path, theirs), daemon=True).start()
             theirs.close()
             peers.append(mine)
-        context = RankContext(rank=0, report_phase=lambda phase: None, store_path=f"{folder}/store")
+        context = RankContext(rank=0, report_phase=lambda phase: None, store_path=store_path)
         runner = ModelRunner(config, context)
     limits = scheduler_limits(config, runner.ready.group_windows)
     scheduler = Scheduler(limits, BlockManager(runner.ready.num_blocks))

@@ -60,6 +60,16 @@ def write_tiny_model(
     return path
 
 
+def set_weights(path: Path, name: str, value: float, row: int | slice = slice(None)) -> None:
+    """Overwrite rows of a weight in a checkpoint of one file with one value."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    weights[name][row] = value
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 def write_tiny_qwen3(path: Path, **settings: Any) -> Path:
     """A random Qwen3 checkpoint; see `write_tiny_model`."""
     return write_tiny_model(path, "Qwen3", **settings)

@@ -1,14 +1,18 @@
-"""What holds for every test: few threads, no network, and nothing left behind."""
+"""What holds for every test: few threads, no network, nothing left behind; and a model without weights, made once."""
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from nvcli.job_run.text.tokenizer import Tokenizer
+from weightless_model import write_weightless_model
 
 # A slow machine is no failure; on CI the examples are the same every time, so that a red run can be repeated.
 settings.register_profile("nvcli", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -36,6 +40,18 @@ def nothing_stays_behind() -> Iterator[None]:
     ]
     assert children == []
     assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_weightless_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import of transformers is not what these tests are about
+        return Tokenizer.load(model_folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from fake_runners import engine_config
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
-from nvcli.engine.request import Request
+from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.messages import unpack
 from nvcli.runner.interface import RankContext
@@ -45,14 +45,19 @@ def make_scheduler(runner: ModelRunner) -> Scheduler:
 
 def run_requests(runner: ModelRunner, requests: Iterable[Request]) -> dict[int, list[int]]:
     """Answer requests one step after the other: the tokens by request id."""
+    return {number: unpack(output.token_ids).tolist() for number, output in run_to_outputs(runner, requests).items()}
+
+
+def run_to_outputs(runner: ModelRunner, requests: Iterable[Request]) -> dict[int, RequestOutput]:
+    """Answer requests one step after the other: the last output of each, by request id."""
     scheduler = make_scheduler(runner)
     scheduler.add(requests)
-    answers: dict[int, list[int]] = {}
+    outputs: dict[int, RequestOutput] = {}
     while scheduler.has_unfinished:
         step = scheduler.schedule()
         assert step is not None
         pending = runner.launch(step.input)
         assert pending is not None
         scheduler.process(step, pending.result())
-        answers.update({o.request_id: unpack(o.token_ids).tolist() for o in scheduler.take_outputs()})
-    return answers
+        outputs.update({output.request_id: output for output in scheduler.take_outputs()})
+    return outputs

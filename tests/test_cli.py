@@ -78,9 +78,9 @@ def test_help_is_plain_and_whole(command: str) -> None:
     """Options stand in groups, with values in words; the list of commands is not cut short."""
     runner = CliRunner()
     shown = runner.invoke(app, [command, "--help"]).output
-    assert "\nModel and GPUs:\n" in shown
+    assert "\nConfiguration and help:\n" in shown or command == "show"  # which has no groups
     assert "range>" not in shown
-    assert "<" not in shown.partition("Model and GPUs:")[2]
+    assert "<" not in shown.partition("Configuration and help:")[2]
     listed = runner.invoke(app, ["--help"]).output.partition("Commands:")[2]
     assert f"  {command} " in listed
     assert "..." not in listed
@@ -121,6 +121,8 @@ def test_errors_are_red_on_a_terminal_and_nowhere_else(monkeypatch: pytest.Monke
         ["generate", "--help"],
         ["generate", "in.jsonl"],
         ["generate", "no.jsonl", "-m", "demo"],
+        ["check", "no.jsonl", "-m", "demo"],
+        ["show", "no.jsonl"],
     ],
 )
 def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
@@ -145,7 +147,7 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate"], "nvcli: error: missing argument 'INPUT'\n  see: nvcli generate --help"),
+        (["generate"], "nvcli: error: no INPUT: name a file of rows"),
         (["generate", "in.jsonl", "--nonsense"], "--nonsense"),
         (["generate", "in.jsonl", "-m", "demo", "--order", "random"], '--order random: `job.order` is "random"'),
         (["generate", "in.jsonl", "-m", "demo", "--limit", "0"], "--limit 0: allowed: an integer of at least 1"),
@@ -286,7 +288,7 @@ def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path, name: str) -
     script = """
 import os, signal, sys
 from nvcli.job_run import resolve
-def resolve_model(name):
+def resolve_model(name, **options):
     try:
         os.kill(os.getpid(), signal.NAME)
     except Exception:

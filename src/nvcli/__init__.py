@@ -1,3 +1,32 @@
-"""nvcli: offline LLM generation on one machine, from JSONL to JSONL."""
+"""nvcli: offline LLM generation on one machine, from JSONL to JSONL.
 
-__version__ = "0.1.0"
+`LLM` is the way in for Python programs. It is imported when it is first asked for: `import nvcli` takes no time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nvcli.version import __version__
+
+if TYPE_CHECKING:
+    from nvcli.llm.answer import Answer
+    from nvcli.llm.llm import LLM
+
+__all__ = ["LLM", "Answer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from nvcli.llm.llm import LLM
+
+        return LLM
+    if name == "Answer":
+        from nvcli.llm.answer import Answer
+
+        return Answer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

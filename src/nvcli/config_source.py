@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,9 @@ from nvcli.errors import ConfigError
 from nvcli.regular_file import read_regular
 from nvcli.validation import Path as KeyPath
 from nvcli.validation import is_text, shorten, show
+
+_SECTIONS = ("sampling", "job")
+"""Keys that hold keys."""
 
 
 class ConfigSource:
@@ -83,6 +86,18 @@ class ConfigSource:
         if not is_text(origin):
             raise ConfigError(f"{origin}: not UTF-8 text")
         self._put(tuple(key.split(".")), value, origin)
+
+    def add_setting(self, key: str, value: Any) -> None:
+        """Add a setting of a Python program, as in `add_setting("block_size", 128)`.
+
+        A mapping for a section goes over what is there key by key.
+        """
+        origin = f"{key}={show(value)}"
+        if isinstance(value, Mapping) and key in _SECTIONS:
+            for name, inner in value.items():
+                self._put((key, str(name)), inner, origin)
+        else:
+            self._put((key,), value, origin)
 
     def origin(self, path: KeyPath) -> str:
         """Return the file and line, or the flag, that set a value or the section around it; empty for a default."""

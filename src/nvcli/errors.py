@@ -5,9 +5,12 @@
     ├── LoadError        the checkpoint cannot be read; the message names the file or tensor
     ├── CapacityError    the run does not fit the memory; the message carries the itemised plan and the fix
     │   └── LimitsTooHigh    the weights fit, and lower limits might
+    ├── ModelError       the model computes nothing: its logits are NaN or infinite from the first prompt on
     ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
     ├── InputChanged     an input is not what it was when the job began; what is answered stays
     ├── OutputError      the output cannot be written any further (a full disk); what is written stays
+    ├── RowsMissing      the outputs of shards that are to be joined do not have all rows of their job
+    ├── ClosedError      an LLM is used after it was closed
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
     └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
 
@@ -40,6 +43,10 @@ class LimitsTooHigh(CapacityError):
     """The weights fit, but not what `max_num_batched_tokens` and `max_num_seqs` take beside them."""
 
 
+class ModelError(NvcliError):
+    """The logits of all prompts are NaN or infinite, so that no row can be answered."""
+
+
 class WorkerError(NvcliError):
     """An engine or rank process failed, died or stopped answering.
 
@@ -60,8 +67,16 @@ class OutputError(NvcliError):
     """The output cannot be written any further."""
 
 
+class RowsMissing(NvcliError):
+    """Rows of a job are in none of the outputs that are to be joined."""
+
+
 class TooManyErrors(NvcliError):
     """More rows failed than the job allows."""
+
+
+class ClosedError(NvcliError):
+    """An LLM is used that was closed."""
 
 
 class RowError(NvcliError):

@@ -19,6 +19,9 @@ from nvcli.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
 MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
 """The most ids that a request may stop on: its own and the model's end-of-sequence ids."""
 
+NOT_FINITE = -1
+"""Takes the place of a token id where none can be chosen, because a logit is NaN or +inf, or because all are -inf."""
+
 MAX_KV_GROUPS = 8
 """The most KV groups that a model may have. The step channel is made before a rank can say how many there are."""
 
@@ -153,7 +156,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     step_id: int
     token_ids: bytes
-    """The packed ids, row after row."""
+    """The packed ids, row after row; `NOT_FINITE` where the logits were not finite."""
     counts: bytes = b""
     """The packed number of tokens of each row with logits, 0 to `num_logits`; empty: as many tokens as logits."""
     logprobs: list[TokenLogprobs | None] = []

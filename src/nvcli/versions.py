@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from nvcli import __version__
+from nvcli.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,12 @@ from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, Usage, failed
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.locked_file import LockedFile
 from nvcli.jobs.output.manifest import Manifest
+from nvcli.jobs.output.merge import merge_outputs
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.own_files import digests_path, is_parquet, manifest_path, temporary_files
 from nvcli.jobs.rows.parser import RowParser
+from nvcli.jobs.shard import SHARD_FACT, WHOLE, Shard
 from output_jobs import plain_bytes
 
 NAMES = ["out.jsonl", "out.jsonl.gz", "out.parquet"]
@@ -48,7 +50,14 @@ class UpdatedJob:
     def write(self, *rows: dict[str, Any] | str) -> None:
         self.source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
-    def run(self, *, most: int | None = None, facts: dict[str, Any] | None = None, **options: Any) -> JobOutput:
+    def run(
+        self,
+        *,
+        most: int | None = None,
+        facts: dict[str, Any] | None = None,
+        shard: Shard | None = None,
+        **options: Any,
+    ) -> JobOutput:
         """Run the job; `most`: until so many rows were read, and then cut it short."""
         names = list(map(str, self.sources))
         self.num_runs += 1
@@ -56,15 +65,22 @@ class UpdatedJob:
         manifest = Manifest(
             created=1000,
             model="m",
-            facts=facts or {},
+            facts={**(facts or {}), **({} if shard is None else {SHARD_FACT: str(shard)})},
             inputs=[(each.name, each.description) for each in know_inputs(names)],
         )
         identify = RowReader(names, RowParser({})).identify_all
-        settings = OutputOptions(order=self.order, identify_rows=identify, **options)
+        settings = OutputOptions(order=self.order, identify_rows=identify, shard=shard, **options)
         output = open_output(str(self.path), manifest, settings)
         try:
             if output.finished is None:
-                reader = RowReader(names, RowParser({}), answered=output.answered, digests=output.digests, limit=most)
+                reader = RowReader(
+                    names,
+                    RowParser({}),
+                    answered=output.answered,
+                    digests=output.digests,
+                    limit=most,
+                    shard=shard or WHOLE,
+                )
                 self._answer(output, reader, is_cut=most is not None)
         finally:
             output.close()
@@ -321,6 +337,59 @@ def test_tables_as_inputs(tmp_path: Path) -> None:
     assert job.computed == ["p2"]
 
 
+def test_shards_are_updated_each_and_what_they_are_joined_to(tmp_path: Path) -> None:
+    job = UpdatedJob(tmp_path)
+    job.write(*rows_of(range(9)))
+    paths = [tmp_path / f"out.shard-{number}-of-2.jsonl" for number in range(2)]
+
+    def run_shards(**options: Any) -> list[list[str]]:
+        computed = []
+        for number, job.path in enumerate(paths):
+            job.run(shard=Shard(number, 2), **options)
+            computed.append(sorted(job.computed))
+        return computed
+
+    run_shards()
+    merge_outputs(list(map(str, paths)), str(tmp_path / "all.jsonl"))
+    job.write(*rows_of([0, 1, 2, 4, 5, 6, 7, 8, 9]))  # row 3 is gone, and those behind it change their shards
+    assert run_shards(update=True) == [["p5", "p7", "p9"], ["p4", "p6", "p8"]]
+    job.path = tmp_path / "all.jsonl"
+    job.run(update=True)
+    assert job.computed == ["p9"]
+    merge_outputs(list(map(str, paths)), str(tmp_path / "again.jsonl"))
+    joined = [json.loads(line)["id"] for line in (tmp_path / "again.jsonl").read_bytes().splitlines()]
+    assert joined == [each for each, _ in job.answers()] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+
+
+def test_inputs_of_texts_and_cells(tmp_path: Path) -> None:
+    job = UpdatedJob(tmp_path)
+    job.sources = [tmp_path / "a.csv", tmp_path / "b.txt"]
+    job.sources[0].write_text("id,prompt\nx,one\ny,two\n")
+    job.sources[1].write_text("three\nfour\n")
+    job.run()
+    job.sources[0].write_text("prompt,id\nONE,x\ntwo,y\n")
+    job.sources[1].write_text("three\nfour\nfive\n")
+    with pytest.raises(ConfigError, match="1 row mended, 1 new"):
+        job.run()
+    job.run(update=True)
+    assert job.computed == ["ONE", "five"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_csv_table_is_updated_while_its_rows_are_there(tmp_path: Path, fails: bool) -> None:
+    job = UpdatedJob(tmp_path, "out.csv")
+    job.fails = {"p1"} if fails else set()
+    job.write(*rows_of(range(3)))
+    job.run()
+    job.write(*rows_of([0, 1, 2, 3]))
+    if fails:
+        job.run(update=True)
+        assert job.computed == ["p3"]
+    else:
+        with pytest.raises(ConfigError, match=r"a complete CSV table cannot be updated(?s:.*)--overwrite"):
+            job.run(update=True)
+
+
 def test_what_an_update_cannot_do_is_refused(tmp_path: Path) -> None:
     job = UpdatedJob(tmp_path)
     job.write(*rows_of(range(3)))
@@ -329,7 +398,7 @@ def test_what_an_update_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"made by another job:\n  seed: not set → 1\n  input"):
         job.run(update=True, facts={"seed": 1})
     digests_path(job.path).unlink()
-    with pytest.raises(ConfigError, match=r"there is no out\.jsonl\.digests\n(?s:.*)--overwrite"):
+    with pytest.raises(ConfigError, match=r"there is no out\.jsonl\.digests, (?s:.*)--overwrite"):
         job.run(update=True)
 
 

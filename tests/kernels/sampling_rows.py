@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 
 import torch
 
 from kernel_device import DEVICE
+from nvcli.kernels import candidates as candidates_reference
 from nvcli.kernels import sampling as reference
 from nvcli.kernels.sampling_columns import SamplingColumns
-from nvcli.kernels.triton import sampling
+from nvcli.kernels.triton import candidates, sampling
 
 V = 9001
 """More than one program's share in each kernel, and no round number."""
@@ -62,3 +64,23 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
 
 def expected_sample(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
     return reference.sample(logits, columns, torch.arange(len(logits)), keys(len(logits))["positions"])
+
+
+def through_shards(logits: torch.Tensor, num_ranks: int, columns: SamplingColumns, *, kernel: bool) -> torch.Tensor:
+    """What ranks with shards of the vocabulary, cut as the LM head is, choose from each other's lists."""
+    size, n = -(-logits.shape[1] // num_ranks), len(logits)
+    device = DEVICE if kernel else CPU
+    listing: ModuleType = sampling if kernel else candidates_reference
+    choosing: ModuleType = candidates if kernel else candidates_reference
+    columns, logits = on(device, columns), logits.to(device)
+    slots, positions = torch.arange(n, device=device), keys(n)["positions"].to(device)
+    packed, lists = [], []
+    for rank in range(num_ranks):
+        start = min(rank * size, logits.shape[1])
+        of_rank = listing.shard_candidates(logits[:, start : start + size], columns, slots, positions, start=start)
+        packed.append(of_rank[0])
+        lists.append(of_rank[1])
+    best = torch.stack(packed).max(dim=0).values
+    ids = choosing.choose_candidates(best, torch.stack(lists), columns, slots, positions)
+    assert ids.dtype == torch.int32
+    return ids.cpu()

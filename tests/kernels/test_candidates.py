@@ -3,17 +3,14 @@ tokens as the plain definition, whatever is equal, forbidden or missing."""
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
-from sampling_rows import CPU, V, expected_sample, keys, make_columns, on, random_logits, sample
+from sampling_rows import V, expected_sample, keys, make_columns, on, random_logits, sample, through_shards
 
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import candidates as reference
 from nvcli.kernels.sampling import unpack_argmax
-from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
-from nvcli.kernels.triton import candidates as kernels
+from nvcli.kernels.sampling_columns import MAX_CANDIDATES
 from nvcli.kernels.triton import sampling
 
 pytestmark = MARKS
@@ -48,26 +45,6 @@ def tied_logits() -> torch.Tensor:
     rows[8, 2000:2130] = 30.0  # two groups and more of nothing but ties
     rows[9] = rows[9].round()
     return rows
-
-
-def through_shards(logits: torch.Tensor, num_ranks: int, columns: SamplingColumns, *, kernel: bool) -> torch.Tensor:
-    """What ranks with shards of the vocabulary, cut as the LM head is, choose from each other's lists."""
-    size, n = -(-logits.shape[1] // num_ranks), len(logits)
-    device = DEVICE if kernel else CPU
-    listing: ModuleType = sampling if kernel else reference
-    choosing: ModuleType = kernels if kernel else reference
-    columns, logits = on(device, columns), logits.to(device)
-    slots, positions = torch.arange(n, device=device), keys(n)["positions"].to(device)
-    packed, lists = [], []
-    for rank in range(num_ranks):
-        start = min(rank * size, logits.shape[1])
-        of_rank = listing.shard_candidates(logits[:, start : start + size], columns, slots, positions, start=start)
-        packed.append(of_rank[0])
-        lists.append(of_rank[1])
-    best = torch.stack(packed).max(dim=0).values
-    ids = choosing.choose_candidates(best, torch.stack(lists), columns, slots, positions)
-    assert ids.dtype == torch.int32
-    return ids.cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,6 +13,7 @@ from kernel_device import DEVICE, MARKS
 from nvcli.kernels import prepare_inputs as reference
 from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 from nvcli.kernels.triton import prepare_inputs as kernels
+from nvcli.messages import NOT_FINITE
 
 pytestmark = MARKS
 
@@ -119,6 +120,28 @@ def test_the_reference_looks_up_tokens_blocks_and_rows() -> None:
     assert out.sample_slots[:10].tolist() == [4, 2, PADDING, 0, PADDING, 5, 5, 5, 3, PADDING]
     assert out.sample_positions[:10].tolist() == [49, 5, 1, 1300, 0, 2001, 2002, 2003, 48, 0]
     assert out.logits_rows[10] == -1
+
+
+def test_every_kept_id_is_a_token() -> None:
+    """One that was sampled goes to its place; where none could be, and for padding, it is token 0."""
+    num_rows = 200  # more than one program's share
+    slots = torch.arange(num_rows) % NUM_SLOTS
+    slots[7] = slots[150] = PADDING
+    positions = 10 + torch.arange(num_rows, dtype=torch.int32)
+    ids = 5000 + torch.arange(num_rows, dtype=torch.int32)
+    ids[40] = NOT_FINITE
+
+    def keep(function: Callable[..., None], device: torch.device | str) -> Tensor:
+        table = state(device).token_ids
+        function(table, slots.to(device), positions.to(device), ids.to(device))
+        return table.cpu()
+
+    actual, expected = keep(kernels.keep_tokens, DEVICE), keep(reference.keep_tokens, "cpu")
+    assert torch.equal(actual, expected)
+    untouched = state("cpu").token_ids
+    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        untouched[slot, position] = 0 if row in (7, 40, 150) else 5000 + row
+    assert torch.equal(expected, untouched)
 
 
 def test_spans_of_tokens() -> None:

@@ -10,7 +10,9 @@ import torch
 from kernel_device import DTYPES, TOLERANCE
 from nvcli.kernels import activation, candidates, norm, rotary, sampling
 from nvcli.kernels.philox import token_uniforms
+from nvcli.kernels.prepare_inputs import keep_tokens
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
+from nvcli.messages import NOT_FINITE
 
 pytestmark = pytest.mark.gpu
 
@@ -240,8 +242,50 @@ def test_sampling_in_a_graph_follows_its_inputs() -> None:
     assert seen[0] != seen[1] != seen[2]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_broken_rows_in_a_graph_get_no_token(dtype: torch.dtype) -> None:
+    """Rows of all kinds, every fourth of them broken in one of five ways; the others get what they get beside sound
+    rows, bit for bit, whole and from two and four shards."""
+    num_rows = 576
+    columns, slots, positions = parameters(num_rows)
+    logits = random_logits(num_rows, dtype, 4.0)
+    small = (columns.has_small_top_k | ~columns.is_limited).nonzero()[:, 0]
+
+    def choose() -> list[torch.Tensor]:
+        found = [sampling.sample(logits, columns, slots, positions)]
+        for num_ranks in (2, 4):
+            size = -(-VOCAB_SIZE // num_ranks)
+            parts = [
+                candidates.shard_candidates(logits[:, start : start + size], columns, slots, positions, start=start)
+                for start in range(0, VOCAB_SIZE, size)
+            ]
+            packed = torch.stack([packed for packed, _ in parts]).amax(dim=0)
+            lists = torch.stack([lists for _, lists in parts])
+            found.append(candidates.choose_candidates(packed, lists, columns, slots, positions)[small])
+        return found
+
+    outputs: list[torch.Tensor] = []
+    graph = captured(lambda: outputs.__setitem__(slice(None), choose()))
+    graph.replay()
+    sound = [ids.clone() for ids in outputs]
+    assert all((ids >= 0).all() for ids in sound)
+
+    broken = torch.arange(3, num_rows, 4, device="cuda")
+    logits[broken[0::5]] = torch.nan
+    logits[broken[1::5], VOCAB_SIZE - 1] = torch.nan
+    logits[broken[2::5], 70_000] = torch.inf
+    logits[broken[3::5]] = -torch.inf
+    logits[broken[4::5], 5] = -torch.nan
+    graph.replay()
+    is_broken = torch.zeros(num_rows, dtype=torch.bool, device="cuda")
+    is_broken[broken] = True
+    for ids, before, rows in zip(outputs, sound, (slots, small, small), strict=True):
+        assert torch.equal(ids, before.masked_fill(is_broken[rows], NOT_FINITE))
+
+
 def test_no_batch_size_compiles_anew() -> None:
     from nvcli.kernels.triton import norm as norm_kernels
+    from nvcli.kernels.triton import prepare_inputs as input_kernels
     from nvcli.kernels.triton import sampling as sampling_kernels
     from nvcli.kernels.triton import top_k_top_p as threshold_kernels
 
@@ -250,11 +294,15 @@ def test_no_batch_size_compiles_anew() -> None:
         sampling_kernels._sample_chunk_kernel,
         sampling_kernels._sample_row_kernel,
         threshold_kernels._min_kept_logit_kernel,
+        input_kernels._keep_tokens_kernel,
     ]
+    table = torch.zeros(300, 2000, dtype=torch.int32, device="cuda")
 
     def step(num_rows: int) -> None:
         logits = torch.randn(num_rows, VOCAB_SIZE, device="cuda", dtype=torch.bfloat16)
-        sampling.sample(logits, *parameters(num_rows))
+        columns, slots, positions = parameters(num_rows)
+        ids = sampling.sample(logits, columns, slots, positions)
+        keep_tokens(table, slots, positions % table.shape[1], ids)
         hidden = torch.randn(num_rows, 1024, device="cuda", dtype=torch.bfloat16)
         norm.add_rms_norm(hidden, hidden.clone(), hidden[0].clone(), 1e-6)
 

@@ -10,7 +10,7 @@ import torch
 
 from fake_runners import engine_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
-from nvcli.messages import NewSlot
+from nvcli.messages import NOT_FINITE, NewSlot
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from slot_sampling import entering_step, slot_sampling
@@ -19,6 +19,8 @@ from tensor_parallel_ranks import run_ranks
 VOCAB_SIZE = 10_007  # divides by nothing
 NUM_SLOTS = 40
 CPU = torch.device("cpu")
+BROKEN = [34, 30]
+"""Rows whose logits are not finite. They ask for no log-probabilities, and for two kinds of a small top-k."""
 
 SAMPLINGS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}],
@@ -46,6 +48,8 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(NUM_SLOTS, VOCAB_SIZE, generator=generator) * 3
     logits[:5] = logits[:5].round()  # with equal ones
+    logits[BROKEN[0], VOCAB_SIZE - 1] = torch.nan
+    logits[BROKEN[1]] = -torch.inf
     size = -(-VOCAB_SIZE // group.size)
     padded = torch.nn.functional.pad(logits, (0, size * group.size - VOCAB_SIZE), value=100.0)
     shard = padded[:, group.rank * size : (group.rank + 1) * size].contiguous()
@@ -76,6 +80,7 @@ def test_same_tokens_on_every_rank_as_with_one(size: int, tmp_path: Path) -> Non
     ranks = run_ranks(size, run_rank, tmp_path)
     for case, (ids, logprobs, _, _) in alone.items():
         assert all(rank[case][0] == ids for rank in ranks), case
+        assert [row for row, token in enumerate(ids) if token == NOT_FINITE] == sorted(BROKEN), case
         assert ranks[0][case][1] == logprobs
     num_gathers = {case: count for case, (_, _, count, _) in ranks[0].items()}
     assert num_gathers == {

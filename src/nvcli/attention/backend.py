@@ -38,13 +38,17 @@ reads them from the cache."""
 class AttentionBackend(ABC):
     """The attention of one run. It keeps nothing between steps but what the plans prepare, and is used on one stream.
 
-    All blocks hold finite values. A backend may read keys that no token of the batch sees, of the null block or of
-    another request, if it masks them.
+    A backend may read keys that no token of the batch sees if it masks them. Those of the null block are finite. Those
+    behind a row's last key, in its last block, may be NaN that a broken request has left there, unless the backend says
+    that it reads them.
     """
 
     name: str
     reads_new_keys: bool = False
     """Whether it reads the keys of the step's tokens from `k`; else `k` is None, and keys are read from the cache."""
+    reads_behind_rows: bool = False
+    """Whether keys and values behind a row's last key must be finite, because they are multiplied by 0. Blocks are then
+    cleared before a row decodes into them."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...

@@ -16,6 +16,7 @@ class HybridBackend(AttentionBackend):
         self._prefill, self._decode = prefill, decode
         self.name = f"{prefill.name}:{decode.name}"
         self.reads_new_keys = prefill.reads_new_keys
+        self.reads_behind_rows = prefill.reads_behind_rows or decode.reads_behind_rows
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:

@@ -65,6 +65,10 @@ class KVCache:
         """Return the keys and the values of one layer, counted from the rank's first."""
         return self._layers[index]
 
+    def clear(self, blocks: Tensor) -> None:
+        """Put zeros into blocks [n] int64, in all layers."""
+        self.data.index_fill_(2, blocks, 0)
+
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()

@@ -81,6 +81,7 @@ class TorchBackend(AttentionBackend):
 
     name = "torch"
     reads_new_keys = True  # those of prompts without a prefix
+    reads_behind_rows = True
 
     def __init__(self, case: AttentionCase) -> None:
         self._case = case

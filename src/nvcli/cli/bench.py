@@ -172,7 +172,7 @@ def bench(
 
     from nvcli.bench.command import BenchOptions, run_bench
     from nvcli.bench.report import format_json, format_result
-    from nvcli.errors import WorkerError
+    from nvcli.errors import ModelError, WorkerError
 
     options = BenchOptions(
         shape=shape,
@@ -194,7 +194,7 @@ def bench(
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(130) from None
-    except WorkerError as error:
+    except (WorkerError, ModelError) as error:
         say_failure(error)
         raise typer.Exit(3) from None
     typer.echo(format_json(result) if as_json else format_result(result))

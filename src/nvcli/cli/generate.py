@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from msgspec import Meta
 
 from nvcli.cli import completion
-from nvcli.cli.help import MODEL, OTHER, PROMPTS, ROWS, SAMPLING
+from nvcli.cli.help import MODEL, OTHER, PROMPTS, ROWS
 from nvcli.cli.messages import Interrupted, OutputGone, say
 from nvcli.cli.options import (
     ConfigOption,
@@ -26,6 +27,19 @@ from nvcli.cli.options import (
     TpOption,
     flag_values,
 )
+from nvcli.cli.prompt import answer_prompts, check_prompt_options
+from nvcli.cli.sampling_options import (
+    ChatTemplateKwargsOption,
+    ChatTemplateOption,
+    MaxTokensOption,
+    NOption,
+    SeedOption,
+    StopOption,
+    SystemOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
 from nvcli.cli.values import option_value, optional_value
 
 _ProgressName = Literal["auto", "bar", "plain", "none"]
@@ -33,7 +47,26 @@ _NumRows = Annotated[int, Meta(ge=1)]
 
 
 def generate(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input."),
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="In place of INPUT: print the answer to TEXT; may be repeated.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="With -p: continue TEXT as it is, without the chat template.", rich_help_panel=PROMPTS
+        ),
+    ] = False,
     output: Annotated[
         str | None,
         typer.Option(
@@ -57,6 +90,32 @@ def generate(
     limit: Annotated[
         str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.",
+            rich_help_panel=ROWS,
+        ),
+    ] = None,
+    id_field: Annotated[
+        str | None,
+        typer.Option("--id-field", metavar="COLUMN", help="Key (column) of the ids; id.", rich_help_panel=ROWS),
+    ] = None,
+    keep_input: Annotated[
+        bool,
+        typer.Option("--keep-input", help="Copy the prompt and all else of a row to the output.", rich_help_panel=ROWS),
+    ] = False,
+    text_field: Annotated[
+        str | None,
+        typer.Option(
+            "--text-field",
+            metavar="COLUMN",
+            help="Key (column) for the answer's text alone; CSV: generated_text.",
+            rich_help_panel=ROWS,
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start an existing output anew.", rich_help_panel=ROWS)
     ] = False,
@@ -74,6 +133,14 @@ def generate(
             rich_help_panel=ROWS,
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what the job would do, as `nvcli check` does: nothing is written.",
+            rich_help_panel=ROWS,
+        ),
+    ] = False,
     max_errors: Annotated[
         str | None,
         typer.Option("--max-errors", metavar="N", help="End the job when more rows failed.", rich_help_panel=ROWS),
@@ -86,10 +153,20 @@ def generate(
     tp: TpOption = None,
     pp: PpOption = None,
     dp: DpOption = None,
-    system: Annotated[
+    system: SystemOption = None,
+    prompt_field: Annotated[
         str | None,
         typer.Option(
-            "--system", metavar="TEXT", help="System message of conversations that have none.", rich_help_panel=PROMPTS
+            "--prompt-field", metavar="COLUMN", help="Key (column) of the prompts; prompt.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    messages_field: Annotated[
+        str | None,
+        typer.Option(
+            "--messages-field",
+            metavar="COLUMN",
+            help="Key (column) of the conversations; messages.",
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
     prompt_template: Annotated[
@@ -101,24 +178,8 @@ def generate(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template",
-            metavar="FILE",
-            help="Jinja chat template instead of the model's own.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template-kwargs",
-            metavar="JSON",
-            help="Variables of the chat template, such as '{\"enable_thinking\": false}'.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    chat_template: ChatTemplateOption = None,
+    chat_template_kwargs: ChatTemplateKwargsOption = None,
     keep_going: Annotated[
         bool,
         typer.Option(
@@ -127,52 +188,13 @@ def generate(
             rich_help_panel=MODEL,
         ),
     ] = False,
-    max_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--max-tokens",
-            metavar="N",
-            help="Most tokens of an answer; what --max-model-len leaves.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    temperature: Annotated[
-        str | None,
-        typer.Option("--temperature", metavar="T", help="0: always the likeliest token.", rich_help_panel=SAMPLING),
-    ] = None,
-    top_p: Annotated[
-        str | None,
-        typer.Option(
-            "--top-p",
-            metavar="P",
-            help="Choose among the likeliest tokens of this probability together; 1: off.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        str | None,
-        typer.Option(
-            "--top-k", metavar="K", help="Choose among the K likeliest tokens; 0: off.", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    n: Annotated[
-        str | None, typer.Option("-n", metavar="N", help="Answers to each row; 1.", rich_help_panel=SAMPLING)
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop", metavar="TEXT", help="Text that ends an answer; may be repeated.", rich_help_panel=SAMPLING
-        ),
-    ] = None,
-    seed: Annotated[
-        str | None,
-        typer.Option(
-            "--seed",
-            metavar="N",
-            help="Seed of the run: each row draws its own random numbers from it; 0.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    n: NOption = None,
+    stop: StopOption = None,
+    seed: SeedOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     progress: Annotated[
@@ -199,8 +221,10 @@ def generate(
 
     INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id`, `sampling` and
     `chat_template_kwargs`; its other keys are passed through. Rows of OpenAI batch files are answered in OpenAI's
-    form. `-` is standard input, a quoted pattern names many files; files may be .gz, .zst or .parquet, and so may the
-    output.
+    form. By the end of its name it may also be a JSON array (.json), CSV or TSV, plain text with a prompt on each line
+    (.txt), Parquet, or Arrow; all but the last two may have .gz or .zst behind it. `-` is standard input, a quoted
+    pattern names many files, a folder is a dataset on disk, hf://OWNER/NAME/CONFIG:SPLIT one on the Hugging Face hub,
+    and https://, s3:// and gs:// name remote files. The output is JSONL, CSV, TSV or Parquet, by its name.
 
     An output that is there is continued: the same command finishes a job that was cut short. With --update it
     follows an INPUT with mended, new or removed rows.
@@ -208,19 +232,51 @@ def generate(
     \b
     Examples:
       nvcli generate questions.jsonl --model demo
+      nvcli generate -p 'What is 3+4?' -m demo
       nvcli generate questions.jsonl -m Qwen/Qwen3-8B --tp 2 -o answers.jsonl
       nvcli generate questions.jsonl -m demo --temperature 0 --max-tokens 256 --stop Question:
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set job.order=input
       cat questions.jsonl | nvcli generate - -m demo | jq '.choices[0].text'
     """
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import find_config_file, load_sourced_config
     from nvcli.config_source import json_object
+    from nvcli.jobs.shard import choose_shard
     from nvcli.process_limits import check_process
 
     check_process()
+    inputs = inputs or []
+    check_prompt_options(
+        inputs,
+        prompts or [],
+        raw=raw,
+        for_files={
+            "--output": output,
+            "--order": order,
+            "--limit": limit,
+            "--shard": shard,
+            "--dry-run": dry_run,
+            "--id-field": id_field,
+            "--keep-input": keep_input,
+            "--text-field": text_field,
+            "--prompt-field": prompt_field,
+            "--messages-field": messages_field,
+            "--overwrite": overwrite,
+            "--retry-errors": retry_errors,
+            "--max-errors": max_errors,
+            "--prompt-template": prompt_template,
+            "--keep-going": keep_going,
+            "--progress-file": progress_file,
+        },
+        for_chats={
+            "--system": system,
+            "--chat-template": chat_template,
+            "--chat-template-kwargs": chat_template_kwargs,
+        },
+    )
     config_file = find_config_file(config)
     progress_name = cast(_ProgressName, option_value("--progress", progress, _ProgressName, str))
     num_rows = optional_value("--limit", limit, _NumRows, int)
+    part = None if shard is None else choose_shard(shard, os.environ)
     flags = flag_values(
         {
             "--model": model,
@@ -244,12 +300,26 @@ def generate(
     flags |= {
         "--stop": stop or None,
         "--keep-going": keep_going or None,
+        "--keep-input": keep_input or None,
+        "--prompt-field": prompt_field,
+        "--messages-field": messages_field,
+        "--id-field": id_field,
+        "--text-field": text_field,
         "--system": system,
         "--prompt-template": prompt_template,
         "--chat-template": chat_template,
         "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
-    run = load_run_config(config_file, overrides or (), flags)
+    run, source = load_sourced_config(config_file, overrides or (), flags)
+    if dry_run:
+        from nvcli.check.check import CheckOptions
+        from nvcli.cli.check_report import run_check
+
+        run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows, shard=part))
+    if prompts:
+        if config is None and config_file is not None:
+            say(f"using the configuration in {config_file}; --config names another")
+        raise typer.Exit(answer_prompts(run, prompts, raw=raw))
 
     from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
     from nvcli.job_run.early_end import resume_hint
@@ -263,7 +333,9 @@ def generate(
     begun = threading.Event()
     shown = make_progress(progress_name, sys.stderr, beside_answers=is_terminal(output, inputs))
     if progress_file is not None:
-        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
+        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output, part))
+    if shard is not None and part is not None and shard != str(part):
+        shown.note(f"answering shard {part}, as Slurm counts its tasks")
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
@@ -277,12 +349,15 @@ def generate(
                 retry_errors=retry_errors,
                 update=update,
                 limit=num_rows,
+                shard=part,
                 on_begin=begun.set,
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
-        raise Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())) from None
+        raise Interrupted(
+            resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
+        ) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
-        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())
+        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
         raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:
         raise OutputGone from None

@@ -140,6 +140,13 @@ class BlockTables:
                 registered.append(blocks[column])
         return registered
 
+    def forget(self, state: RequestState) -> None:
+        """Make the blocks that hold a request's tokens unfindable, whoever filled them."""
+        hashes = state.hash_blocks(0, state.num_tokens // self.block_size, self.block_size)
+        groups = range(len(self._groups))
+        found = [self.block_manager.find(block_hash, group) for block_hash in hashes for group in groups]
+        self.block_manager.unregister(block for block in found if block is not None)
+
     def release(self, state: RequestState) -> None:
         """Give all of a request's blocks back."""
         for blocks, first in zip(state.blocks, state.first_columns, strict=True):

@@ -97,7 +97,7 @@ class EngineCore:
         """Submit the next step, then take in the oldest one's output.
 
         When nothing can be scheduled, what is in flight is collected. Raises CapacityError where even the smallest
-        step runs out of memory.
+        step runs out of memory, and ModelError where the model gives no finite logits.
         """
         step = self._scheduler.schedule()
         if step is not None:

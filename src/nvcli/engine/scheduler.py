@@ -40,9 +40,17 @@ from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
-from nvcli.messages import StepOutput, pack, unpack
+from nvcli.errors import ModelError
+from nvcli.messages import NOT_FINITE, StepOutput, pack, unpack
 
 _MAX_LENGTHS = 512
+_MAX_BROKEN_PROMPTS = 16
+"""The run ends where so many different prompts got no token and no prompt got one."""
+_ALL_BROKEN = (
+    f"the logits of all of the first {_MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so that no row can be "
+    "answered: the weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another "
+    "`dtype`: float16 overflows where a model was trained in bfloat16"
+)
 
 
 class Scheduler:
@@ -71,6 +79,8 @@ class Scheduler:
         self._cached_tokens = 0
         self._generated_tokens = 0
         self._num_preemptions = 0
+        self._broken_prompts: set[bytes] = set()
+        """Prompts whose logits were not finite, until a first token is generated."""
 
     @property
     def block_manager(self) -> BlockManager:
@@ -167,7 +177,10 @@ class Scheduler:
         return ScheduledStep(step, sampling, registered)
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
-        """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`."""
+        """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.
+
+        Raises ModelError where many prompts, and nothing but these, have had logits that are not finite.
+        """
         assert output.step_id == step.input.step_id
         owners = step.sampling
         if output.counts or len(output.token_ids) > 4 * len(owners):
@@ -187,11 +200,17 @@ class Scheduler:
             generated = state.generated
             generated.append(token)
             if token in state.stop_ids:
-                self._finish(state, "stop", stopped_by_id=True)
+                if token == NOT_FINITE:
+                    num_dropped += 1
+                    self._finish_not_finite(state)
+                else:
+                    self._finish(state, "stop", stopped_by_id=True)
             elif len(generated) >= state.checked_at:
                 self._check(state)
         self._generated_tokens += len(owners) - num_dropped
         self._decoding.unpark(step.sampling)
+        if len(self._broken_prompts) >= _MAX_BROKEN_PROMPTS and not self._generated_tokens:
+            raise ModelError(_ALL_BROKEN)
 
     def _check(self, state: RequestState) -> None:
         """Finish, register or report, as is due, after a token that is not a stop id has come back."""
@@ -409,6 +428,18 @@ class Scheduler:
             "raise gpu_memory_utilization or kv_cache_memory, or lower max_tokens"
         )
         self._finish(state, "error", error_type="kv_cache_too_small", error=message)
+
+    def _finish_not_finite(self, state: RequestState) -> None:
+        """End a request whose last token is `NOT_FINITE`. Its keys may be NaN too, so none of them is used again."""
+        state.generated.pop()
+        if not self._generated_tokens:
+            self._broken_prompts.add(state.request.prompt_ids)
+        self._tables.forget(state)
+        message = (
+            f"the logits behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
+            "infinite; the weights may be damaged, or the dtype too narrow for the model"
+        )
+        self._finish(state, "error", error_type="non_finite_logits", error=message)
 
     def _finish(
         self,

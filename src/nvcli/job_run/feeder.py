@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from nvcli.job_run.answer_lengths import ReadTotals
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.input.reader import RowReader
-from nvcli.jobs.job import JobResult
+from nvcli.jobs.job import Job, JobResult
 
 MAX_ROWS_AHEAD = 1024
 MAX_BYTES_AHEAD = 16 * 1024 * 1024
@@ -25,6 +26,13 @@ the making; a batch is one row or at most 4 MiB of the input (`jobs.input.reader
 Batch = list[PreparedRow | JobResult]
 
 
+class RowSource(Protocol):
+    """Whatever gives out parsed rows; `jobs.input.reader.RowReader` reads them from files."""
+
+    def batches(self) -> Iterator[list[Job | JobResult]]:
+        """Yield the rows in order, some at a time. Raises what ends the reading early."""
+
+
 class Feeder:
     """The thread, and the queue between it and the loop.
 
@@ -33,7 +41,7 @@ class Feeder:
 
     def __init__(
         self,
-        reader: RowReader,
+        reader: RowSource,
         load_tokenizer: Callable[[], Tokenizer],
         limits: ModelLimits,
         chat_renderer: ChatRenderer,
@@ -45,6 +53,8 @@ class Feeder:
         self._chat_renderer = chat_renderer
         self._tokenizer: Tokenizer | None = None
         self._changed = threading.Condition()
+        self._doorbell: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """It is readable while batches wait, and once none will come."""
         self._batches: deque[tuple[Batch, int]] = deque()
         """The batches that wait to be taken, each with its bytes."""
         self._rows_ahead = 0
@@ -77,8 +87,15 @@ class Feeder:
             batch, num_bytes = self._batches.popleft()
             self._rows_ahead -= len(batch)
             self._bytes_ahead -= num_bytes
+            if not self._batches and not self._ended and self._doorbell is not None:
+                os.eventfd_read(self._doorbell)
             self._changed.notify_all()
             return batch
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `take` or `ended` has something new to say."""
+        assert self._doorbell is not None, "the feeder is stopped"
+        return self._doorbell
 
     @property
     def ended(self) -> bool:
@@ -101,6 +118,9 @@ class Feeder:
         with self._changed:
             self._stopped = True
             self._batches.clear()
+            if self._doorbell is not None:
+                os.close(self._doorbell)
+                self._doorbell = None
             self._changed.notify_all()
         self._chat_renderer.close()
 
@@ -126,6 +146,7 @@ class Feeder:
             self._chat_renderer.close()
             with self._changed:
                 self._ended = True
+                self._ring()
                 self._changed.notify_all()
 
     def _put(self, batch: Batch) -> bool:
@@ -140,11 +161,17 @@ class Feeder:
                 self._changed.wait()
             if self._stopped:
                 return False
+            if not self._batches:
+                self._ring()
             self._batches.append((batch, num_bytes))
             self._rows_ahead += len(batch)
             self._bytes_ahead += num_bytes
             self._changed.notify_all()
             return True
+
+    def _ring(self) -> None:
+        if self._doorbell is not None:
+            os.eventfd_write(self._doorbell, 1)
 
     def _is_full(self) -> bool:
         return self._rows_ahead >= MAX_ROWS_AHEAD or self._bytes_ahead >= MAX_BYTES_AHEAD

@@ -13,13 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from nvcli.chat_template import unknown_variables
-from nvcli.config import EngineConfig, JobConfig, RunConfig, parse_size
+from nvcli.config import JobConfig, RunConfig, parse_size
 from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.early_end import Interrupts, keep_traceback
+from nvcli.job_run.engines import StartEngine, close_engines, describe_ready, start_engine
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.loop import Engine, JobLoop
 from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_run
@@ -33,16 +33,8 @@ from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
+from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.messages import EngineReady
-
-StartEngine = Callable[[EngineConfig], Engine]
-
-
-def start_engine(config: EngineConfig) -> Engine:
-    """Start the real thing: an engine process and its ranks."""
-    from nvcli.engine.client import EngineClient
-
-    return EngineClient.start(config, name="engine" if config.replica == 0 else f"engine {config.replica}")
 
 
 def generate(
@@ -55,23 +47,25 @@ def generate(
     retry_errors: bool = False,
     update: bool = False,
     limit: int | None = None,
+    shard: Shard | None = None,
     start: StartEngine = start_engine,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again,
-    and `update` answers the rows that have changed since. `start` starts the engine of one replica. `on_begin` is
-    called once the run has begun a new output; what was there before is gone then. Raises ConfigError, LoadError,
-    CapacityError, WorkerError, InputChanged, OutputError or TooManyErrors; OutputClosed when nobody reads the output
-    any more; KeyboardInterrupt after a signal that asks for the end (`end_signals`). Rows that were answered by then
-    are in the output.
+    and `update` answers the rows of its inputs that have changed since.
+    With a `shard` only its rows are answered, as they would be in the whole job; `limit` counts all rows.
+    `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
+    before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError, InputChanged,
+    OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal
+    that asks for the end (`end_signals`). Rows that were answered by then are in the output.
     """
     started_at = time.monotonic()
     for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
         if overwrite and is_given:
             raise ConfigError(f"--overwrite and {flag} exclude each other: start anew, or keep what is answered")
-    job = resolve_job(run, inputs=inputs, output=output, limit=limit)
+    job = resolve_job(run, inputs=inputs, output=output, limit=limit, shard=shard)
     options = OutputOptions(
         order=run.job.order,
         can_continue=job.can_continue,
@@ -80,7 +74,9 @@ def generate(
         update=update,
         identify_rows=job.identify_rows if job.can_continue else None,
         limit=limit,
+        shard=shard,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
+        text_field=run.job.text_field,
         on_begin=on_begin,
     )
     opened = open_output(job.output, job.manifest, options)  # before standard output is set aside: it may be that
@@ -131,12 +127,12 @@ class _JobRun:
 
         However it ends, the output is made safe first, and then the processes are ended.
         """
-        writer = _make_writer(self._opened, self._job.run.job)
+        writer = _make_writer(self._opened, self._job.run.job, self._job.shard or WHOLE)
         with contextlib.ExitStack() as processes, contextlib.ExitStack() as rows:
             rows.callback(writer.close_early)
             rows.callback(self._feeder.stop)
             engines: list[Engine] = []
-            processes.callback(_close_all, engines)
+            processes.callback(close_engines, engines)
             for config in self._plan.engine_configs:
                 engines.append(start(config))
             self._feeder.start()
@@ -227,10 +223,7 @@ class _JobRun:
     def replica_ready(self, ready: EngineReady) -> None:
         """Tell the user of the first replica that is ready; the others are like it."""
         if not self._reports:
-            cache = f"KV cache for {ready.num_blocks * ready.block_size:,} tokens ({_mib(ready.kv_cache_bytes)} a rank)"
-            weights = f"weights {_mib(ready.weight_bytes)} a rank"
-            self._progress.note(f"{self._job.run.model} is ready: {cache}, {weights}")
-            for note in ready.notes:
+            for note in describe_ready(self._job.run.model, ready):
                 self._progress.note(note)
         self._reports.append(ready)
 
@@ -245,22 +238,14 @@ class _JobRun:
         self._progress.note(line)
 
 
-def _close_all(engines: Sequence[Engine]) -> None:
-    """End all replicas at the same time: each may take a second until its GPUs are free."""
-    with ThreadPoolExecutor(max(1, len(engines))) as pool:
-        for closing in [pool.submit(engine.close) for engine in engines]:
-            closing.result()
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def _make_writer(opened: JobOutput, job: JobConfig) -> ResultWriter:
+def _make_writer(opened: JobOutput, job: JobConfig, shard: Shard) -> ResultWriter:
     reorder = None
     if job.order == "input":
+        answered = opened.answered.all
         reorder = ReorderBuffer(
-            opened.answered.all.next_missing, max_bytes=parse_size(job.reorder_memory) or 0, folder=opened.folder
+            lambda index: answered.next_missing(shard.next_row(index), shard.count),
+            max_bytes=parse_size(job.reorder_memory) or 0,
+            folder=opened.folder,
         )
     return ResultWriter(opened.sink, opened.form, reorder=reorder, sync_seconds=job.sync_seconds)
 

@@ -1,4 +1,4 @@
-"""The parent's loop: rows from the feeder through the plan to the replicas, their outputs to the writer.
+"""The parent's loop: rows from the feeder through the plan to the replicas, their results to whoever takes them.
 
 It keeps each replica supplied with about twice the requests that it can run, so that a replica never waits for the
 parent. It gives little more, so that replicas take rows as they get on with them and the plan can still change. A
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Protocol
 
@@ -24,14 +24,11 @@ from nvcli.job_run.open_rows import OpenRow, results_of
 from nvcli.job_run.planning.duplicates import Duplicates
 from nvcli.job_run.planning.planner import Planner
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import JobResult
-from nvcli.jobs.output.writer import ResultWriter
+from nvcli.jobs.job import JobResult, failed
 from nvcli.messages import EngineReady
 
 LONG_WAIT = 0.1
 """The loop sleeps at most this many seconds, which bounds how late a signal or a dead replica is noticed."""
-SHORT_WAIT = 0.01
-"""The loop sleeps at most this many seconds while replicas have room and rows are still being tokenized."""
 
 MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 """Bound on the rows that one replica holds, with what they pass through; a row that is larger goes alone."""
@@ -49,6 +46,14 @@ class Engine(Protocol):
     def close(self) -> None: ...
     @property
     def stats(self) -> EngineStats: ...
+
+
+class Results(Protocol):
+    """Whatever takes the results of rows; `jobs.output.writer.ResultWriter` writes them to a file."""
+
+    def write(self, results: Iterable[JobResult]) -> None: ...
+    def tick(self) -> None:
+        """Do what is due. This is called in each round."""
 
 
 class Observer(Protocol):
@@ -110,7 +115,7 @@ class JobLoop:
         feeder: Feeder,
         planner: Planner,
         duplicates: Duplicates | None,
-        writer: ResultWriter,
+        writer: Results,
         counts: Counts,
         observer: Observer,
         *,
@@ -160,7 +165,7 @@ class JobLoop:
 
     def _take_rows(self) -> None:
         """Move rows from the feeder into the window of the plan, and results of rows that failed to the writer."""
-        while not self._planner.is_full and not (self._duplicates is not None and self._duplicates.is_full):
+        while not self._is_full:
             batch = self._feeder.take()
             if batch is None:
                 return
@@ -178,12 +183,17 @@ class JobLoop:
         ready = {replica.number: replica for replica in self._replicas if replica.ready is not None}
         room = {number: replica.room for number, replica in ready.items()}
         requests: dict[int, list[Request]] = {}
+        unwanted: list[PreparedRow] = []
         while room and self._planner.num_rows:
             number = max(room, key=room.__getitem__)
             if room[number] <= 0:
                 break
             prepared = self._planner.take(number)
             assert prepared is not None
+            if self._is_unwanted(prepared):
+                self._counts.lengths.drop(prepared, prepared.sampling.n)
+                unwanted.append(prepared)
+                continue
             row = OpenRow(prepared, self._next_request_id)
             self._next_request_id += len(row.samples)
             ready[number].give(row)
@@ -195,11 +205,51 @@ class JobLoop:
                 ready[number].engine.add(batch)
             except _DEATHS as error:
                 self._drop_replica(ready[number], error)
+        self._abandon(unwanted)
+
+    def abort_unwanted(self) -> None:
+        """End the running rows that nobody waits for any more. Those that have not begun end when it is their turn."""
+        for replica in [*self._replicas]:
+            rows = {id(row): row for row in replica.rows.values() if self._is_unwanted(row.prepared)}.values()
+            open_ids = [number for row in rows for number in row.request_ids if number in replica.rows]
+            for row in rows:
+                self._counts.lengths.drop(row.prepared, row.num_open)
+            for number in open_ids:
+                replica.finish(replica.rows[number], number)
+            self._abandon([row.prepared for row in rows])
+            try:
+                if open_ids:
+                    replica.engine.abort(open_ids)
+            except _DEATHS as error:
+                self._drop_replica(replica, error)
+
+    def _is_unwanted(self, row: PreparedRow) -> bool:
+        """Tell whether the answer of a row is of use to nobody: neither to its caller nor to an equal row."""
+        caller = row.place.caller
+        if caller is None or not caller.is_gone:
+            return False
+        return self._duplicates is None or not self._duplicates.is_awaited(row)
+
+    def _abandon(self, rows: Sequence[PreparedRow]) -> None:
+        """Finish rows that are not computed (any further), because nobody waits for them."""
+        error = RowError("aborted", "nobody waits for this answer any more")
+        results = [failed(row.place, error) for row in rows]
+        self._finish(list(zip(rows, results, strict=True)))
+        if self._duplicates is not None:
+            for row, result in zip(rows, results, strict=True):
+                self._duplicates.finish(row, result, error)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether rows should wait in the feeder."""
+        return self._planner.is_full or (self._duplicates is not None and self._duplicates.is_full)
 
     def _wait(self) -> None:
-        """Sleep until a replica has something to say, or rows may have come for one that has room."""
+        """Sleep until a replica has something to say, or rows have come for which the plan has room."""
         rows_may_come = not self._feeder.ended
-        has_room = any(replica.ready and replica.room > 0 for replica in self._replicas)
+        sources = [replica.engine.fileno() for replica in self._replicas]
+        if rows_may_come and not self._is_full:
+            sources.append(self._feeder.fileno())
         if not any(replica.ready for replica in self._replicas):
             waits_for = "start-up"
         elif rows_may_come and any(replica.ready and not replica.rows for replica in self._replicas):
@@ -207,10 +257,7 @@ class JobLoop:
         else:
             waits_for = "waiting for the engines"
         with self._timed(waits_for):
-            connection.wait(
-                [replica.engine.fileno() for replica in self._replicas],
-                SHORT_WAIT if rows_may_come and has_room else LONG_WAIT,
-            )
+            connection.wait(sources, LONG_WAIT)
 
     def _collect(self) -> None:
         """Take the outputs of all replicas: answers go to the writer, dead replicas out of the run."""
@@ -255,6 +302,9 @@ class JobLoop:
         """Add an output to its row. Return the requests that the engine need not go on with."""
         sample, is_complete = row.take(output, self._feeder.tokenizer)
         if not is_complete:
+            caller = row.prepared.place.caller
+            if row.streams and sample is row.samples[0] and caller is not None and (text := sample.take_settled()):
+                caller.take_text(text)
             return []
         replica.finish(row, output.request_id)
         if output.finish_reason is None:

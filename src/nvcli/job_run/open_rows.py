@@ -23,7 +23,7 @@ from nvcli.messages import TokenLogprobs, unpack
 class OpenRow:
     """A row that was given to a replica, with its samples as far as they have come."""
 
-    __slots__ = ("_stop_strings", "error", "num_open", "prepared", "request_ids", "samples")
+    __slots__ = ("_stop_strings", "error", "num_open", "prepared", "request_ids", "samples", "streams")
 
     def __init__(self, prepared: PreparedRow, first_request_id: int) -> None:
         self.prepared = prepared
@@ -32,12 +32,15 @@ class OpenRow:
         self.num_open = len(self.samples)
         self.error: RowError | None = None
         self._stop_strings: StopStrings | None = None
+        caller = prepared.place.caller
+        self.streams = caller is not None and caller.streams
+        """Whether somebody wants the text of its first sample as it comes."""
 
     @property
     def stop_strings(self) -> StopStrings | None:
-        """The row's stop strings, which its samples share; None if it has none."""
+        """The row's stop strings, which its samples share; None if no text is made before an answer has ended."""
         sampling = self.prepared.sampling
-        if self._stop_strings is None and sampling.stop:
+        if self._stop_strings is None and (sampling.stop or self.streams):
             self._stop_strings = StopStrings(sampling.stop_strings)
         return self._stop_strings
 
@@ -54,6 +57,9 @@ class OpenRow:
         prepared = self.prepared
         sampling = prepared.sampling
         seed = sampling.seed
+        caller = prepared.place.caller
+        if caller is not None and caller.seed is not None:
+            run_seed = caller.seed
         return Request(
             request_id=self.request_ids.start,
             prompt_ids=prepared.prompt_ids,
@@ -65,7 +71,7 @@ class OpenRow:
             row=prepared.place.index if seed is None else 0,
             sample=0,
             n=sampling.n,
-            stream=bool(sampling.stop),
+            stream=bool(sampling.stop) or self.streams,
         )
 
 
@@ -91,6 +97,10 @@ class Sample:
     def text_ids(self) -> array[int]:
         """The tokens that become text: all but a stop token that ended the answer."""
         return self.token_ids[:-1] if self.stopped_by_id else self.token_ids
+
+    def take_settled(self) -> str:
+        """Return the text since the last call that no stop string can take back. The row is one that streams."""
+        return "" if self._detector is None else self._detector.take_settled()
 
     def take(self, output: RequestOutput, row: OpenRow, tokenizer: Tokenizer) -> bool:
         """Add an output of the engine to this sample of `row`.

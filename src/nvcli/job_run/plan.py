@@ -13,7 +13,7 @@ from nvcli.errors import ConfigError
 from nvcli.host_memory import available_ram
 from nvcli.job_run.planning.duplicates import Duplicates
 from nvcli.job_run.planning.planner import Planner
-from nvcli.job_run.resolve import ResolvedJob, chooses_layout, resolve_layout
+from nvcli.job_run.resolve import ResolvedJob, ResolvedModel, chooses_layout, resolve_layout
 from nvcli.jobs.files import STREAM
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job
@@ -52,12 +52,19 @@ def plan_run(job: ResolvedJob, answered: AnsweredRows) -> RunPlan:
     A small job is counted first: it needs fewer slots and fewer CUDA graphs. Raises ConfigError and CapacityError
     where no layout is possible on the GPUs that are seen, or a CPU run's weights do not fit the RAM.
     """
-    run, config = job.run, job.config
-    enough = config.max_num_seqs * (MANY_REQUESTS if chooses_layout(run, config) else 1)
+    enough = job.config.max_num_seqs * (MANY_REQUESTS if chooses_layout(job.run, job.config) else 1)
     num_requests = count_requests(job.inputs, job.make_reader(answered), enough=enough)
-    layout = resolve_layout(run, config, job.model, num_requests=num_requests if num_requests < enough else None)
-    check_ram(config, job.model, num_replicas=layout.data_parallel_size, available=available_ram())
-    config = msgspec.structs.replace(layout.apply(config), max_num_seqs=min(num_requests, config.max_num_seqs))
+    return plan_replicas(job, num_requests=num_requests if num_requests < enough else None)
+
+
+def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPlan:
+    """Decide what to start for so many requests; None: many, or not known. Raises as `plan_run` does."""
+    run, config = resolved.run, resolved.config
+    layout = resolve_layout(run, config, resolved.model, num_requests=num_requests)
+    check_ram(config, resolved.model, num_replicas=layout.data_parallel_size, available=available_ram())
+    config = layout.apply(config)
+    if num_requests is not None:
+        config = msgspec.structs.replace(config, max_num_seqs=min(num_requests, config.max_num_seqs))
     return RunPlan(
         engine_configs=tuple(
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
@@ -90,7 +97,7 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
 def make_planner(run: RunConfig, num_replicas: int) -> Planner:
     """Make the planner that chooses the order of rows for a run with so many replicas."""
     running = run.max_num_seqs * num_replicas
-    rows = _window_rows(run, num_replicas)
+    rows = window_rows(run, num_replicas)
     return Planner(
         block_size=run.block_size if run.job.plan and run.enable_prefix_caching else None,
         longest_first=run.job.plan,
@@ -108,9 +115,10 @@ def make_duplicates(run: RunConfig, num_replicas: int) -> Duplicates | None:
     if not run.job.plan:
         return None
     return Duplicates(
-        max_rows=_window_rows(run, num_replicas), max_bytes=MAX_WINDOW_BYTES, max_kept_bytes=MAX_KEPT_ANSWER_BYTES
+        max_rows=window_rows(run, num_replicas), max_bytes=MAX_WINDOW_BYTES, max_kept_bytes=MAX_KEPT_ANSWER_BYTES
     )
 
 
-def _window_rows(run: RunConfig, num_replicas: int) -> int:
+def window_rows(run: RunConfig, num_replicas: int) -> int:
+    """Return how many rows are read ahead of those that run, so that there is something to choose from."""
     return max(MIN_WINDOW_ROWS, 8 * run.max_num_seqs * num_replicas)

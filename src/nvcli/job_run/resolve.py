@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +24,18 @@ from nvcli.job_run.text.prepare import ModelLimits
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
+from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
-from nvcli.jobs.input.reader import RowDigests, RowReader
+from nvcli.jobs.input.reader import RowDigests, RowReader, check_first_rows
+from nvcli.jobs.job import Caller
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.raw_values import as_json
 from nvcli.jobs.rows.row_digest import InputRows
+from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
@@ -43,30 +47,18 @@ from nvcli.versions import torch_build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedJob:
-    """One job: which rows are answered, by which model, with which settings, and into which output."""
+class ResolvedModel:
+    """A model with its settings, ready to be started for rows from anywhere."""
 
     run: RunConfig
-    inputs: tuple[str, ...]
-    """The input files by name, patterns expanded; `-` is standard input."""
-    output: str
-    """The output's name; `-` is standard output."""
-    limit: int | None
-    """Only so many rows of the inputs are read; None: all."""
     model_path: Path
     model: ModelConfig
     config: EngineConfig
     """The engine's configuration for this checkpoint; the layout is still to be chosen (`job_run.plan`)."""
     sampling_defaults: Mapping[str, Any]
     """The defaults that lie under a row's own `sampling`."""
-    can_continue: bool
-    """Whether the inputs can be read again, so that another run may continue the output."""
     chat_template: str | None
     """The text of the chat template that takes the place of the checkpoint's own; None: there is none."""
-    known_inputs: tuple[KnownInput, ...]
-    """The inputs as they were when the job was resolved; none where one of them cannot be read again."""
-    manifest: Manifest
-    """Everything that the answers depend on, to be kept beside the output."""
 
     @property
     def model_limits(self) -> ModelLimits:
@@ -79,64 +71,125 @@ class ResolvedJob:
             special_tokens=self.run.job.special_tokens,
         )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedJob(ResolvedModel):
+    """One job: which rows are answered, by which model, with which settings, and into which output."""
+
+    inputs: tuple[str, ...]
+    """The input files by name, patterns expanded; `-` is standard input."""
+    output: str
+    """The output's name; `-` is standard output."""
+    limit: int | None
+    """Only so many rows of the inputs are read; None: all."""
+    shard: Shard | None
+    """The shard of the rows that is answered; None: all are."""
+    can_continue: bool
+    """Whether the inputs can be read again, so that another run may continue the output."""
+    known_inputs: tuple[KnownInput, ...]
+    """The inputs as they were when the job was resolved; none where one of them cannot be read again."""
+    manifest: Manifest
+    """Everything that the answers depend on, to be kept beside the output."""
+
     def make_reader(self, answered: AnsweredRows | None = None, digests: RowDigests | None = None) -> RowReader:
         """Make a reader of the inputs that passes over the rows that are `answered`.
 
         `digests` takes the digests of the rows.
         """
+        parser = make_parser(self.run.job, self.sampling_defaults)
         return RowReader(
             self.inputs,
-            make_parser(self.run.job, self.sampling_defaults),
+            parser,
             limit=self.limit,
             answered=answered,
             known=self.known_inputs,
+            check_columns=self.run.job.check_columns,
+            shard=self.shard or WHOLE,
             digests=digests,
         )
 
     def identify_rows(self) -> InputRows:
         """Read the inputs to find out which rows they have. Raises ConfigError and InputChanged."""
-        return self.make_reader().identify_quickly() or self.make_reader().identify_all()
+        return self.make_reader().identify_all()
 
 
-def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
-    """Resolve a job from the names and settings that the user gave. Raises ConfigError and LoadError.
+def resolve_job(
+    run: RunConfig,
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    limit: int | None,
+    shard: Shard | None = None,
+    weights: bool = True,
+    found_device: Literal["cpu", "cuda"] | None = None,
+) -> ResolvedJob:
+    """Resolve a job, or a shard of it, from the names and settings that the user gave.
+
+    Raises ConfigError and LoadError.
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
-    inputs.
+    inputs. `weights` false: the job is only looked at, so that the checkpoint needs no weights. `found_device` is what
+    `device: auto` stands for; None: look for a GPU.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
-    output = choose_output(names, output)
+    output = choose_output(names, output, shard)
     check_output(names, output)
-    model_path = resolve_model(run.model)
-    model = load_model_config(model_path)
-    check_tokenizer_files(model_path)
-    check_weight_files(model_path)
-    chat_template = own_chat_template(run.job)
-    config = resolve_engine_config(run, model_path, model)
-    defaults = sampling_defaults(run, model)
+    names = fetch_inputs(names)
+    resolved = resolve_settings(run, weights=weights, found_device=found_device)
     can_continue = is_repeatable(names)
+    if can_continue and run.job.check_columns:
+        check_first_rows(
+            names if limit is None else names[:1], lambda: make_parser(run.job, resolved.sampling_defaults), limit=limit
+        )
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
         model=run.model,
         hub_id=run.model if is_hub_id(run.model) else None,
-        facts=job_facts(run, config, defaults, model_path=model_path, chat_template=chat_template),
+        facts=job_facts(
+            run,
+            resolved.config,
+            resolved.sampling_defaults,
+            model_path=resolved.model_path,
+            chat_template=resolved.chat_template,
+            weights=weights,
+            shard=shard,
+        ),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
     return ResolvedJob(
-        run=run,
+        **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
         inputs=tuple(names),
         output=output,
         limit=limit,
-        model_path=model_path,
-        model=model,
-        config=config,
-        sampling_defaults=defaults,
+        shard=shard,
         can_continue=can_continue,
-        chat_template=chat_template,
         known_inputs=known_inputs,
         manifest=manifest,
+    )
+
+
+def resolve_settings(
+    run: RunConfig, *, weights: bool = True, found_device: Literal["cpu", "cuda"] | None = None
+) -> ResolvedModel:
+    """Resolve the model and the settings of a run. Raises ConfigError and LoadError.
+
+    Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
+    `found_device` is as in `resolve_job`.
+    """
+    model_path = resolve_model(run.model, weights=weights)
+    model = load_model_config(model_path)
+    check_tokenizer_files(model_path)
+    if weights:
+        check_weight_files(model_path)
+    return ResolvedModel(
+        run=run,
+        model_path=model_path,
+        model=model,
+        chat_template=own_chat_template(run.job),
+        config=resolve_engine_config(run, model_path, model, found_device=found_device),
+        sampling_defaults=sampling_defaults(run, model),
     )
 
 
@@ -252,16 +305,26 @@ def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
     return defaults
 
 
-def make_parser(job: JobConfig, sampling_defaults: Mapping[str, Any]) -> RowParser:
-    """Make the parser of a job's rows."""
+def make_parser(
+    job: JobConfig,
+    sampling_defaults: Mapping[str, Any],
+    *,
+    keep: Callable[[Any], Any] = as_json,
+    caller: Caller | None = None,
+) -> RowParser:
+    """Make the parser of a job's rows. `keep` and `caller` are those of `RowParser`."""
     rules = PromptRules(
         prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
         messages_template=tuple((each.role, TextTemplate(each.content)) for each in job.messages_template),
         system=job.system,
         chat_template_kwargs=job.chat_template_kwargs,
     )
-    keys = RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
-    return RowParser(sampling_defaults, keys, rules)
+    return RowParser(sampling_defaults, row_keys(job), rules, keep=keep, keep_input=job.keep_input, caller=caller)
+
+
+def row_keys(job: JobConfig) -> RowKeys:
+    """Return the keys under which the rows of a job say something to nvcli."""
+    return RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
 
 
 def own_chat_template(job: JobConfig) -> str | None:

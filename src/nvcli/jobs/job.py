@@ -4,7 +4,7 @@ Every row that is not blank becomes exactly one `JobResult`. A row that cannot b
 is one of these, or a type that the engine gave:
 
     invalid_json, not_an_object, invalid_id, duplicate_id,     the line itself
-    line_too_long
+    line_too_long, invalid_utf8, invalid_csv, ragged_row
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
     missing_column, invalid_sampling, unsupported_url,
     unsupported_parameter
@@ -16,7 +16,7 @@ is one of these, or a type that the engine gave:
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,6 +28,7 @@ JobId = str | int
 ROW_FAULTS = frozenset(
     (
         *("invalid_json", "not_an_object", "invalid_id", "duplicate_id", "line_too_long"),
+        *("invalid_utf8", "invalid_csv", "ragged_row"),
         *("missing_prompt", "conflicting_prompts", "invalid_value", "missing_column", "invalid_sampling"),
         *("unsupported_url", "unsupported_parameter", "empty_prompt", "prompt_too_long", "max_tokens_too_large"),
         *("token_out_of_vocabulary", "special_token", "no_chat_template"),
@@ -46,6 +47,27 @@ class RowForm(Enum):
     """A row of an OpenAI batch file for /v1/completions."""
 
 
+class Caller(Protocol):
+    """Whoever waits for the answers of some rows, where the rows of a run come from several callers."""
+
+    seed: int | None
+    """The seed for these rows in place of the run's; None: the run's."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody waits any more, so that the rows need not be computed."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the text of a row's first answer is wanted as it comes."""
+
+    def take_text(self, text: str) -> None:
+        """Take what the first answer of a row has become longer by."""
+
+    def take(self, result: JobResult) -> None:
+        """Take the result of a row."""
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A row's place in the input and all else that its answer needs to know of it."""
 
@@ -56,13 +78,16 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """The number of the row over all inputs, from 0; blank lines are not rows."""
     line: str
-    """The place as messages name it: `line 7`, in a table `row 7`; `line 7 of b.jsonl` where there are several
-    inputs."""
-    extra: dict[str, msgspec.Raw] = {}
-    """Keys that are not nvcli's own, with their values as JSON; they go into the output row as they came."""
+    """The place as messages name it: `line 7`, in a table `row 7`, in a JSON array `item 7`; `line 7 of b.jsonl` where
+    there are several inputs."""
+    extra: dict[str, Any] = {}
+    """Keys that are copied, with their values as JSON (`msgspec.Raw`), or as the objects that a Python program gave;
+    they go into the output row as they came."""
     form: RowForm = RowForm.NATIVE
     model: str | None = None
     """The model that a row of an OpenAI form names, which its answer repeats."""
+    caller: Caller | None = None
+    """Whoever waits for the answer; None where all rows belong to one job."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,8 @@ from nvcli.kernels.sampling import (
     packed_argmax,
     unpack_argmax,
 )
-from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import INFINITE_SCORE, LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
+from nvcli.messages import NOT_FINITE
 
 
 def shard_candidates(
@@ -30,7 +31,8 @@ def shard_candidates(
     """Make one rank's part of each row's choice: (packed [N] int64, lists [N, LIST_WIDTH] int32).
 
     `packed` is the result of `packed_argmax`; it is used for rows without a small top-k, and the list for rows with
-    one. The arguments are those of `packed_argmax`.
+    one. Of those `packed` says whether the shard has a NaN or +inf, by the score +inf; then the list means nothing. The
+    arguments are those of `packed_argmax`.
     """
     if logits.is_cuda:
         from nvcli.kernels.triton import sampling
@@ -61,7 +63,8 @@ def choose_candidates(
     """Choose the tokens that `sample` chooses from the whole vocabulary: [N] int32.
 
     packed: [N] int64, the largest of all ranks; lists: [R, N, LIST_WIDTH] int32, those of all ranks. Rows without a
-    small top-k take their token from `packed`, and must have no limits.
+    small top-k take their token from `packed`, and must have no limits. The result is `NOT_FINITE` where that of
+    `sample` is.
     """
     if lists.is_cuda:
         from nvcli.kernels.triton import candidates
@@ -79,5 +82,6 @@ def choose_candidates(
     uniforms = uniforms_at(columns.seed, positions.long(), columns.row, columns.sample, tokens)
     scores = scaled + uniforms.log_().neg_().log_().neg_()
     is_kept = (scaled >= min_kept[:, None]) & (scaled > -torch.inf)
-    chosen = pack(scores.masked_fill(~is_kept, -torch.inf), tokens).amax(dim=-1)
-    return unpack_argmax(torch.where(columns.has_small_top_k, chosen, packed))
+    chosen = pack(scores.masked_fill(~is_kept, -torch.inf), tokens.where(is_kept, NOT_FINITE)).amax(dim=-1)
+    takes_packed = ~columns.has_small_top_k | (packed >= INFINITE_SCORE << 32)
+    return unpack_argmax(torch.where(takes_packed, packed, chosen))

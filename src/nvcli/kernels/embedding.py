@@ -3,7 +3,6 @@ kernel that is held to it."""
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,4 +18,5 @@ def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None = Non
         return embedding.embed_part(ids, weight, start, out)
     local = ids - start
     mine = (local >= 0) & (local < weight.shape[0])
-    return torch.mul(F.embedding(local.where(mine, 0), weight), mine.unsqueeze(-1), out=out)
+    found = F.embedding(local.where(mine, 0), weight).masked_fill_(~mine.unsqueeze(-1), 0)
+    return found if out is None else out.copy_(found)

@@ -51,6 +51,21 @@ def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
     state.lengths[slots[~is_padding]] += num_tokens[~is_padding].int()
 
 
+def keep_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+    """Put one sampled id for each of N rows into the table, where the next step finds its input.
+
+    token_ids: [S, max_model_len] int32, written; slots: [N] int64; positions: [N] int32; ids: [N] int32. Every entry of
+    the table stays a token of the vocabulary: `NOT_FINITE` and what is sampled for the padding slot become token 0.
+    """
+    if token_ids.is_cuda:
+        from nvcli.kernels.triton import prepare_inputs as kernels
+
+        kernels.keep_tokens(token_ids, slots, positions, ids)
+        return
+    is_padding = slots == len(token_ids) - 1
+    token_ids[slots, positions.long()] = ids.masked_fill(is_padding, 0).clamp_(min=0)
+
+
 def write_tokens(token_ids: Tensor, slots: Tensor, starts: Tensor, offsets: Tensor, ids: Tensor) -> None:
     """Write spans of tokens into the table. Span i is ids[offsets[i] : offsets[i + 1]]; it begins at position starts[i]
     of slot slots[i].

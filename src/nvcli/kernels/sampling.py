@@ -11,10 +11,9 @@ from torch import Tensor
 
 from nvcli.kernels.philox import token_uniforms
 from nvcli.kernels.sampling_columns import SamplingColumns
+from nvcli.messages import NOT_FINITE
 
 _MAX_TOKEN = 0x7FFFFFFF
-_WORST_SCORE = -0x80000000
-"""Score of a shard that has no token to offer, as an integer."""
 
 
 def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor) -> Tensor:
@@ -22,8 +21,9 @@ def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: T
     softmax(logits / temperature) among the tokens that top-k, top-p and min-p keep (see `keep_likely`).
 
     logits: [N, V], rows may lie apart; slots: [N] int64, the row of `columns` that each row of logits takes;
-    positions: [N] int32 or int64, of the tokens to be sampled. → [N] int32. Of equally good tokens the first is taken;
-    on CUDA a NaN never wins. On CUDA nothing waits for the device, so that a graph can hold the call.
+    positions: [N] int32 or int64, of the tokens to be sampled. → [N] int32. Of equally good tokens the first is taken.
+    A row that has a NaN or +inf among its logits, or nothing but -inf, gets `NOT_FINITE`; a single -inf is a forbidden
+    token. On CUDA nothing waits for the device, so that a graph can hold the call.
 
     The kernels agree with `gumbel_max` bit for bit in the random numbers, and up to the last bits in their logarithms:
     another token may come out where two scores are equal to about 1e-6 of their size.
@@ -48,8 +48,10 @@ def packed_argmax(
 
     logits: [N, M] of the tokens `start` to `start + M`, M may be 0; the others as for `sample`. → [N] int64: the score
     in the upper half, as an integer of the same order; in the lower one 2^31 - 1 - token, so that of equal scores the
-    first token's number is the largest. Rows with a small top-k get a number without meaning: `shard_candidates` of
-    `nvcli.kernels.candidates` is for them. Other limits are not looked at.
+    first token's number is the largest. A NaN or +inf among the shard's logits gives the score +inf and the token
+    `NOT_FINITE`; where all of them are -inf, or there is none, the score is -inf and the token is `NOT_FINITE`. Rows
+    with a small top-k get a number without meaning: `shard_candidates` of `nvcli.kernels.candidates` is for them. Other
+    limits are not looked at.
     """
     if logits.is_cuda:
         from nvcli.kernels.triton import sampling
@@ -57,10 +59,10 @@ def packed_argmax(
         return sampling.packed_argmax(logits, columns, slots, positions, start=start)
     num_rows, num_tokens = logits.shape
     if num_tokens == 0:
-        return torch.full((num_rows,), (_WORST_SCORE << 32) | _MAX_TOKEN)
-    scores = noisy_scores(logits.float(), columns.at(slots), positions, start=start)
-    tokens = scores.argmax(dim=-1, keepdim=True)
-    return pack(scores.gather(1, tokens), start + tokens)[:, 0]
+        return pack(torch.full((num_rows,), -torch.inf), torch.full((num_rows,), NOT_FINITE))
+    best, tokens = noisy_scores(logits.float(), columns.at(slots), positions, start=start).max(dim=-1)
+    tokens = torch.where(best.isfinite(), start + tokens, NOT_FINITE)
+    return pack(best.nan_to_num(torch.inf, torch.inf, -torch.inf), tokens)
 
 
 def pack(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ def pack(scores: Tensor, tokens: Tensor) -> Tensor:
 def unpack_argmax(packed: Tensor) -> Tensor:
     """Unpack the tokens from the numbers of `packed_argmax`: [N] int64 → [N] int32."""
     low_words = packed.view(torch.int32).view(-1, 2)[:, 0]  # little-endian
-    return _MAX_TOKEN - low_words
+    return low_words ^ _MAX_TOKEN
 
 
 def min_kept_logit(logits: Tensor, columns: SamplingColumns) -> Tensor:
@@ -92,13 +94,14 @@ def min_kept_logit(logits: Tensor, columns: SamplingColumns) -> Tensor:
 
 def gumbel_max(logits: Tensor, columns: SamplingColumns, positions: Tensor) -> Tensor:
     """Sample from softmax(logits / temperature): the largest of logits / temperature + Gumbel noise (the Gumbel-max
-    trick; Maddison et al., 2014). → [N] int64.
+    trick; Maddison et al., 2014). → [N] int64, `NOT_FINITE` where the largest score is not finite.
 
     Where the temperature is 0 the largest logit is taken; limits are not looked at; `columns` has N rows. The noise of
     a token is a function of (seed, position, row, sample, token) alone, so that removing other tokens (top-k and the
     like) leaves it as it is.
     """
-    return noisy_scores(logits, columns, positions, start=0).argmax(dim=-1)
+    best, tokens = noisy_scores(logits, columns, positions, start=0).max(dim=-1)  # a NaN is the largest
+    return torch.where(best.isfinite(), tokens, NOT_FINITE)
 
 
 def noisy_scores(logits: Tensor, columns: SamplingColumns, positions: Tensor, *, start: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The sampling parameters of all slots, as columns of a table, and the size of the lists that ranks exchange."""
+"""The sampling parameters of all slots, as columns of a table, and the form of what ranks exchange."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ LIST_WIDTH = 2 * MAX_CANDIDATES + 1
 """Words of a list, int32: the bits of MAX_CANDIDATES logits (float32, -inf where there is no token), their tokens, and
 the number of tokens that share the last logit. The last entry is the k-th largest logit and the best token that has it;
 the entries before are the tokens above it, in any order."""
+
+INFINITE_SCORE = 0x7F800000
+"""The score +inf in the numbers that ranks exchange (`packed_argmax`), above those of all tokens: a rank has a NaN or
++inf among its logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ two ways, and a batch takes one of them:
   whole logits: the ranks exchange the tokens that it may keep, and all choose alike. For what remains (other limits,
   penalties, biases, log-probabilities) rank 0 gathers the logits and chooses, and all ranks learn.
 
-Neither waits for the device. What few rows ask for is done for those rows only.
+Neither waits for the device. What few rows ask for is done for those rows only. A row whose logits are not finite gets
+`NOT_FINITE` in the place of a token.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Sampler:
         )
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Choose ids [N] int32 for a simple batch, on every rank the same; rows of other batches get some token.
+        """Choose ids [N] int32 for a simple batch, on every rank the same; rows of other batches get some token, or
+        `NOT_FINITE`.
 
         logits: [N, M] as `CausalLM.compute_logits` gives them; slots: [N] int64; positions: [N] of the tokens to be
         sampled. On a GPU it launches kernels only, for a CUDA graph.
@@ -198,7 +200,7 @@ def _find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, co
     logits: [N, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives.
     """
     logprobs = logits[at].float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, ids[at].long()[:, None])[:, 0]
+    chosen = logprobs.gather(1, ids[at].long().clamp_(min=0)[:, None])[:, 0]  # `NOT_FINITE` is no token
     top = logprobs.topk(max(1, int(counts.max())), dim=-1)
     # A copy to the host that does not wait goes to pinned memory.
     on_host = [x.to("cpu", non_blocking=True) for x in (chosen, top.indices, top.values)]

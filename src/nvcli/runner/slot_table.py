@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
-from nvcli.kernels.prepare_inputs import write_tokens
+from nvcli.kernels.prepare_inputs import keep_tokens, write_tokens
 from nvcli.kernels.step_tensors import SlotState
 from nvcli.messages import NewSlot, StepInput
 from nvcli.runner.sampling_table import SamplingTable
@@ -26,6 +26,16 @@ and the rows that the sampler names."""
 def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Read packed int32 numbers of a message as an array, without a copy."""
     return np.frombuffer(data, dtype=np.int32)
+
+
+def partly_filled_blocks(step: StepInput) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Of the blocks that a step gives to slots, return those that may be read before they are full: the last of each
+    run of columns. A cached block is none of them, because a block for the token behind it follows."""
+    groups, slots, columns = map(unpack_ids, (step.block_groups, step.block_slots, step.block_columns))
+    is_last = np.ones(len(slots), dtype=np.bool_)
+    is_last[:-1] = (groups[1:] != groups[:-1]) | (slots[1:] != slots[:-1]) | (columns[1:] != columns[:-1] + 1)
+    blocks: np.ndarray[tuple[int], np.dtype[np.int32]] = unpack_ids(step.block_ids)[is_last]
+    return blocks
 
 
 class SlotTable:
@@ -65,7 +75,7 @@ class SlotTable:
 
     def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
         """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
-        self.state.token_ids[slots, positions.long()] = ids
+        keep_tokens(self.state.token_ids, slots, positions, ids)
 
     def _fill(self, new_slots: list[NewSlot]) -> None:
         slots, cached = self.upload(

@@ -24,7 +24,7 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
 from nvcli.runner.sampler import PendingLogprobs, Sampler
-from nvcli.runner.slot_table import SlotTable, unpack_ids
+from nvcli.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
 from nvcli.runner.step_clock import StepClock, StepTime
 
 _STEPS_POSTED = 2
@@ -38,7 +38,8 @@ class StepLogits:
     logits: Tensor
     """[N, M] of this rank's part of the vocabulary."""
     ids: Tensor | None
-    """[N] int32, in the slot table already; None where the rows ask for more than `Sampler.sample` does."""
+    """[N] int32, in the slot table already, `NOT_FINITE` for none; None where the rows ask for more than
+    `Sampler.sample` does."""
 
     def unowned(self) -> StepLogits:
         return replace(self, logits=unowned(self.logits))
@@ -139,6 +140,9 @@ class StepRunner:
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
         self._slots.apply(step)
+        if step.block_ids and self._backend.reads_behind_rows:
+            (blocks,) = self._slots.upload(partly_filled_blocks(step))
+            self._kv_cache.clear(blocks.long())
         needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)
         if padded is None:

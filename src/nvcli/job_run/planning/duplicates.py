@@ -76,6 +76,10 @@ class Duplicates:
         self.num_bytes += num_bytes
         return False
 
+    def is_awaited(self, row: PreparedRow) -> bool:
+        """Tell whether other rows wait for the answer of a row that was admitted."""
+        return row.answer_key is not None and bool(self._followers.get(row.answer_key))
+
     def finish(self, row: PreparedRow, result: JobResult, error: RowError | None) -> None:
         """Take the result of a row that was admitted. `error` is the row's error without its place in the input."""
         key = row.answer_key

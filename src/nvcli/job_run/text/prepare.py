@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
@@ -190,9 +191,9 @@ class Preparer:
         )
 
 
-def _num_bytes(extra: Mapping[str, msgspec.Raw]) -> int:
-    """Estimate what passed-through values take in memory."""
-    return sum(200 + len(key) + len(memoryview(raw)) for key, raw in extra.items())
+def _num_bytes(extra: Mapping[str, Any]) -> int:
+    """Estimate what passed-through values take in memory. Objects of a Python program belong to it and count little."""
+    return sum(200 + (len(memoryview(value)) if isinstance(value, msgspec.Raw) else 0) for value in extra.values())
 
 
 def _check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None:

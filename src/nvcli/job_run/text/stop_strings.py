@@ -24,9 +24,9 @@ class StopStrings:
     """The stop strings of a row, made ready to be looked for in each of its answers."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        assert strings
+        """Take any number of texts, none of them empty."""
         assert all(strings)
-        self._root = _Node()
+        self._root = _Node(0)
         for string in strings:
             self._add(string)
         self._link()
@@ -37,8 +37,8 @@ class StopStrings:
 
     def _add(self, string: str) -> None:
         node = self._root
-        for char in string:
-            node = node.children.setdefault(char, _Node())
+        for depth, char in enumerate(string, 1):
+            node = node.children.setdefault(char, _Node(depth))
         node.longest = len(string)
 
     def _link(self) -> None:
@@ -57,9 +57,11 @@ class StopStrings:
 class _Node:
     """A beginning of some stop strings."""
 
-    __slots__ = ("children", "fallback", "longest")
+    __slots__ = ("children", "depth", "fallback", "longest")
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        """The length of this beginning."""
         self.children: dict[str, _Node] = {}
         """The beginnings that are longer by one character, by that character."""
         self.fallback: _Node | None = None
@@ -81,6 +83,11 @@ class Search:
     def __init__(self, root: _Node) -> None:
         self._root = self._node = root
         self._num_chars = 0
+
+    @property
+    def num_begun(self) -> int:
+        """The number of characters at the end of the text that a stop string may begin with."""
+        return self._node.depth
 
     def take(self, piece: str) -> int | None:
         """Take the next piece of the text. Of the stop strings that end in it, return where in the text the one that
@@ -117,6 +124,9 @@ class StopStringDetector:
         self._read = 0
         self._context_text = ""
         self._pieces: list[str] = []
+        self._num_settled_pieces = 0
+        self._held_back = ""
+        """The text of earlier pieces that `take_settled` has not given out."""
         self.text: str | None = None
         """The answer before the stop string, once that is complete."""
 
@@ -134,6 +144,17 @@ class StopStringDetector:
             if piece and self._take_piece(piece):
                 return True
         return False
+
+    def take_settled(self) -> str:
+        """Return the text since the last call that belongs to the answer for sure: no stop string begins in it.
+
+        Call it while the answer goes on.
+        """
+        text = "".join([self._held_back, *self._pieces[self._num_settled_pieces :]])
+        self._num_settled_pieces = len(self._pieces)
+        end = len(text) - self._search.num_begun
+        self._held_back = text[end:]
+        return text[:end]
 
     def _next_piece(self) -> str:
         """Return the text that the last token added, without a character that is incomplete."""

@@ -14,36 +14,35 @@ from nvcli.jobs.output.manifest import Manifest, save_manifest
 from nvcli.jobs.output.output_scan import OutputScan, scan_output, sound_lines
 from nvcli.jobs.output.row_changes import RowChanges, compare_rows
 from nvcli.jobs.output.update import update_output
-from nvcli.jobs.own_files import digests_path, is_parquet
+from nvcli.jobs.own_files import digests_path, is_csv, is_table
 from nvcli.jobs.rows.moved_row import moved_row
 from nvcli.jobs.rows.output_row import WrittenRow, read_output_row
 from nvcli.jobs.rows.row_digest import DIGEST_BYTES, InputRows
+from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.regular_file import read_regular
 
 
 class ChangedInput:
     """One output, the inputs that it was made from, and those that are there now."""
 
-    def __init__(self, output: Path, file: LockedFile, old: Manifest, new: Manifest, rows: InputRows) -> None:
+    def __init__(
+        self, output: Path, file: LockedFile, old: Manifest, new: Manifest, rows: InputRows, *, shard: Shard = WHOLE
+    ) -> None:
         """Compare the inputs. Raises ConfigError where nothing tells which rows have changed, and OSError.
 
-        `file` holds the rows of the output. `old` and `new` differ in their inputs, and `rows` are those of the new
-        ones.
+        `file` holds the rows of the output, which are those of the `shard`. `old` and `new` differ in their inputs, and
+        `rows` are all rows of the new ones.
         """
         self._output = output
         self._file = file
         self._old = old
         self._new = new
         self._rows = rows
+        self._shard = shard
         path = digests_path(output)
-        try:
-            digests = read_regular(path)
-        except FileNotFoundError:
-            raise ConfigError(
-                f"the output {output} was made from another input, and nothing tells which rows have changed: there "
-                f"is no {path.name}\n{self._differences}\nput the input back, start anew with --overwrite, or name "
-                "another output with -o"
-            ) from None
+        digests = read_regular(path) if path.exists() else b""
+        if not digests:
+            raise self._refusal(f"nothing tells which rows have changed: there is no {path.name}, or it is empty")
         self._num_known = len(digests) // DIGEST_BYTES
         self._changes = compare_rows(digests, rows.digests, old_is_all=old.num_input_rows == self._num_known)
 
@@ -65,7 +64,9 @@ class ChangedInput:
             manifest = msgspec.structs.replace(self._old, inputs=self._new.inputs)
             save_manifest(self._output, manifest)
             return manifest
-        scan = scan_output(self._file.path)
+        if is_csv(self._output) and not self._file.size:
+            raise self._refusal("a complete CSV table cannot be updated (JSONL and Parquet can)")
+        scan = scan_output(self._file.path, self._shard)
         if not update and not (retry_errors and self._has_only_mended_failures(changes, scan)):
             also = "--retry-errors alone is enough where only failed rows were mended; " if retry_errors else ""
             raise ConfigError(
@@ -76,13 +77,19 @@ class ChangedInput:
         answered = scan.answered.all
         has_unknown_rows = answered.next_present(self._num_known) in answered
         keeps_all = self._file.size > 0 and changes.keeps_all and not has_unknown_rows
-        kept = _kept_lines(self._lines(), changes, self._rows)
+        kept = _kept_lines(self._lines(), changes, self._rows, self._shard)
         return update_output(
             self._output,
             self._file,
             msgspec.structs.replace(self._old, inputs=self._new.inputs, num_input_rows=self._rows.count, finished=None),
             None if keeps_all else map(pack, in_chunks(kept)),
             self._rows,
+        )
+
+    def _refusal(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"the output {self._output} was made from another input, and {why}\n{self._differences}\nput the input "
+            "back, start anew with --overwrite, or name another output with -o"
         )
 
     @property
@@ -100,7 +107,7 @@ class ChangedInput:
 
     def _lines(self) -> Iterator[tuple[WrittenRow, bytes]]:
         """Yield the sound lines of the output, those of a complete table too."""
-        if self._file.size or not is_parquet(self._output):
+        if self._file.size or not is_table(self._output):
             yield from sound_lines(self._file.path)
         elif self._old.finished is not None and self._output.stat().st_size == self._old.finished.output_bytes:
             from nvcli.jobs.output.parquet_output import read_parquet
@@ -111,16 +118,19 @@ class ChangedInput:
                 yield row, line
 
 
-def _kept_lines(lines: Iterable[tuple[WrittenRow, bytes]], changes: RowChanges, rows: InputRows) -> Iterator[bytes]:
+def _kept_lines(
+    lines: Iterable[tuple[WrittenRow, bytes]], changes: RowChanges, rows: InputRows, shard: Shard
+) -> Iterator[bytes]:
     """Yield the lines that the output keeps, those of rows with another index or name with the new one.
 
-    Dropped are lines of rows that are not as they were, of rows whose id an earlier row has now, and of failed rows
+    Dropped are lines of rows that are not as they were, of rows of another shard, of rows whose id an earlier row has
+    now, and of failed rows
     that have to be looked at again: rows at fault, because that may hang on other rows, and rows that stand elsewhere
     now, because the message names their line.
     """
     for row, line in lines:
         index = changes.index_of(row.index)
-        if index is None or index in rows.repeated:
+        if index is None or index not in shard or index in rows.repeated:
             continue
         if row.error_type is not None and (row.error_type in ROW_FAULTS or index != row.index):
             continue

@@ -51,6 +51,13 @@ class DigestFile:
             self._pending += digest
         self._num_rows += 1
 
+    def add_all(self, digests: bytes) -> None:
+        """Take the digests of rows from the first row on; those that are there already are left out."""
+        whole = len(digests) // DIGEST_BYTES * DIGEST_BYTES
+        with self._lock:
+            self._pending += digests[self._num_rows * DIGEST_BYTES : whole]
+        self._num_rows = max(self._num_rows, whole // DIGEST_BYTES)
+
     def flush(self) -> None:
         """Write what was added. Raises OSError."""
         if self._fd is None:

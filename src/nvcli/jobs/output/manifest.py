@@ -51,6 +51,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether new versions of the output's rows and digests lie beside them, to take their places (`output.update`)."""
     finished: Finished | None = None
 
+    def differences(self, other: Manifest) -> list[str]:
+        """Return one line for each thing that differs between this manifest and `other`."""
+        return [*self.setting_differences(other), *self.input_differences(other)]
+
     def setting_differences(self, other: Manifest) -> list[str]:
         """Return one line for each thing of model and configuration that differs between this manifest and `other`."""
         lines = [f"model: {self.hub_id} → {other.hub_id}"] if self._has_other_hub_id(other) else []

@@ -13,7 +13,7 @@ from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usag
 BATCH_ID = "batch_req_"
 """The id of an output row is this and the row's index."""
 
-_OURS = ("aborted", "kv_cache_too_small", "tokenizer_error")
+_OURS = ("aborted", "kv_cache_too_small", "non_finite_logits", "tokenizer_error")
 """Error types that are not the request's fault: status 500, where others are 400."""
 
 

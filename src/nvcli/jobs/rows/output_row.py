@@ -6,10 +6,12 @@ from typing import Any
 
 import msgspec
 
-from nvcli.jobs.job import JobResult, RowForm
+from nvcli.jobs.job import JobResult, Place, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
 from nvcli.validation import is_utf8
 
+CSV_TEXT_FIELD = "generated_text"
+"""The key of the text in outputs whose cells hold no lists, unless the job names another."""
 _NATIVE_KEYS = frozenset(("id", "index", "choices", "usage", "error"))
 _OPENAI_KEYS = frozenset(("id", "index", "custom_id", "response", "error"))
 """Keys that mean something of the answer in an output row. `index` is how `read_output_row` knows native rows."""
@@ -24,6 +26,8 @@ class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
     """When the job began, in seconds since 1970; `created` of OpenAI's objects."""
     model: str = ""
     """The model's name, for rows that name none."""
+    text_field: str | None = None
+    """The key of the first choice's text; None: no such key."""
 
 
 class WrittenRow(msgspec.Struct, frozen=True):
@@ -36,13 +40,14 @@ class WrittenRow(msgspec.Struct, frozen=True):
 
 
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
-    """Return the output row: the keys of its form first, then what the input row passed through.
+    """Return the output row: the keys of its form first, then what the input row passed through."""
+    return pass_through(answer_of(result, form), result.place)
 
-    Keys of the input row that have the name of one of the output's go under `input`, together with its own `input`.
-    """
+
+def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
+    """Return the output row without what the input row passed through."""
     place = result.place
-    is_native = place.form is RowForm.NATIVE
-    if not is_native:
+    if place.form is not RowForm.NATIVE:
         row = openai_row(result, created=form.created, model=place.model or form.model)
     else:
         row = {
@@ -52,9 +57,19 @@ def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
             "usage": result.usage,
             "error": result.error,
         }
+    if form.text_field is not None:
+        row[form.text_field] = result.choices[0].text if result.choices else None
+    return row
+
+
+def pass_through(row: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Add what the input row passed through to its output row, and return that.
+
+    Keys of the input row that have the name of one of the output's go under `input`, together with its own `input`.
+    """
     extra = place.extra
     if extra:
-        taken = extra.keys() & (_NATIVE_KEYS if is_native else _OPENAI_KEYS)
+        taken = extra.keys() & (row.keys() | (_NATIVE_KEYS if place.form is RowForm.NATIVE else _OPENAI_KEYS))
         if taken:
             row[_INPUT] = {key: value for key, value in extra.items() if key in taken or key == _INPUT}
         for key, value in extra.items():

@@ -1,7 +1,9 @@
 """Digests of input rows: 16 bytes that tell whether a row is the one that was answered, wherever it stands.
 
-bytes 0 to 9      the digest of the row as it is read: of its line, or of a table's values as JSON
-bytes 10 to 15    the digest of the row's own id; zeros for a row without one
+    bytes 0 to 9      the digest of the row as it is read: of its line, or of a table's values as JSON
+    bytes 10 to 15    the digest of the row's own id; zeros for a row without one
+
+They depend on nothing but the row.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from hashlib import blake2b
 
 import msgspec
 
+from nvcli.errors import RowError
 from nvcli.jobs.job import JobId
 from nvcli.jobs.line_splitter import DroppedLine
 from nvcli.jobs.row_set import RowSet
+from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.parser import Row
 
 DIGEST_BYTES = 16
@@ -27,10 +31,14 @@ def row_digest(row: Row, own_id: JobId | None) -> bytes:
     """Return the digest of a row. `own_id` is the id that it brought; None: it brought none."""
     if isinstance(row, bytes):
         data = row.strip()  # the end of a line may be that of another system
+    elif isinstance(row, str):
+        data = row.encode()
     elif isinstance(row, DroppedLine):
         data = b"%d" % row.num_bytes
+    elif isinstance(row, RowError):
+        data = f"{row.type}: {row.message}".encode()
     else:
-        data = _encode(row)
+        data = _encode(dict(row.texts) if isinstance(row, Cells) else row)
     content = blake2b(data, digest_size=_CONTENT_BYTES).digest()
     if own_id is None:
         return content + _NO_ID

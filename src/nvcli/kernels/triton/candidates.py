@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.sampling_columns import INFINITE_SCORE, LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 from nvcli.kernels.triton.philox import gumbel, quad_uniforms, uniforms_at
 from nvcli.kernels.triton.top_k_top_p import min_kept, smallest_value
+from nvcli.messages import NOT_FINITE
 
 GROUP_TOKENS = 64
 """Tokens of a group."""
@@ -27,6 +28,8 @@ _MAX_CANDIDATES = tl.constexpr(MAX_CANDIDATES)
 _LIST_WIDTH = tl.constexpr(LIST_WIDTH)
 _GROUP_QUADS = tl.constexpr(GROUP_TOKENS // 4)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+NO_CHOICE = tl.constexpr(NOT_FINITE)
+_INFINITE_PACKED = tl.constexpr(INFINITE_SCORE << 32)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SCAN_QUADS = tl.constexpr(1024)
 """Quads (groups of four tokens) of a whole row that a program looks at in one go."""
@@ -274,7 +277,8 @@ def _choose_candidates_kernel(
     slot = tl.load(slots_ptr + index)
     temperature = tl.load(temperature_ptr + slot)
     top_k = tl.load(top_k_ptr + slot)
-    if has_small_top_k(temperature, top_k):
+    packed = tl.load(packed_ptr + index)
+    if has_small_top_k(temperature, top_k) & (packed < _INFINITE_PACKED):
         entries = tl.arange(0, RANKS * _MAX_CANDIDATES)
         rank, place = entries // _MAX_CANDIDATES, entries % _MAX_CANDIDATES
         exists, is_last = rank < NUM_RANKS, place == _MAX_CANDIDATES - 1
@@ -310,10 +314,9 @@ def _choose_candidates_kernel(
         scores = values * (1.0 / temperature) + gumbel(uniforms, APPROXIMATE)
         is_kept = (values > -float("inf")) & (tl.div_rn(values, temperature) >= least)
         _, token = _best(scores, tokens, is_kept)
-        tl.store(out_ptr + index, tl.where(token == NO_TOKEN, 0, token))
+        tl.store(out_ptr + index, tl.where(token == NO_TOKEN, NO_CHOICE, token))
     else:
-        packed = tl.load(packed_ptr + index)
-        tl.store(out_ptr + index, (packed & NO_TOKEN).to(tl.int32) ^ NO_TOKEN)
+        tl.store(out_ptr + index, packed.to(tl.int32) ^ NO_TOKEN)
 
 
 def choose_candidates(

@@ -15,6 +15,8 @@ _TOKENS = 512
 """Tokens that a program takes at once. Few rows have more than one."""
 _LOGITS = 16
 """Logits rows that a program takes at once."""
+_KEPT = 128
+"""Sampled ids that a program takes."""
 
 
 @triton.jit(
@@ -122,6 +124,43 @@ def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
         TOKENS=_TOKENS,
         LOGITS=_LOGITS,
         num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["stride", "num_rows", "padding_slot"])
+def _keep_tokens_kernel(
+    token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
+    slots_ptr,  # [N] int64
+    positions_ptr,  # [N] int32
+    ids_ptr,  # [N] int32
+    stride,
+    num_rows,
+    padding_slot,
+    ROWS: tl.constexpr,
+):
+    """Program (ROWS rows)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    slot = tl.load(slots_ptr + rows, mask=inside, other=0)
+    position = tl.load(positions_ptr + rows, mask=inside, other=0)
+    token_id = tl.maximum(tl.load(ids_ptr + rows, mask=inside, other=0), 0)
+    token_id = tl.where(slot == padding_slot, 0, token_id)
+    tl.store(token_ids_ptr + slot * stride + position, token_id, mask=inside)
+
+
+def keep_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+    """See `nvcli.kernels.prepare_inputs.keep_tokens`."""
+    num_rows = len(ids)
+    _keep_tokens_kernel[(triton.cdiv(num_rows, _KEPT),)](
+        token_ids,
+        slots,
+        positions,
+        ids,
+        token_ids.stride(0),
+        num_rows,
+        len(token_ids) - 1,
+        ROWS=_KEPT,
+        num_warps=_KEPT // 32,
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from nvcli.kernels.sampling_columns import LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 from nvcli.kernels.triton.candidates import (
     GROUP_TOKENS,
+    NO_CHOICE,
     NO_TOKEN,
     best_listed,
     better,
@@ -39,7 +40,6 @@ _LISTED_GROUPS = 128
 _ROW_WARPS = 16
 _MAX_REGISTERS = 64
 """The registers that a thread may use. Without a limit the compiler takes more, and too few programs run at a time."""
-_WORST_SCORE = tl.constexpr(-0x80000000)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _sample_chunk_kernel(
     APPROXIMATE: tl.constexpr,
 ):
     """Program (row, chunk) finds the best score of the chunk's tokens, and the first token that has it; for a row with
-    a small top-k the maxima of the chunk's groups instead. Without SHARDED, `start` is 0."""
+    a small top-k the maxima of the chunk's groups instead. A NaN counts as +inf. Without SHARDED, `start` is 0."""
     index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(slots_ptr + index)
@@ -82,10 +82,10 @@ def _sample_chunk_kernel(
         logits -= start
         inside &= tokens >= start
     score = tl.load(logits, mask=inside, other=-float("inf")).to(tl.float32)
+    score = tl.where(score < float("inf"), score, float("inf"))  # maxima pass over a NaN
     temperature = tl.load(temperature_ptr + slot)
     if has_small_top_k(temperature, tl.load(top_k_ptr + slot)):
         if HAS_CANDIDATES:
-            score = tl.where(score > -float("inf"), score, -float("inf"))  # a NaN is no maximum
             maxima = tl.max(tl.reshape(score, (QUADS * 4 // GROUP, GROUP)), axis=1)
             groups = (index * num_chunks + chunk) * (QUADS * 4 // GROUP) + tl.arange(0, QUADS * 4 // GROUP)
             tl.store(maxima_ptr + groups, maxima.to(maxima_ptr.dtype.element_ty))
@@ -146,7 +146,7 @@ def _sample_row_kernel(
 ):
     """Program (row) chooses the best of its chunks, the first token where several are equal; for a row with a small
     top-k it chooses among the candidates. With SHARDED it gives the number of `packed_argmax`, and the list of
-    candidates."""
+    candidates. Where the best is not finite (a logit is NaN or +inf, or all are -inf), it chooses nothing."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index)
     temperature = tl.load(temperature_ptr + slot)
@@ -206,9 +206,10 @@ def _sample_row_kernel(
                 score, token = better(score, token, tie_score, tie_token)
                 lists_ptr += index * LIST_WIDTH
                 store_list(lists_ptr, logits_ptr, groups_ptr, num_listed, kth, tie_count, token, start, end)
-                token = tl.full([], NO_TOKEN, tl.int32)
+                score, token = tl.full([], 0.0, tl.float32), tl.full([], 0, tl.int32)  # the list says more
             elif (tie_count > 0) & (tl.div_rn(kth, temperature) >= least):
                 score, token = better(score, token, tie_score, tie_token)
+            best = tl.where(top < float("inf"), score, top)
     else:
         chunks = tl.arange(0, CHUNKS)
         inside = chunks < num_chunks
@@ -216,15 +217,14 @@ def _sample_row_kernel(
         all_tokens = tl.load(best_token_ptr + index * num_chunks + chunks, mask=inside, other=NO_TOKEN)
         best = tl.max(all_scores)
         token = tl.min(tl.where(all_scores == best, all_tokens, NO_TOKEN))
-    # Where all logits are NaN nothing is equal to the best; what is sampled must be a token all the same.
+    token = tl.where((best > -float("inf")) & (best < float("inf")), token, NO_CHOICE)
     if SHARDED:
         bits = tl.where(best == 0, 0.0, best).to(tl.int32, bitcast=True)  # both zeros are equal
         ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-        ordered = tl.where(token == NO_TOKEN, _WORST_SCORE, ordered)
-        token = tl.where(token == NO_TOKEN, 0, token)
-        tl.store(out_ptr + index, (ordered << 32) | (token ^ NO_TOKEN).to(tl.int64))
+        low_word = (token ^ NO_TOKEN).to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.store(out_ptr + index, (ordered << 32) | low_word)
     else:
-        tl.store(out_ptr + index, tl.where(token < end, token, 0))
+        tl.store(out_ptr + index, token)
 
 
 def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor) -> Tensor:

@@ -178,7 +178,11 @@ def _min_kept_logit_kernel(
         scale = 1.4426950408889634 / temperature
         maxima = _lane_maxima(row_ptr, vocab_size, LANES, WIDTH)
         top = tl.max(maxima, axis=0)
-        threshold = tl.div_rn(top, temperature) + tl.log(min_p)  # log(0) is -inf: off
+        # A row without a finite maximum gets no token (`sampling.py`), and needs no threshold.
+        is_finite = (top > -float("inf")) & (top < float("inf"))
+        by_k &= is_finite
+        by_p &= is_finite
+        threshold = tl.where(is_finite, tl.div_rn(top, temperature) + tl.log(min_p), bottom)  # log(0) is -inf: off
         highest = to_key(top, dtype)
         if by_k:
             # A row's k-th largest is at least the k-th largest of its lanes' maxima, and seldom far from it.

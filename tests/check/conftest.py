@@ -1,4 +1,4 @@
-"""The model of these tests, made once."""
+"""The model of these tests: one token for each byte of a text, and no weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from weightless_model import write_weightless_model
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_weightless_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_folder: Path) -> Tokenizer:
+    folder = write_weightless_model(tmp_path_factory.mktemp("model"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import of transformers is not what these tests are about
-        return Tokenizer.load(model_folder)
+        Tokenizer.load(folder)
+    return folder

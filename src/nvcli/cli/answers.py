@@ -1,0 +1,53 @@
+"""How the answer to a person is shown: as it comes, and what there is to say of its end."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from nvcli.cli.messages import OutputGone, say
+from nvcli.llm.answer import Answer
+from nvcli.llm.llm import AnswerStream
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that may move the cursor of a terminal, change its colours or its title; not tabs and line ends."""
+
+
+def write(text: str) -> None:
+    """Write a piece of an answer to standard output; control characters would be obeyed by a terminal, so are shown.
+
+    Raises OutputGone where nobody reads it any more.
+    """
+    if sys.stdout.isatty():
+        text = _CONTROL.sub("\ufffd", text)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise OutputGone from None
+
+
+def show_stream(stream: AnswerStream) -> Answer:
+    """Write an answer as it comes, then the others of its row (`n`), with an empty line between two; return all."""
+    for piece in stream:
+        write(piece)
+    answer = stream.answer
+    if answer.error is None:
+        end_line(stream.text)
+        for text in answer.texts[1:]:
+            write(f"\n{text}")
+            end_line(text)
+    return answer
+
+
+def end_line(text: str) -> None:
+    """End the line that a text has begun."""
+    if not text.endswith("\n"):
+        write("\n")
+
+
+def say_if_cut(answer: Answer) -> None:
+    """Tell the user that an answer was not at its end."""
+    if answer.finish_reason == "length":
+        tokens = answer["usage"]["completion_tokens"]
+        say(f"cut after {tokens:,} tokens; --max-tokens and --max-model-len say how many there may be")

@@ -1,0 +1,190 @@
+"""`nvcli chat`: a conversation with a model, at a terminal or through a pipe."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from nvcli.cli.loading import load_for_person
+from nvcli.cli.messages import Interrupted, say, say_error
+from nvcli.cli.options import (
+    ConfigOption,
+    DtypeOption,
+    GpuMemoryUtilizationOption,
+    MaxModelLenOption,
+    ModelOption,
+    PpOption,
+    SetOption,
+    TpOption,
+    flag_values,
+)
+from nvcli.cli.sampling_options import (
+    ChatTemplateKwargsOption,
+    ChatTemplateOption,
+    MaxTokensOption,
+    SeedOption,
+    StopOption,
+    SystemOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
+
+if TYPE_CHECKING:
+    from nvcli.llm.answer import Answer
+    from nvcli.llm.llm import AnswerStream
+
+
+def chat(
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    max_model_len: MaxModelLenOption = None,
+    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    system: SystemOption = None,
+    chat_template: ChatTemplateOption = None,
+    chat_template_kwargs: ChatTemplateKwargsOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    stop: StopOption = None,
+    seed: SeedOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Chat with a model, to see what it is like before hours are spent on it.
+
+    Each line is a message, and the answer shows as it comes. /help shows the commands. Ctrl-C stops an answer, Ctrl-D
+    ends the chat. From a pipe each line of standard input is a message, and standard output holds the answers.
+
+    \b
+    Examples:
+      nvcli chat -m demo
+      nvcli chat -m Qwen/Qwen3-8B --system 'Be brief.' --chat-template-kwargs '{"enable_thinking": false}'
+    """
+    import msgspec
+
+    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config_source import json_object
+
+    config_file = find_config_file(config)
+    flags = flag_values(
+        {
+            "--model": model,
+            "--dtype": dtype,
+            "--max-model-len": max_model_len,
+            "--gpu-memory-utilization": gpu_memory_utilization,
+            "--tp": tp,
+            "--pp": pp,
+            "--max-tokens": max_tokens,
+            "--temperature": temperature,
+            "--top-p": top_p,
+            "--top-k": top_k,
+            "--seed": seed,
+        }
+    )
+    flags |= {
+        "--stop": stop or None,
+        "--system": system,
+        "--chat-template": chat_template,
+        "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
+    }
+    run = load_run_config(config_file, overrides or (), flags)
+    if config is None and config_file is not None:
+        say(f"using the configuration in {config_file}; --config names another")
+
+    from nvcli.llm.chat import Chat, run_chat
+    from nvcli.llm.prompts import config_for_prompts
+
+    run = config_for_prompts(run, raw=False)
+    own_system = run.job.system
+    run = msgspec.structs.replace(
+        run, data_parallel_size=1, job=msgspec.structs.replace(run.job, system=None, on_too_long="error")
+    )
+    with load_for_person(run, num_requests=1, needs_chat_template=True) as llm:
+        person = _person()
+        # Ctrl-C is now for the answer, or for the line that is being typed.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            run_chat(Chat(llm, system=own_system), person)
+        except KeyboardInterrupt:
+            raise Interrupted("the chat has ended") from None
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class _Pipe:
+    """Somebody who writes messages into standard input, line by line, and reads answers from standard output."""
+
+    def read_line(self, *, goes_on: bool) -> str | None:
+        from nvcli.errors import ConfigError
+
+        try:
+            line = sys.stdin.readline() if sys.stdin is not None else ""
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not UTF-8 text (byte {error.start})") from None
+        except KeyboardInterrupt:
+            raise Interrupted("the chat has ended") from None
+        return line.rstrip("\n") if line else None
+
+    def show(self, stream: AnswerStream) -> Answer:
+        try:
+            return _show(stream)
+        except KeyboardInterrupt:
+            raise Interrupted("the chat has ended") from None
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def say_error(self, text: str) -> None:
+        say_error(text)
+
+
+class _Terminal(_Pipe):
+    """A person at a terminal. Lines can be edited, and earlier ones fetched with the arrow keys."""
+
+    def read_line(self, *, goes_on: bool) -> str | None:
+        import readline  # noqa: F401 - `input` edits lines with it
+
+        from nvcli.cli.answers import write
+
+        try:
+            return input("… " if goes_on else "> ")
+        except EOFError:
+            write("\n")
+            return None
+        except UnicodeDecodeError:
+            self.say_error("that line is not UTF-8 text")
+            return ""
+        except KeyboardInterrupt:
+            write("\n")
+            self.say("Ctrl-D or /exit ends the chat")
+            raise
+
+    def show(self, stream: AnswerStream) -> Answer:
+        from nvcli.cli.answers import write
+
+        try:
+            return _show(stream)
+        except KeyboardInterrupt:
+            write("\n")
+            self.say("stopped")
+            raise
+
+
+def _show(stream: AnswerStream) -> Answer:
+    from nvcli.cli.answers import say_if_cut, show_stream
+
+    answer = show_stream(stream)
+    say_if_cut(answer)
+    return answer
+
+
+def _person() -> _Pipe:
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
+        say("/help shows the commands, Ctrl-D ends the chat")
+        return _Terminal()
+    return _Pipe()

@@ -1,0 +1,153 @@
+"""Call: one stream of rows on its way through the engines, and what has come back of it.
+
+Three threads meet here. The reader adds rows and waits while too much of the call is on its way. The loop brings
+results. The consumer takes them, and so makes room. A call that nobody waits for any more is `gone`: its rows are no
+longer computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+
+from nvcli.config import Order
+from nvcli.errors import NvcliError
+from nvcli.jobs.job import JobResult
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""No more rows are read while answers of about so many bytes wait to be taken."""
+
+
+class Call:
+    """The rows of one call that are on their way, and the results that wait to be taken."""
+
+    def __init__(self, *, order: Order, max_rows: int, seed: int | None = None, streams: bool = False) -> None:
+        """`max_rows` is the most rows that are read and not yet taken. `seed` takes the place of the run's."""
+        self.seed = seed
+        self.streams = streams
+        self._max_rows = max_rows
+        self._keeps_order = order == "input"
+        self._changed = threading.Condition()
+        self._ready: deque[JobResult] = deque()
+        self._early: dict[int, JobResult] = {}
+        """Results that wait for those of rows before them, by index."""
+        self._next_index = 0
+        self._ready_bytes = 0
+        """Bytes of the results that wait to be taken, about."""
+        self._num_open = 0
+        """Rows that were read and not yet taken as results."""
+        self._texts: deque[str] = deque()
+        self._all_read = False
+        self._is_gone = False
+        self._input_error: BaseException | None = None
+        self._failure: NvcliError | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_gone
+
+    # The reader's side.
+
+    def wait_for_room(self) -> bool:
+        """Wait until another row may be read. Returns False if none is wanted any more."""
+        with self._changed:
+            while not self._is_over and (
+                self._num_open >= self._max_rows or (self._num_open and self._ready_bytes >= MAX_ANSWER_BYTES)
+            ):
+                self._changed.wait()
+            return not self._is_over
+
+    def add_row(self) -> None:
+        """Note that a row was read; a result of it must come."""
+        with self._changed:
+            self._num_open += 1
+
+    def end_input(self, error: BaseException | None) -> None:
+        """Note that no more rows come, because of an error of the program's own rows if one is given."""
+        with self._changed:
+            self._all_read = True
+            self._input_error = error
+            self._changed.notify_all()
+
+    # The loop's side.
+
+    def take(self, result: JobResult) -> None:
+        """Take the result of a row."""
+        with self._changed:
+            if self._is_gone:
+                return
+            self._ready_bytes += _num_bytes(result)
+            if not self._keeps_order:
+                self._ready.append(result)
+            else:
+                self._early[result.place.index] = result
+                while (due := self._early.pop(self._next_index, None)) is not None:
+                    self._ready.append(due)
+                    self._next_index += 1
+            self._changed.notify_all()
+
+    def take_text(self, text: str) -> None:
+        """Take what the answer of a call that streams has become longer by."""
+        with self._changed:
+            self._texts.append(text)
+            self._changed.notify_all()
+
+    def fail(self, error: NvcliError) -> None:
+        """Note that no more results come, because of this error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    # The consumer's side.
+
+    def next(self) -> JobResult | str | None:
+        """Wait for the next piece of text or result, and return it; None: there are no more.
+
+        Raises the error of the engines or of the program's rows, once all results before it are taken.
+        """
+        with self._changed:
+            while True:
+                if self._is_gone:
+                    return None
+                if self._texts:
+                    return self._texts.popleft()
+                if self._ready:
+                    result = self._ready.popleft()
+                    self._num_open -= 1
+                    self._ready_bytes -= _num_bytes(result)
+                    self._changed.notify_all()
+                    return result
+                if self._failure is not None:
+                    raise copy.copy(self._failure)  # each raise of an exception adds to its traceback
+                if self._all_read and not self._num_open:
+                    if self._input_error is not None:
+                        error, self._input_error = self._input_error, None
+                        raise error
+                    return None
+                self._changed.wait()
+
+    def leave(self) -> bool:
+        """Want no more results. Returns True if rows of the call may be on their way. It may be called again."""
+        with self._changed:
+            was_open = not self._is_gone and (self._num_open > 0 or not self._all_read)
+            self._is_gone = True
+            self._ready.clear()
+            self._early.clear()
+            self._texts.clear()
+            self._changed.notify_all()
+            return was_open
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_gone or self._failure is not None
+
+
+def _num_bytes(result: JobResult) -> int:
+    """Estimate what a result takes in memory."""
+    total = 1000
+    for choice in result.choices:
+        total += len(choice.text) + 40 * len(choice.token_ids or ())
+        if choice.logprobs is not None:
+            total += sum(200 + 150 * len(top) for top in choice.logprobs.top_logprobs)
+    return total

@@ -1,0 +1,141 @@
+"""A chat with a model: a conversation that grows turn by turn, and what a person may type into it.
+
+The whole conversation goes to the model each time; what of it was computed before is found in the prefix cache. This
+module reads and writes through functions that it is given, and knows no terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from nvcli.llm.answer import Answer
+from nvcli.llm.llm import LLM, AnswerStream
+
+HELP = '''commands of a chat:
+  /clear          forget the conversation; the system message stays
+  /system TEXT    set the system message; without TEXT there is none
+  /help           show this
+  /exit           end the chat, as Ctrl-D does
+Ctrl-C stops an answer. A message of several lines stands between two lines of """.
+A message that begins with a slash is typed with two.'''
+
+_FENCE = '"""'
+
+
+class Person(Protocol):
+    """The person who chats, and their terminal."""
+
+    def read_line(self, *, goes_on: bool) -> str | None:
+        """Return the next line; None: there are no more. `goes_on`: it belongs to the message of the line before.
+
+        Raises KeyboardInterrupt where the line is given up.
+        """
+
+    def show(self, stream: AnswerStream) -> Answer:
+        """Show an answer as it comes, to its end. Raises KeyboardInterrupt where it is to be stopped."""
+
+    def say(self, text: str) -> None:
+        """Say something that is no answer."""
+
+    def say_error(self, text: str) -> None:
+        """Say why there is no answer."""
+
+
+class Chat:
+    """A conversation with a model. Its messages are those that were answered, in whole or in part."""
+
+    def __init__(self, llm: LLM, *, system: str | None = None) -> None:
+        """`system` is the system message; None: there is none."""
+        self._llm = llm
+        self.system = system
+        self._messages: list[dict[str, str]] = []
+        self._num_asked = 0
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The messages so far, the system message first."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self._messages]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a conversation to forget."""
+        return bool(self._messages)
+
+    def clear(self) -> None:
+        """Forget all messages but the system message."""
+        self._messages = []
+
+    def ask(self, text: str, show: Callable[[AnswerStream], Answer]) -> Answer | None:
+        """Ask the next question, and return what `show` returns of its answer; None: it was stopped by Ctrl-C.
+
+        An answer that was stopped stays in the conversation as far as it came; a question that got an error does not.
+        """
+        question = {"role": "user", "content": text}
+        # Each turn draws random numbers of its own, so that a question that is asked again may get another answer.
+        seed = self._llm.config.seed + self._num_asked
+        self._num_asked += 1
+        stream = self._llm.stream([*self.messages, question], sampling={"n": 1}, seed=seed)
+        answer: Answer | None = None
+        try:
+            answer = show(stream)
+        except KeyboardInterrupt:
+            stream.close()
+        if answer is None or answer.error is None:
+            self._messages += [question, {"role": "assistant", "content": stream.text}]
+        return answer
+
+
+def run_chat(chat: Chat, person: Person) -> None:
+    """Chat until the person has no more to say. Raises the error of an engine that has died."""
+    while True:
+        try:
+            text = _read_message(person)
+        except KeyboardInterrupt:
+            continue
+        if text is None or text.strip() == "/exit":
+            return
+        if text.startswith("/") and not text.startswith("//"):
+            _obey(text, chat, person)
+        elif text.strip():
+            _answer(text.removeprefix("/") if text.startswith("//") else text, chat, person)
+
+
+def _read_message(person: Person) -> str | None:
+    line = person.read_line(goes_on=False)
+    if line is None or not line.lstrip().startswith(_FENCE):
+        return line
+    text = line.lstrip().removeprefix(_FENCE)
+    while not text.rstrip().endswith(_FENCE):
+        more = person.read_line(goes_on=True)
+        if more is None:
+            return text.strip("\n")
+        text += f"\n{more}"
+    return text.rstrip().removesuffix(_FENCE).strip("\n")
+
+
+def _obey(command: str, chat: Chat, person: Person) -> None:
+    word, _, rest = command.strip().partition(" ")
+    if word == "/clear":
+        chat.clear()
+        person.say("the conversation is forgotten")
+    elif word == "/system":
+        chat.system = rest.strip() or None
+        person.say("there is no system message" if chat.system is None else "the system message is set")
+    elif word == "/help":
+        person.say(HELP)
+    else:
+        person.say_error(f"{word} is no command; /help shows them, and // begins a message with a slash")
+
+
+def _answer(text: str, chat: Chat, person: Person) -> None:
+    answer = chat.ask(text, person.show)
+    if answer is None:
+        return
+    error = answer.error
+    if error is not None:
+        hint = ""
+        if error.type in ("prompt_too_long", "max_tokens_too_large") and chat.has_begun:
+            hint = "\nthe conversation has become too long for the model: /clear begins a new one"
+        person.say_error(f"{str(error).removeprefix('rows[0]: ')}{hint}")

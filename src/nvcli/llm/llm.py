@@ -1,0 +1,288 @@
+"""LLM: the way in for Python programs.
+
+    from nvcli import LLM
+
+    with LLM("Qwen/Qwen3-8B") as llm:
+        for answer in llm.generate(["What is 3+4?"], sampling={"temperature": 0}):
+            print(answer.text)
+
+Rows, answers and errors are those of `nvcli generate` (`jobs/README.md`). Rows are read as they are needed, and answers
+come as they are done. The engines stay alive between calls; calls may run at the same time, in one thread or several,
+and one call may read its rows from the answers of another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nvcli.config import Order, ParallelSize, RunConfig, load_run_config
+from nvcli.errors import ClosedError, ConfigError
+from nvcli.job_run.engines import StartEngine, start_engine
+from nvcli.jobs.job import JobResult
+from nvcli.llm.answer import Answer, make_answer
+from nvcli.llm.call import Call
+from nvcli.llm.rows import Row
+from nvcli.llm.session import Session
+from nvcli.process_limits import check_process
+from nvcli.sampling_params import MAX_INT
+from nvcli.validation import show
+
+_ORDERS = ("completion", "input")
+
+
+class LLM:
+    """A model that is loaded and answers rows until it is closed.
+
+    It is closed by `close`, at the end of a `with` block, as garbage, and at the end of the program.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tp: ParallelSize | None = None,
+        pp: int | None = None,
+        dp: ParallelSize | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        config: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a model, and return when it is ready.
+
+        `model` is a folder, a Hugging Face id or `demo`. `tp`, `pp` and `dp` are short for `tensor_parallel_size`,
+        `pipeline_parallel_size` and `data_parallel_size`. `sampling` holds the defaults of every row's `sampling`.
+        `config` is a configuration file. `settings` are any other keys of `configs/README.md` by name, such as
+        `max_model_len=4096` or `job={"system": "Be brief."}`; they go over those of the file. The keys of `job` that
+        are about files have no effect.
+
+        Raises ConfigError, LoadError, CapacityError or WorkerError. Messages for the user go to the logger `nvcli`.
+        """
+        named: dict[str, Any] = {
+            "model": None if model is None else str(model),
+            "tensor_parallel_size": tp,
+            "pipeline_parallel_size": pp,
+            "data_parallel_size": dp,
+            "sampling": sampling,
+        }
+        given = {key: value for key, value in named.items() if value is not None}
+        if twice := sorted(given.keys() & settings.keys()):
+            raise ConfigError(f"`{twice[0]}` and its short name `{twice[0][0]}p` are given; leave one out")
+        given |= settings
+        run = load_run_config(None if config is None else Path(config), settings=given)
+        self._open(run, log_note, start_engine, None, False)
+
+    @classmethod
+    def from_config(
+        cls,
+        run: RunConfig,
+        *,
+        note: Callable[[str], None] | None = None,
+        start: StartEngine = start_engine,
+        num_requests: int | None = None,
+        needs_chat_template: bool = False,
+    ) -> LLM:
+        """Load the model of a configuration that was read already. The keywords are those of `Session`.
+
+        Notes go to the logger `nvcli` if `note` is None.
+        """
+        llm = cls.__new__(cls)
+        llm._open(run, note or log_note, start, num_requests, needs_chat_template)
+        return llm
+
+    def _open(
+        self,
+        run: RunConfig,
+        note: Callable[[str], None],
+        start: StartEngine,
+        num_requests: int | None,
+        needs_chat_template: bool,
+    ) -> None:
+        check_process()
+        session = Session(
+            run, note=note, start=start, num_requests=num_requests, needs_chat_template=needs_chat_template
+        )
+        self._session = session
+        # Garbage is collected at any place, so that nothing may be waited for there; at the end of the program it may.
+        self._finalizer = weakref.finalize(self, _collect, session)
+        self._finalizer.atexit = False
+        atexit.register(session.close)
+        try:
+            session.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration, as it was given."""
+        return self._session.run
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its answer together."""
+        return self._session.max_model_len
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model answers conversations."""
+        return self._session.has_chat_template
+
+    def generate(
+        self,
+        rows: Iterable[Row] | str | Mapping[str, Any],
+        *,
+        order: Order | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> Answers:
+        """Answer rows, and return an iterator over the answers.
+
+        A row is a dict in the row format, a text (its `prompt`), a list of messages or a list of token ids. `rows` may
+        be any iterable, or one text or dict. It is read at once by a thread of its own, as far ahead as the engines
+        need (`job_run.plan.window_rows`) and no further.
+
+        `order` is `completion` (each answer as soon as it is there) or `input`; None: the configuration's `job.order`.
+        `sampling` goes over the LLM's defaults and under the `sampling` of a row. `seed` takes the place of the
+        configuration's; the same rows with the same seed get the same answers, however often they are asked.
+
+        A row that cannot be answered is an answer with an `error`. Raises ConfigError and ClosedError, and the error of
+        an engine that has died.
+        """
+        if order is not None and order not in _ORDERS:
+            raise ConfigError(f"order={show(order)}: allowed: {' or '.join(_ORDERS)}")
+        _check_seed(seed)
+        if isinstance(rows, str | Mapping):
+            rows = [rows]
+        elif isinstance(rows, bytes) or not isinstance(rows, Iterable):
+            raise ConfigError(f"rows is {show(rows)}; give an iterable of rows, such as a list of dicts or texts")
+        call = self._session.open_call(
+            rows, order=order or self._session.run.job.order, sampling=dict(sampling or {}), seed=seed
+        )
+        return Answers(self, call)
+
+    def stream(self, row: Row, *, sampling: Mapping[str, Any] | None = None, seed: int | None = None) -> AnswerStream:
+        """Answer one row, and return an iterator over the text of its answer as it comes.
+
+        Where the row asks for several answers (`n`), the text is that of the first. The keywords and errors are those
+        of `generate`.
+        """
+        _check_seed(seed)
+        call = self._session.open_call([row], order="input", sampling=dict(sampling or {}), seed=seed, streams=True)
+        return AnswerStream(self, call)
+
+    def close(self) -> None:
+        """End the engines, and the calls that are open with a ClosedError. It may be called again."""
+        self._finalizer.detach()
+        self._session.close()
+        atexit.unregister(self._session.close)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self._session.run.model!r})"
+
+
+class _Results:
+    """A call as its consumer sees it. It keeps the LLM alive, and ends the call when it is closed or collected."""
+
+    def __init__(self, llm: LLM, call: Call) -> None:
+        self._llm = llm
+        self._call = call
+
+    def close(self) -> None:
+        """Want no more, and have the engines drop what they compute for it. It may be called again."""
+        self._llm._session.leave(self._call)
+
+    def _take(self) -> JobResult | str | None:
+        try:
+            item = self._call.next()
+        except BaseException:  # Ctrl-C too: the LLM stays usable, and free of what nobody reads
+            self.close()
+            raise
+        if item is None:
+            self.close()
+        return item
+
+    def __del__(self) -> None:
+        if hasattr(self, "_call"):
+            self.close()
+
+
+class Answers(_Results):
+    """An iterator over the answers of one call of `LLM.generate`."""
+
+    def __iter__(self) -> Iterator[Answer]:
+        return self
+
+    def __next__(self) -> Answer:
+        result = self._take()
+        if result is None:
+            raise StopIteration
+        assert isinstance(result, JobResult)
+        return make_answer(result, self._llm._session.form)
+
+
+class AnswerStream(_Results):
+    """An iterator over the pieces of one answer's text, and the whole answer at its end."""
+
+    def __init__(self, llm: LLM, call: Call) -> None:
+        super().__init__(llm, call)
+        self._pieces: list[str] = []
+        self._answer: Answer | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer; this waits for its end. Raises ClosedError if the stream was closed before."""
+        for _ in self:
+            pass
+        if self._answer is None:
+            raise ClosedError("this stream was closed before its answer came")
+        return self._answer
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while (item := self._take()) is not None:
+            if isinstance(item, JobResult):
+                self._answer = make_answer(item, self._llm._session.form)
+                # Bytes that were no whole character are shown at the end, if they have not become one.
+                item = item.choices[0].text.removeprefix(self.text) if item.choices else ""
+            if item:
+                self._pieces.append(item)
+                return item
+        raise StopIteration
+
+
+def log_note(line: str) -> None:
+    """Hand a line for the user to the logger `nvcli`: warnings as such, anything else for those who ask for it."""
+    warning = line.removeprefix("warning: ")
+    logging.getLogger("nvcli").log(logging.INFO if warning == line else logging.WARNING, "%s", warning)
+
+
+def _collect(session: Session) -> None:
+    """Have the session of an LLM that is garbage end."""
+    session.begin_close()
+    atexit.unregister(session.close)
+
+
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and not (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= MAX_INT):
+        raise ConfigError(f"seed={show(seed)}: allowed: an integer from 0 to {MAX_INT}")

@@ -1,0 +1,113 @@
+"""The rows of a Python program: brought into the row format, parsed, and queued for the tokenizer.
+
+A row is a dict in the format of `jobs/README.md`. A text stands for its `prompt`, a list of messages for its
+`messages`, and a list of token ids for its `prompt_token_ids`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nvcli.errors import RowError
+from nvcli.jobs.job import Caller, Job, JobResult, Place, failed
+from nvcli.jobs.rows.native_row import RowKeys
+from nvcli.jobs.rows.parser import RowParser
+from nvcli.validation import show
+
+Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""One row: a prompt, its token ids, a conversation, or a whole row with keys."""
+
+MAX_QUEUED_ROWS = 256
+MAX_QUEUED_CHARS = 16 * 1024 * 1024
+"""Bounds on the rows that wait for the tokenizer; a row that is larger waits alone."""
+
+
+def as_row(row: Row, keys: RowKeys) -> dict[str, Any]:
+    """Return a row with keys. Arrays and tensors under nvcli's own keys become lists and numbers. Raises RowError."""
+    if isinstance(row, str):
+        return {keys.prompt: row}
+    if isinstance(row, Mapping):
+        values = dict(row)
+        for key in (*keys.prompts, *keys.beside_prompt):
+            if hasattr(values.get(key), "tolist"):  # numpy's, and what is like it
+                values[key] = values[key].tolist()
+        return values
+    items = row.tolist() if hasattr(row, "tolist") else row
+    if isinstance(items, Sequence) and not isinstance(items, bytes | bytearray):
+        if all(isinstance(item, Mapping) for item in items):
+            return {keys.messages: [dict(item) for item in items if isinstance(item, Mapping)]}
+        return {keys.prompt_token_ids: list(items)}
+    raise RowError(
+        "not_an_object", f"expected a dict such as {{'prompt': …}}, a text, messages or token ids, got {show(row)}"
+    )
+
+
+def parse_row(row: Row, keys: RowKeys, parser: RowParser, *, index: int, caller: Caller) -> Job | JobResult:
+    """Parse a row of a program. `index` counts the rows of its call from 0."""
+    where = f"rows[{index}]"
+    try:
+        return parser.parse(as_row(row, keys), index=index, where=where)
+    except RowError as error:
+        problem = error
+    except (TypeError, ValueError, RecursionError) as error:  # objects that are no JSON, where JSON is needed
+        problem = RowError("invalid_value", f"the row holds what is no JSON: {error}")
+    return failed(Place(id=f"row-{index}", index=index, line=where, caller=caller), problem)
+
+
+class RowQueue:
+    """The rows of all calls on their way to the tokenizer. Each `put` may be in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._rows: list[Job | JobResult] = []
+        self._num_chars = 0
+        self._is_closed = False
+
+    def put(self, row: Job | JobResult) -> bool:
+        """Add a row, when there is room. Returns False if the queue is closed."""
+        num_chars = _num_chars(row)
+        with self._changed:
+            while (
+                not self._is_closed
+                and self._rows
+                and (len(self._rows) >= MAX_QUEUED_ROWS or self._num_chars + num_chars > MAX_QUEUED_CHARS)
+            ):
+                self._changed.wait()
+            if self._is_closed:
+                return False
+            self._rows.append(row)
+            self._num_chars += num_chars
+            self._changed.notify_all()
+            return True
+
+    def batches(self) -> Iterator[list[Job | JobResult]]:
+        """Yield the rows that wait, whenever there are some, until the queue is closed."""
+        while True:
+            with self._changed:
+                while not self._rows and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                rows, self._rows, self._num_chars = self._rows, [], 0
+                self._changed.notify_all()
+            yield rows
+
+    def close(self) -> None:
+        """Take no more rows, and forget those that wait."""
+        with self._changed:
+            self._is_closed = True
+            self._rows = []
+            self._changed.notify_all()
+
+
+def _num_chars(row: Job | JobResult) -> int:
+    """Estimate how long a row's prompt is, in characters."""
+    if isinstance(row, JobResult):
+        return 0
+    if row.prompt is not None:
+        return len(row.prompt)
+    if row.messages is not None:
+        return sum(len(message.get("content") or "") for message in row.messages)
+    return 4 * len(row.prompt_token_ids or ())

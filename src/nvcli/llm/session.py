@@ -1,0 +1,292 @@
+"""Session: a model that is started once and answers the rows of many calls.
+
+Two threads work for it: one tokenizes, one runs `job_run.loop.JobLoop` over the rows of all calls. Every process is
+started by these threads, because the kernel ends a child with the thread that started it. The session handles no
+signals, writes nothing to standard output, and knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nvcli.chat_template import unknown_variables
+from nvcli.config import Order, RunConfig
+from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, reworded
+from nvcli.job_run.counts import Counts
+from nvcli.job_run.engines import StartEngine, close_engines, describe_ready, start_engine
+from nvcli.job_run.feeder import Feeder
+from nvcli.job_run.loop import Engine, JobLoop
+from nvcli.job_run.plan import make_duplicates, make_planner, plan_replicas, window_rows
+from nvcli.job_run.resolve import make_parser, resolve_settings, row_keys
+from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.job import JobResult
+from nvcli.jobs.rows.output_row import OutputForm
+from nvcli.jobs.rows.row_warnings import RowWarnings
+from nvcli.llm.call import Call
+from nvcli.llm.rows import Row, RowQueue, parse_row
+from nvcli.messages import EngineReady
+from nvcli.sampling_params import SamplingParams
+from nvcli.validation import InvalidValue, convert
+
+
+class _Closing(Exception):
+    """The session is to end."""
+
+
+class Session:
+    """The engines, the threads that serve them, and the calls that are open."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        note: Callable[[str], None],
+        start: StartEngine = start_engine,
+        num_requests: int | None = None,
+        needs_chat_template: bool = False,
+    ) -> None:
+        """Start the engines; `wait_ready` waits for them. Raises ConfigError, LoadError and CapacityError.
+
+        `note` is given lines for the user, by any thread. `num_requests` is how many requests there will be at a time;
+        None: many. A session that `needs_chat_template` ends with a ConfigError if the model has none.
+        """
+        self._resolved = resolve_settings(run)
+        self._plan = plan_replicas(self._resolved, num_requests=num_requests)
+        if self._plan.why:
+            note(self._plan.why)
+        self._start = start
+        self._note = note
+        self._needs_chat_template = needs_chat_template
+        self._max_rows = window_rows(run, len(self._plan.engine_configs))
+        self.form = OutputForm(created=int(time.time()), model=run.model)
+        self._queue = RowQueue()
+        self._feeder = Feeder(
+            self._queue,
+            self._load_tokenizer,
+            self._resolved.model_limits,
+            ChatRenderer(self._resolved.model_path, chat_template=self._resolved.chat_template),
+        )
+        self._counts = Counts()
+        self._changed = threading.Condition()
+        self._num_ready = 0
+        self._was_ready = False
+        self._tokenizer: Tokenizer | None = None
+        self._failure: NvcliError | None = None
+        self._is_closing = False
+        self._calls: set[Call] = set()
+        self._was_left = False
+        """Whether a call was left since the loop last looked for rows that nobody waits for."""
+        self._loop: JobLoop | None = None
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="nvcli-loop", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Wait until rows can be answered. Raises what the engines or the tokenizer failed with."""
+        with self._changed:
+            while not (self._num_ready == len(self._plan.engine_configs) and self._tokenizer is not None):
+                self._check_usable()
+                self._changed.wait()
+            self._was_ready = True
+
+    @property
+    def run(self) -> RunConfig:
+        return self._resolved.run
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its answer together."""
+        return self._resolved.config.max_model_len
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be answered. Ask when the session is ready."""
+        assert self._tokenizer is not None, "the session is not ready"
+        return bool(self._tokenizer.chat_template)
+
+    def open_call(
+        self,
+        rows: Iterable[Row],
+        *,
+        order: Order,
+        sampling: dict[str, Any],
+        seed: int | None,
+        streams: bool = False,
+    ) -> Call:
+        """Begin to read rows, in a thread of their own, and return the call that their results come to.
+
+        `sampling` goes over the defaults of the session. Raises ConfigError for it, and the error of a session that
+        has failed or is closed.
+        """
+        defaults = {**self._resolved.sampling_defaults, **sampling}
+        try:
+            convert(defaults, SamplingParams, under=("sampling",))
+        except InvalidValue as error:
+            raise ConfigError(error.message) from None
+        call = Call(order=order, max_rows=self._max_rows, seed=seed, streams=streams)
+        iterator = iter(rows)
+        with self._changed:
+            self._check_usable()
+            self._calls.add(call)
+        job = self.run.job
+        keys = row_keys(job)
+        parser = make_parser(job, defaults, keep=lambda value: value, caller=call)
+
+        def read() -> None:
+            error: BaseException | None = None
+            index = 0
+            try:
+                while call.wait_for_room():
+                    try:
+                        row = next(iterator)
+                    except StopIteration:
+                        break
+                    parsed = parse_row(row, keys, parser, index=index, caller=call)
+                    index += 1
+                    for warning in parser.warnings.take_new():
+                        self._note(warning)
+                    call.add_row()
+                    if not self._queue.put(parsed):
+                        break
+            except BaseException as raised:  # handed over: it is the program's own
+                error = raised
+            call.end_input(error)
+
+        threading.Thread(target=read, name="nvcli-rows", daemon=True).start()
+        return call
+
+    def leave(self, call: Call) -> None:
+        """End a call. What runs for it is aborted soon. It may be called again."""
+        if os.getpid() == self._pid and call.leave():  # in a forked child, locks may be held for ever
+            self._was_left = True
+        self._calls.discard(call)
+
+    def begin_close(self) -> None:
+        """Have the session end soon, without waiting for it. Takes no lock: the garbage collector may call it."""
+        self._is_closing = True
+
+    def close(self) -> None:
+        """End the engines and wait until they are gone. It may be called again, and does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self.begin_close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # What follows is in the thread of the loop.
+
+    def _run(self) -> None:
+        engines: list[Engine] = []
+        failure: NvcliError = ClosedError("this LLM was closed")
+        try:
+            try:
+                for config in self._plan.engine_configs:
+                    engines.append(self._start(config))
+                self._feeder.start()
+                num_engines = len(engines)
+                self._loop = JobLoop(
+                    engines,
+                    self._feeder,
+                    make_planner(self.run, num_engines),
+                    make_duplicates(self.run, num_engines),
+                    self,
+                    self._counts,
+                    self,
+                    seed=self.run.seed,
+                    max_num_seqs=self._plan.max_num_seqs,
+                    keep_going=self.run.job.keep_going,
+                )
+                self._loop.run(self._each_round)
+            except _Closing:
+                pass
+            except NvcliError as error:
+                failure = error
+            finally:
+                self._queue.close()
+                self._feeder.stop()
+                close_engines(engines)
+        except Exception as error:
+            failure = WorkerError(f"nvcli failed: {first_line(error)}; this is a bug, please report it")
+            failure.__cause__ = error
+        if isinstance(failure, WorkerError) and failure.traceback:
+            failure.add_note(failure.traceback)
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+            calls = list(self._calls)
+        for call in calls:
+            call.fail(failure)
+
+    def _each_round(self) -> None:
+        if self._is_closing:
+            raise _Closing
+        if self._was_left:
+            self._was_left = False
+            assert self._loop is not None
+            self._loop.abort_unwanted()
+
+    def write(self, results: Iterable[JobResult]) -> None:
+        """Hand results to the calls that wait for them."""
+        for result in results:
+            caller = result.place.caller
+            assert caller is not None
+            caller.take(result)
+
+    def tick(self) -> None:
+        """Do nothing: results are handed over at once."""
+
+    def replica_ready(self, ready: EngineReady) -> None:
+        """Note that an engine is ready, and tell the user of the first."""
+        if not self._num_ready:
+            for note in describe_ready(self.run.model, ready):
+                self._note(note)
+        with self._changed:
+            self._num_ready += 1
+            self._changed.notify_all()
+
+    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
+        """Tell the user that an engine died and the others compute its rows."""
+        self._note(
+            f"warning: a copy of the model died, and its unfinished rows ({num_rows:,}) go to the others: {error}"
+        )
+
+    def note(self, line: str) -> None:
+        """Tell the user what an engine has to say."""
+        self._note(line)
+
+    # What follows is in the thread of the feeder.
+
+    def _load_tokenizer(self) -> Tokenizer:
+        resolved = self._resolved
+        tokenizer = Tokenizer.load(resolved.model_path, chat_template=resolved.chat_template)
+        if self._needs_chat_template and not tokenizer.chat_template:
+            raise ConfigError(
+                f"{self.run.model} has no chat template, so it cannot hold a conversation; name one with "
+                "--chat-template, or have the model continue a text: nvcli generate --raw -p TEXT"
+            )
+        if tokenizer.chat_template:
+            warnings = RowWarnings()
+            warnings.add_unknown_variables(
+                unknown_variables(tokenizer.chat_template, self.run.job.chat_template_kwargs)
+            )
+            for warning in warnings.take_new():
+                self._note(warning)
+        with self._changed:
+            self._tokenizer = tokenizer
+            self._changed.notify_all()
+        return tokenizer
+
+    def _check_usable(self) -> None:
+        """Raise the error of a session that has failed or was closed. The lock is held."""
+        if os.getpid() != self._pid:
+            raise ClosedError(f"this LLM belongs to process {self._pid}, of which this is a fork; make one here")
+        if self._failure is not None:
+            way_out = "\nthis LLM has ended; make a new one" if self._was_ready else ""
+            raise reworded(self._failure, f"{self._failure}{way_out}")
+        if self._is_closing:
+            raise ClosedError("this LLM was closed; make a new one")

@@ -1,0 +1,159 @@
+"""`nvcli generate -p` and `nvcli chat` as a person uses them, with the built-in model."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_command import ENVIRON, nvcli_command
+from nvcli.cli.prompt import check_prompt_options
+from nvcli.errors import ConfigError
+
+MODEL = ["-m", "demo", "--set", "device=cpu", "--set", "kv_cache_memory=64MiB", "--temperature", "0"]
+COMMAND = [sys.executable, "-P", "-m", "nvcli"]
+
+
+def test_a_prompt_through_a_pipe(tmp_path: Path) -> None:
+    """Standard output holds the answers and nothing else."""
+    questions = ["-p", "What is 37 + 58?", "-p", "x" * 9999, "-p", "What is 8 * 63?", "-n", "2"]
+    ran = subprocess.run(
+        [*COMMAND, "generate", *questions, *MODEL, "--system", "Be brief."],
+        cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (1, "95\n\n95\n\n\n504\n\n504\n")
+    assert ran.stderr.startswith("nvcli: error: the prompt has ")
+    assert len(ran.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        nvcli_command("generate", "-p", "abc", "-m", "demo", "--max-tokens", "2", cwd=tmp_path, fakes=""),
+        cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, "cb\n")
+    assert "demo has no chat template, so it continues the prompt as it is" in ran.stderr
+    assert "cut after 2 tokens" in ran.stderr
+
+
+class Terminal:
+    """A command at a pseudo-terminal."""
+
+    def __init__(self, *arguments: str, cwd: Path) -> None:
+        self._parent, child = os.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            cwd=cwd,
+            env={**ENVIRON, "TERM": "xterm"},
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            start_new_session=True,
+        )
+        os.close(child)
+        self.text = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._parent)
+
+    def type(self, text: str) -> None:
+        os.write(self._parent, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Return what is shown up to `text`, and forget it."""
+        while text not in self.text:
+            assert select.select([self._parent], [], [], 40)[0], self.text
+            try:
+                self.text += os.read(self._parent, 65536).decode()
+            except OSError:  # Linux's way of saying that the other end is closed
+                raise AssertionError(self.text) from None
+        before, _, self.text = self.text.partition(text)
+        return before
+
+    def end(self) -> int:
+        """Return the exit code."""
+        return self.process.wait(timeout=30)
+
+
+def test_a_chat_at_a_terminal(tmp_path: Path) -> None:
+    with Terminal("chat", *MODEL, cwd=tmp_path) as terminal:
+        terminal.wait_for("Ctrl-D ends the chat")
+        terminal.wait_for("> ")
+        terminal.type("What is 37 + 58?\n")
+        assert terminal.wait_for("> ").split() == ["What", "is", "37", "+", "58?", "95"]
+        terminal.type("Count from 1 to 90.\n")
+        terminal.wait_for("1 2 3 4 5 6")
+        terminal.process.send_signal(signal.SIGINT)
+        rest = terminal.wait_for("stopped")
+        assert "90" not in rest
+        terminal.wait_for("> ")
+        terminal.type("/clear\n")
+        terminal.wait_for("forgotten")
+        terminal.wait_for("> ")
+        terminal.type("What is 8")
+        terminal.wait_for("What is 8")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for("Ctrl-D or /exit ends the chat")
+        terminal.wait_for("> ")
+        terminal.type("What is 8 * 63?\n")
+        assert terminal.wait_for("> ").split()[-1] == "504"
+        terminal.type("\x04")
+        assert terminal.end() == 0
+
+
+def test_a_prompt_at_a_terminal_can_be_interrupted(tmp_path: Path) -> None:
+    prompts = ["-p", "Count from 1 to 90.", "-p", "Count from 2 to 90."]
+    with Terminal("generate", *prompts, *MODEL, cwd=tmp_path) as terminal:
+        terminal.wait_for("loading demo")
+        terminal.wait_for("1 2 3 4 5 6")  # it shows as it comes
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for("nvcli: interrupted; the answer is not complete")
+        assert terminal.end() == 130
+
+
+def check(inputs: list[str], prompts: list[str], *, raw: bool = False, **given: Any) -> None:
+    files = {"--limit": given.get("limit"), "--overwrite": given.get("overwrite", False)}
+    check_prompt_options(inputs, prompts, raw=raw, for_files=files, for_chats={"--system": given.get("system")})
+
+
+def test_what_goes_with_a_prompt() -> None:
+    check(["a"], [], limit="3", overwrite=True, system="s")
+    check([], ["p"], system="s")
+    check([], ["p"], raw=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inputs": [], "prompts": []}, "no INPUT: name a file of rows, or - for standard input, or ask with -p TEXT"),
+        ({"inputs": ["a.jsonl"], "prompts": ["p"]}, r"INPUT a\.jsonl and -p exclude each other"),
+        ({"inputs": ["a"], "prompts": [], "raw": True}, "--raw is for -p"),
+        ({"inputs": [], "prompts": ["p"], "limit": "3"}, "--limit has no effect with -p"),
+        ({"inputs": [], "prompts": ["p"], "overwrite": True}, "--overwrite has no effect with -p"),
+        ({"inputs": [], "prompts": ["p"], "raw": True, "system": "s"}, "--system has no effect with --raw"),
+    ],
+)
+def test_what_does_not_go_with_a_prompt(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(**given)
+
+
+def test_control_characters_are_shown_to_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from nvcli.cli import answers
+
+    answers.write("a\x1b[2Jb\tc\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    answers.write("a\x1b[2Jb\tc\r\x9b\n")
+    assert capsys.readouterr().out == "a\x1b[2Jb\tc\na\ufffd[2Jb\tc\ufffd\ufffd\n"
