@@ -218,7 +218,7 @@ class Session:
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
-            calls = list(self._calls)
+            calls = self._calls.copy()  # in one go: a call may be left, as garbage, at any time
         for call in calls:
             call.fail(failure)
 
