@@ -47,10 +47,14 @@ def write(
     failing: Iterable[int] = FAILING,
     finish: bool = False,
     all_read: bool = True,
+    rows_read: int | None = None,
     form: RowForm = RowForm.NATIVE,
     **options: Any,
 ) -> JobOutput:
-    """One run that answers those of these rows that are missing, a flush for each. `all_read`: there are no others."""
+    """One run that answers those of these rows that are missing, a flush for each.
+
+    `all_read`: the input has no others than `rows_read`, or than those up to the last of these.
+    """
     output = open_job(path, order=order, **options)
     try:
         answered = output.answered.all
@@ -65,7 +69,8 @@ def write(
             return output
         writer.close()
         errors = output.errors + errors_of(results)
-        rows_read = max(indices, default=-1) + 1
+        if rows_read is None:
+            rows_read = max(indices, default=-1) + 1
         output.finish(rows=answered.count + len(results), errors=errors, rows_read=rows_read, all_read=all_read)
         return output
     finally:

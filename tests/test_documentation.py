@@ -21,6 +21,12 @@ JOBS = ROOT / "src/nvcli/jobs/README.md"
 SCRIPTS = ROOT / "scripts/README.md"
 LLM = ROOT / "src/nvcli/llm/README.md"
 PAGES = [MAIN, MAP, CONFIGS, JOBS, SCRIPTS, LLM]
+PLACES = {
+    "generate": (MAIN, "## Commands"),
+    "chat": (LLM, "## `nvcli chat`"),
+    "merge": (JOBS, "### Joining the shards"),
+}
+"""The page and the heading of commands whose usage is not in scripts/README.md."""
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -77,9 +83,7 @@ def test_every_command_is_documented_and_no_other() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_in_the_usage_of_its_command(command: str) -> None:
-    heading = f"## `nvcli {command}`"
-    page = next((page for page in PAGES if f"\n{heading}\n" in page.read_text(encoding="utf-8")), MAIN)
-    heading = "## Commands" if page is MAIN else heading
+    page, heading = PLACES.get(command, (SCRIPTS, f"## `nvcli {command}`"))
     usage = next(block for block in section(page, heading).split("```") if block.startswith(f"\nnvcli {command} "))
     options = [parameter for parameter in COMMANDS[command].params if parameter.param_type_name == "option"]
     shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", usage))

@@ -38,6 +38,9 @@ SpecialTokens = Literal["allow", "escape", "refuse"]
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
 
+RESERVED_KEYS = ("id", "index", "choices", "usage", "error", "input", "custom_id", "response")
+"""Keys that mean something in output rows, so that none of them can hold a text."""
+
 DEFAULT_CONFIG_FILE = "nvcli.yaml"
 """The file that is read from the current folder when no configuration file is named."""
 
@@ -65,6 +68,11 @@ FLAG_KEYS = {
     "--prompt-template": "job.prompt_template",
     "--chat-template": "job.chat_template",
     "--chat-template-kwargs": "job.chat_template_kwargs",
+    "--prompt-field": "job.prompt_field",
+    "--messages-field": "job.messages_field",
+    "--id-field": "job.id_field",
+    "--keep-input": "job.keep_input",
+    "--text-field": "job.text_field",
 }
 """Flags that are short for a key."""
 
@@ -96,11 +104,18 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reorder_memory: str | PositiveInt = "256MiB"
     """The memory that answered rows may take with `order: input`, before they wait in a temporary file."""
     prompt_field: Annotated[str, Meta(min_length=1)] = "prompt"
-    """The key (Parquet: column) of a row's prompt text."""
+    """The key (in a table: column) of a row's prompt text."""
     messages_field: Annotated[str, Meta(min_length=1)] = "messages"
     """The key of a row's conversation."""
     id_field: Annotated[str, Meta(min_length=1)] = "id"
     """The key of a row's id."""
+    check_columns: bool = True
+    """An input whose first rows all lack a prompt ends the run before anything is written; false: they are error
+    rows."""
+    keep_input: bool = False
+    """Copy every key of an input row to its output row, those of the prompt and `sampling` too."""
+    text_field: Annotated[str, Meta(min_length=1)] | None = None
+    """A key of output rows for the text of the first choice; null: none, and in CSV `generated_text`."""
     prompt_template: str | None = None
     """The prompt of every native row, with places such as `{text}` for its columns; null: the row brings its prompt."""
     messages_template: list[MessageTemplate] = []
@@ -276,6 +291,18 @@ def load_run_config(
     `model` may stay empty. Raises ConfigError that names where the value came from, the key, the value and what is
     allowed.
     """
+    return load_sourced_config(path, overrides, flags, settings=settings, needs_model=needs_model)[0]
+
+
+def load_sourced_config(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    needs_model: bool = True,
+) -> tuple[RunConfig, ConfigSource]:
+    """Do what `load_run_config` does, and return the source too, which knows the origin of each key."""
     from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
 
     source = ConfigSource()
@@ -298,7 +325,7 @@ def load_run_config(
     if needs_model:
         _check_model(run)
     _check_together(run, source)
-    return run
+    return run, source
 
 
 def _in_its_section(error: InvalidValue) -> str | None:
@@ -346,6 +373,12 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
         fail(
             ("job",),
             f"the key `{twice}` of a row cannot be two things: see `prompt_field`, `messages_field`, `id_field`",
+        )
+    if job.text_field in RESERVED_KEYS:
+        fail(
+            ("job", "text_field"),
+            f"`job.text_field` is {show(job.text_field)}, which is a key of output rows; choose a name that is none of "
+            f"{', '.join(RESERVED_KEYS)}",
         )
     _check_prompts(job, fail)
 
@@ -425,5 +458,6 @@ __all__ = [
     "find_config_file",
     "format_bytes",
     "load_run_config",
+    "load_sourced_config",
     "parse_size",
 ]

@@ -9,6 +9,7 @@
     ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
     ├── InputChanged     an input is not what it was when the job began; what is answered stays
     ├── OutputError      the output cannot be written any further (a full disk); what is written stays
+    ├── RowsMissing      the outputs of shards that are to be joined do not have all rows of their job
     ├── ClosedError      an LLM is used after it was closed
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
     └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
@@ -64,6 +65,10 @@ class InputChanged(NvcliError):
 
 class OutputError(NvcliError):
     """The output cannot be written any further."""
+
+
+class RowsMissing(NvcliError):
+    """Rows of a job are in none of the outputs that are to be joined."""
 
 
 class TooManyErrors(NvcliError):

@@ -10,7 +10,8 @@ import pytest
 from nvcli.bench.shapes import write_shape
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import CapacityError, ConfigError
-from nvcli.job_run.planning.layout import Layout, choose_layout
+from nvcli.job_run.planning.job_time import Lengths
+from nvcli.job_run.planning.layout import Layout, choose_layout, estimate_layout
 from nvcli.job_run.resolve import resolve_engine_config, resolve_layout
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiGpu, SmiReport
@@ -246,3 +247,37 @@ def test_on_a_cpu_auto_is_one(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> N
     config = resolve_engine_config(run, Path("/m"), model)
     monkeypatch.setattr("nvcli.job_run.resolve.ask_for_gpus", lambda: pytest.fail("nvidia-smi was asked"))
     assert resolve_layout(run, config, model) == Layout(tensor_parallel_size=2, data_parallel_size=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "num_requests", "tokens_per_second"),
+    [
+        # Measured on H200s: the tables of scripts/README.md. Mean prompts and answers are about 560 tokens.
+        ("qwen3-0.6b", 1, 256, 26_719),
+        ("qwen3-0.6b", 1, 1024, 28_902),
+        ("qwen3-8b", 1, 256, 9_601),
+        ("qwen3-8b", 2, 512, 19_665),
+        ("qwen3-8b", 4, 1024, 40_137),
+        ("qwen3-32b", 2, 512, 5_947),
+    ],
+)
+def test_the_time_of_a_job_is_near_what_was_measured(
+    shapes: Any, shape: str, count: int, num_requests: int, tokens_per_second: float
+) -> None:
+    model, config = shapes(shape, max_model_len=4096)
+    lengths = Lengths(prompt=560, computed=560, answer=560)
+    layout = Layout(tensor_parallel_size=1, data_parallel_size=count)
+    estimated = estimate_layout(layout, machine(count), model, config, num_requests=num_requests, lengths=lengths)
+    assert estimated.seconds == pytest.approx(560 * num_requests / tokens_per_second, rel=0.2)
+
+
+def test_long_and_cached_prompts_count_in_the_time_of_a_job(shapes: Any) -> None:
+    model, config = shapes("qwen3-8b")
+    layout = Layout(tensor_parallel_size=1, data_parallel_size=1)
+
+    def seconds(prompt: float, computed: float) -> float:
+        lengths = Lengths(prompt=prompt, computed=computed, answer=1)
+        return estimate_layout(layout, machine(1), model, config, num_requests=1000, lengths=lengths).seconds
+
+    assert seconds(1000, 1000) < 10 * seconds(1000, 100) * 1.01
+    assert seconds(20_000, 20_000) > 1.3 * 10 * seconds(2000, 2000)  # attention grows with the square

@@ -14,15 +14,29 @@ from nvcli.jobs.files import check_inputs, check_output, is_terminal
 ROW = b'{"prompt": "a"}\n'
 
 
-@pytest.mark.parametrize("name", ["out.csv", "out.txt", "out.jsonl.bz2", "out.csv.gz", "out.parquet.gz", "out.GZ"])
+@pytest.mark.parametrize("name", ["out.txt", "out.arrow", "out.jsonl.bz2", "out.txt.gz", "out.parquet.gz", "out.GZ"])
 def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"\.jsonl, \.jsonl\.gz, \.jsonl\.zst or \.parquet, and not as \.") as error:
+    with pytest.raises(ConfigError, match=r"\.jsonl, \.csv or \.tsv .*or \.parquet, and not as \.") as error:
         check_output([], str(tmp_path / name))
     assert f"-o {tmp_path / 'out'}" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "name", ["out", "out.gz", "out.json", "out.ndjson", "out.jsonl", "out.jsonl.gz", "a.csv.jsonl.zst", "out.parquet"]
+    "name",
+    [
+        "out",
+        "out.gz",
+        "out.json",
+        "out.ndjson",
+        "out.jsonl",
+        "out.jsonl.gz",
+        "a.csv.jsonl.zst",
+        "out.parquet",
+        "out.csv",
+        "out.tsv",
+        "out.csv.gz",
+        "out.tsv.zst",
+    ],
 )
 def test_formats_that_are_written(tmp_path: Path, name: str) -> None:
     check_output([], str(tmp_path / name))

@@ -22,7 +22,11 @@ from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_i
         ("d/a.parquet", "d/a.out.parquet"),
         ("-", "-"),
         ("a.json", "a.out.jsonl"),
-        ("a.txt", "a.txt.out.jsonl"),
+        ("a.txt", "a.out.jsonl"),
+        ("a.csv", "a.out.csv"),
+        ("A.CSV", "A.out.csv"),
+        ("d/a.tsv.gz", "d/a.out.tsv"),
+        ("a.arrow", "a.out.parquet"),
         (".jsonl", ".jsonl.out.jsonl"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.jobs.input import parquet_source
+from nvcli.jobs.input import table_source
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.output import parquet_output
@@ -140,8 +140,8 @@ def test_batches_of_tables_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pyt
         sizes.append(batch.num_rows)
         return batch.to_pylist()  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(parquet_source, "_BATCH_BYTES", 10_000)
-    monkeypatch.setattr(parquet_source, "_rows_of", to_pylist)
+    monkeypatch.setattr(table_source, "_BATCH_BYTES", 10_000)
+    monkeypatch.setattr(table_source, "_rows_of", to_pylist)
     read = [row for batch in RowReader([str(path)], RowParser({})).batches() for row in batch]
     assert len(read) == 50
     assert max(sizes) <= 5

@@ -19,13 +19,15 @@ import pytest
 
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
-from nvcli.models.hub import DownloadSize
+from nvcli.hub_access import DownloadSize
+from nvcli.models.hub import check_room
 
 SHA = "a" * 40
 CONFIG = (demo_path() / "config.json").read_text()
 SMALL = {"config.json": CONFIG, "tokenizer.json": "{}", "modeling_x.py": "raise SystemExit", "pytorch_model.bin": "x"}
 REPOSITORIES: dict[str, dict[str, str]] = {
     "someone/good": {**SMALL, "model.safetensors": "w" * 1000, "original/consolidated.00.safetensors": "w" * 1000},
+    "someone/looked-at": {**SMALL, "model.safetensors": "w", "model.safetensors.index.json": "{}"},
     "someone/huge": {**SMALL, "model.safetensors": "w" * 1000},
     "someone/other-kind": {"config.json": '{"architectures": ["OtherForCausalLM"]}', "model.safetensors": "w"},
     "someone/pickles": SMALL,
@@ -104,7 +106,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "from nvcli.models.checkpoint import resolve_model\n"
         "for name in sys.argv[1:]:\n"
         "    finding = check_model_files(name).findings[0]\n"
-        "    try: answer = str(resolve_model(name))\n"
+        "    try: answer = str(resolve_model(name, weights=name != 'someone/looked-at'))\n"
         "    except LoadError as error: answer = f'LoadError: {error}'\n"
         "    print(json.dumps([name, answer, finding.level.name, finding.found]))\n"
     )
@@ -138,6 +140,12 @@ def test_a_good_model_is_downloaded_without_code_and_second_copies(answers: dict
     assert "the first run would download" in answer["finding"]
 
 
+def test_a_model_whose_rows_are_only_looked_at_is_fetched_without_weights(answers: dict[str, dict[str, Any]]) -> None:
+    folder = Path(answers["someone/looked-at"]["answer"])
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "tokenizer.json"]
+    assert fetched("someone/looked-at") == ["config.json", "tokenizer.json"]
+
+
 def test_an_architecture_is_refused_before_its_weights_are_fetched(answers: dict[str, dict[str, Any]]) -> None:
     answer = answers["someone/other-kind"]["answer"]
     assert answer.startswith("LoadError: model someone/other-kind was not downloaded, as its configuration is refused:")
@@ -162,6 +170,6 @@ def test_a_repository_that_holds_no_model(answers: dict[str, dict[str, Any]], na
 
 
 def test_as_much_room_as_is_needed_is_enough() -> None:
-    DownloadSize(num_bytes=5, free_bytes=5, folder=Path("/cache")).check_room("m")
+    check_room("m", DownloadSize(num_bytes=5, free_bytes=5, folder=Path("/cache")))
     with pytest.raises(LoadError, match=r"model m: .* the disk of /cache has .* free some space"):
-        DownloadSize(num_bytes=6, free_bytes=5, folder=Path("/cache")).check_room("m")
+        check_room("m", DownloadSize(num_bytes=6, free_bytes=5, folder=Path("/cache")))

@@ -19,7 +19,8 @@ from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
-from nvcli.jobs.files import check_inputs
+from nvcli.jobs.files import STREAM, check_inputs, expand_inputs
+from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import JobResult
 from nvcli.models.config import ModelConfig
@@ -32,7 +33,9 @@ def prepared_rows(
 
     Imports the tokenizer, which takes seconds. Raises ConfigError and LoadError.
     """
-    check_inputs([input_file])
+    inputs = expand_inputs([input_file], STREAM)
+    check_inputs(inputs)
+    inputs = fetch_inputs(inputs)
     check_tokenizer_files(model_path)
     limits = ModelLimits(
         max_model_len=run.max_model_len or model.max_position_embeddings,
@@ -45,7 +48,8 @@ def prepared_rows(
     template = own_chat_template(run.job)
     with closing(ChatRenderer(model_path, chat_template=template)) as chat_renderer:
         preparer = Preparer(Tokenizer.load(model_path, chat_template=template), limits, chat_renderer.render)
-        for rows in RowReader([input_file], parser, limit=limit).batches():
+        reader = RowReader(inputs, parser, limit=limit, check_columns=run.job.check_columns)
+        for rows in reader.batches():
             yield from preparer.prepare(rows)
 
 

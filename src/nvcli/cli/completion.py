@@ -22,6 +22,13 @@ def shapes(incomplete: str) -> list[str]:
     return [name for name in SHAPES if name.startswith(incomplete)]
 
 
+def gpus(incomplete: str) -> list[str]:
+    """Complete a kind of GPU that a job can be estimated for."""
+    from nvcli.check.machine import GPUS
+
+    return [name for name in GPUS if name.startswith(incomplete)]
+
+
 def keys(incomplete: str) -> list[str]:
     """Complete a key of the configuration, with the equals sign that `--set` wants behind it."""
     from nvcli.config import JobConfig, RunConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -47,7 +48,8 @@ _NumRows = Annotated[int, Meta(ge=1)]
 
 def generate(
     inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")
+        list[str] | None,
+        typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input."),
     ] = None,
     prompts: Annotated[
         list[str] | None,
@@ -88,6 +90,32 @@ def generate(
     limit: Annotated[
         str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.",
+            rich_help_panel=ROWS,
+        ),
+    ] = None,
+    id_field: Annotated[
+        str | None,
+        typer.Option("--id-field", metavar="COLUMN", help="Key (column) of the ids; id.", rich_help_panel=ROWS),
+    ] = None,
+    keep_input: Annotated[
+        bool,
+        typer.Option("--keep-input", help="Copy the prompt and all else of a row to the output.", rich_help_panel=ROWS),
+    ] = False,
+    text_field: Annotated[
+        str | None,
+        typer.Option(
+            "--text-field",
+            metavar="COLUMN",
+            help="Key (column) for the answer's text alone; CSV: generated_text.",
+            rich_help_panel=ROWS,
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start an existing output anew.", rich_help_panel=ROWS)
     ] = False,
@@ -95,6 +123,14 @@ def generate(
         bool,
         typer.Option(
             "--retry-errors", help="Answer the failed rows of an existing output again.", rich_help_panel=ROWS
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what the job would do, as `nvcli check` does: nothing is written.",
+            rich_help_panel=ROWS,
         ),
     ] = False,
     max_errors: Annotated[
@@ -110,6 +146,21 @@ def generate(
     pp: PpOption = None,
     dp: DpOption = None,
     system: SystemOption = None,
+    prompt_field: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-field", metavar="COLUMN", help="Key (column) of the prompts; prompt.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    messages_field: Annotated[
+        str | None,
+        typer.Option(
+            "--messages-field",
+            metavar="COLUMN",
+            help="Key (column) of the conversations; messages.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
     prompt_template: Annotated[
         str | None,
         typer.Option(
@@ -162,8 +213,10 @@ def generate(
 
     INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id`, `sampling` and
     `chat_template_kwargs`; its other keys are passed through. Rows of OpenAI batch files are answered in OpenAI's
-    form. `-` is standard input, a quoted pattern names many files; files may be .gz, .zst or .parquet, and so may the
-    output.
+    form. By the end of its name it may also be a JSON array (.json), CSV or TSV, plain text with a prompt on each line
+    (.txt), Parquet, or Arrow; all but the last two may have .gz or .zst behind it. `-` is standard input, a quoted
+    pattern names many files, a folder is a dataset on disk, hf://OWNER/NAME/CONFIG:SPLIT one on the Hugging Face hub,
+    and https://, s3:// and gs:// name remote files. The output is JSONL, CSV, TSV or Parquet, by its name.
 
     An output that is there is continued: the same command finishes a job that was cut short.
 
@@ -176,8 +229,9 @@ def generate(
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set job.order=input
       cat questions.jsonl | nvcli generate - -m demo | jq '.choices[0].text'
     """
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import find_config_file, load_sourced_config
     from nvcli.config_source import json_object
+    from nvcli.jobs.shard import choose_shard
     from nvcli.process_limits import check_process
 
     check_process()
@@ -190,6 +244,13 @@ def generate(
             "--output": output,
             "--order": order,
             "--limit": limit,
+            "--shard": shard,
+            "--dry-run": dry_run,
+            "--id-field": id_field,
+            "--keep-input": keep_input,
+            "--text-field": text_field,
+            "--prompt-field": prompt_field,
+            "--messages-field": messages_field,
             "--overwrite": overwrite,
             "--retry-errors": retry_errors,
             "--max-errors": max_errors,
@@ -206,6 +267,7 @@ def generate(
     config_file = find_config_file(config)
     progress_name = cast(_ProgressName, option_value("--progress", progress, _ProgressName, str))
     num_rows = optional_value("--limit", limit, _NumRows, int)
+    part = None if shard is None else choose_shard(shard, os.environ)
     flags = flag_values(
         {
             "--model": model,
@@ -229,12 +291,22 @@ def generate(
     flags |= {
         "--stop": stop or None,
         "--keep-going": keep_going or None,
+        "--keep-input": keep_input or None,
+        "--prompt-field": prompt_field,
+        "--messages-field": messages_field,
+        "--id-field": id_field,
+        "--text-field": text_field,
         "--system": system,
         "--prompt-template": prompt_template,
         "--chat-template": chat_template,
         "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
-    run = load_run_config(config_file, overrides or (), flags)
+    run, source = load_sourced_config(config_file, overrides or (), flags)
+    if dry_run:
+        from nvcli.check.check import CheckOptions
+        from nvcli.cli.check_report import run_check
+
+        run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows))
     if prompts:
         if config is None and config_file is not None:
             say(f"using the configuration in {config_file}; --config names another")
@@ -252,7 +324,9 @@ def generate(
     begun = threading.Event()
     shown = make_progress(progress_name, sys.stderr, beside_answers=is_terminal(output, inputs))
     if progress_file is not None:
-        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
+        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output, part))
+    if shard is not None and part is not None and shard != str(part):
+        shown.note(f"answering shard {part}, as Slurm counts its tasks")
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
@@ -265,12 +339,15 @@ def generate(
                 overwrite=overwrite,
                 retry_errors=retry_errors,
                 limit=num_rows,
+                shard=part,
                 on_begin=begun.set,
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
-        raise Interrupted(resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())) from None
+        raise Interrupted(
+            resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
+        ) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
-        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set())
+        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
         raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:
         raise OutputGone from None

@@ -14,17 +14,25 @@ import typer
 
 from nvcli.cli.bench import bench
 from nvcli.cli.chat import chat
+from nvcli.cli.check import check
 from nvcli.cli.doctor import doctor
 from nvcli.cli.generate import generate
 from nvcli.cli.help import GroupedCommand
+from nvcli.cli.merge import merge
 from nvcli.cli.messages import Interrupted, OutputGone, say, say_error, say_failure
 from nvcli.cli.profile_memory import profile_memory
+from nvcli.cli.show import show
 from nvcli.end_signals import handle_end_signals
 from nvcli.standard_streams import secure_standard_streams
 
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
 model; 3 the engine or the disk failed, or a file was changed; 130 interrupted. After 1 by --max-errors, 3 and 130 the
 same command goes on."""
+_CHECK_EXIT_CODES = """Exit codes: 0 every row can be answered; 1 some rows cannot; 2 usage, configuration, or a model
+that does not fit; 130 interrupted."""
+_MERGE_EXIT_CODES = """Exit codes: 0 every row is there and answered; 1 some rows are missing or carry errors; 2 usage,
+or outputs that do not belong together; 3 a file cannot be read or written; 130 interrupted. After 3 and 130 the same
+command goes on."""
 _DOCTOR_EXIT_CODES = "Exit codes: 0 nothing found would stop a run; 1 something would; 2 usage or configuration."
 
 app = typer.Typer(
@@ -45,6 +53,15 @@ app.command(cls=GroupedCommand, short_help="Answer every row of files with a mod
     generate
 )
 app.command(cls=GroupedCommand, short_help="Chat with a model.")(chat)
+app.command(
+    cls=GroupedCommand,
+    short_help="Say what a job will do, before it takes hours.",
+    epilog=_CHECK_EXIT_CODES,
+)(check)
+app.command(cls=GroupedCommand, short_help="Show the answers of an output, a page at a time.")(show)
+app.command(cls=GroupedCommand, short_help="Join the outputs of a job's shards into one.", epilog=_MERGE_EXIT_CODES)(
+    merge
+)
 app.command(cls=GroupedCommand, short_help="Measure how fast a model runs here.")(bench)
 app.command(
     name="profile-memory",
@@ -96,7 +113,7 @@ def main() -> None:
 
 def _run() -> int:
     """Run the command that the arguments name, say how it failed if it did, and return its exit code."""
-    from nvcli.errors import InputChanged, ModelError, NvcliError, OutputError, TooManyErrors, WorkerError
+    from nvcli.errors import InputChanged, ModelError, NvcliError, OutputError, RowsMissing, TooManyErrors, WorkerError
 
     try:
         result = app(prog_name="nvcli", standalone_mode=False)  # the exit code of `typer.Exit`, or None
@@ -114,6 +131,9 @@ def _run() -> int:
     except (WorkerError, ModelError, InputChanged, OutputError) as error:
         say_failure(error)
         code = 3
+    except RowsMissing as error:
+        say_error(str(error))
+        code = 1
     except TooManyErrors as error:
         say(f"ended: {error}")
         code = 1

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
 from nvcli.errors import ConfigError, LoadError
+from nvcli.hub_access import DownloadSize
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
-from nvcli.models.hub import DownloadSize, check_reachable, download_size
+from nvcli.models.hub import check_reachable, check_room, download_size
 from nvcli.models.safetensors_header import TensorInfo, read_header
 
 _MOST_FILES_SHOWN = 5
@@ -58,7 +59,7 @@ def _ask_for_size(name: str) -> DownloadSize:
 def _not_here(name: str, size: DownloadSize) -> Finding:
     """Say what the first run would download."""
     try:
-        size.check_room(name)
+        check_room(name, size)
     except LoadError as error:
         return problem("folder", str(error), "make room for the download before the first run")
     found = (

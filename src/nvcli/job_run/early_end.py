@@ -17,6 +17,7 @@ from nvcli.end_signals import handle_end_signals
 from nvcli.errors import NvcliError, WorkerError, reworded
 from nvcli.jobs.files import STREAM, choose_output, expand_inputs
 from nvcli.jobs.own_files import manifest_path, traceback_path
+from nvcli.jobs.shard import Shard
 from nvcli.versions import describe_versions
 
 
@@ -90,14 +91,21 @@ def _append(text: str, output: str | None) -> Path | None:
         return None
 
 
-def resume_hint(argv: Sequence[str], *, inputs: Sequence[str], output: str | None, has_begun: bool) -> str:
+def resume_hint(
+    argv: Sequence[str],
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    has_begun: bool,
+    shard: Shard | None = None,
+) -> str:
     """Return one or two lines that say what was answered, and what to type to go on.
 
-    `argv` is the command line of this run, `inputs` and `output` are as they were given, and `has_begun` says whether
-    the run has begun a new output, in place of one that was there.
+    `argv` is the command line of this run, `inputs`, `output` and `shard` are as they were given, and `has_begun` says
+    whether the run has begun a new output, in place of one that was there.
     """
     try:
-        name = choose_output(expand_inputs(inputs, output), output)
+        name = choose_output(expand_inputs(inputs, output), output, shard)
     except NvcliError:
         return "nothing was answered yet"
     if name == STREAM:

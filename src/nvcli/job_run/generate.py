@@ -33,6 +33,7 @@ from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
+from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.messages import EngineReady
 
 
@@ -45,12 +46,14 @@ def generate(
     overwrite: bool = False,
     retry_errors: bool = False,
     limit: int | None = None,
+    shard: Shard | None = None,
     start: StartEngine = start_engine,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
+    With a `shard` only its rows are answered, as they would be in the whole job; `limit` counts all rows.
     `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
     before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError, InputChanged,
     OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal
@@ -59,14 +62,16 @@ def generate(
     started_at = time.monotonic()
     if overwrite and retry_errors:
         raise ConfigError("--overwrite and --retry-errors exclude each other: start anew, or keep what is answered")
-    job = resolve_job(run, inputs=inputs, output=output, limit=limit)
+    job = resolve_job(run, inputs=inputs, output=output, limit=limit, shard=shard)
     options = OutputOptions(
         order=run.job.order,
         can_continue=job.can_continue,
         overwrite=overwrite,
         retry_errors=retry_errors,
         limit=limit,
+        shard=shard,
         reorder_bytes=parse_size(run.job.reorder_memory) or 0,
+        text_field=run.job.text_field,
         on_begin=on_begin,
     )
     opened = open_output(job.output, job.manifest, options)  # before standard output is set aside: it may be that
@@ -117,7 +122,7 @@ class _JobRun:
 
         However it ends, the output is made safe first, and then the processes are ended.
         """
-        writer = _make_writer(self._opened, self._job.run.job)
+        writer = _make_writer(self._opened, self._job.run.job, self._job.shard or WHOLE)
         with contextlib.ExitStack() as processes, contextlib.ExitStack() as rows:
             rows.callback(writer.close_early)
             rows.callback(self._feeder.stop)
@@ -227,11 +232,14 @@ class _JobRun:
         self._progress.note(line)
 
 
-def _make_writer(opened: JobOutput, job: JobConfig) -> ResultWriter:
+def _make_writer(opened: JobOutput, job: JobConfig, shard: Shard) -> ResultWriter:
     reorder = None
     if job.order == "input":
+        answered = opened.answered.all
         reorder = ReorderBuffer(
-            opened.answered.all.next_missing, max_bytes=parse_size(job.reorder_memory) or 0, folder=opened.folder
+            lambda index: answered.next_missing(shard.next_row(index), shard.count),
+            max_bytes=parse_size(job.reorder_memory) or 0,
+            folder=opened.folder,
         )
     return ResultWriter(opened.sink, opened.form, reorder=reorder, sync_seconds=job.sync_seconds)
 

@@ -16,6 +16,7 @@ import msgspec
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.errors import LoadError
 from nvcli.jobs.input.digests import digest_file
+from nvcli.jobs.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
 
 Fact = str | int | float | bool | None
@@ -39,11 +40,14 @@ def job_facts(
     *,
     model_path: Path,
     chat_template: str | None = None,
+    weights: bool = True,
+    shard: Shard | None = None,
 ) -> dict[str, Fact]:
     """Return the facts of a job, under names that a user knows.
 
-    `config` and `sampling_defaults` are what `run` and the checkpoint come to, and `chat_template` is the text of the
-    template that the job brings. Raises LoadError for a file of the checkpoint that cannot be read.
+    `config` and `sampling_defaults` are what `run` and the checkpoint come to, `chat_template` is the text of the
+    template that the job brings, and `shard` the part of the rows that the output has; None: all. `weights` false:
+    facts of the weights are left out. Raises LoadError for a file of the checkpoint that cannot be read.
     """
     small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
     facts: dict[str, Fact] = {}
@@ -51,11 +55,11 @@ def job_facts(
         if file.name not in _NOT_READ:
             facts[f"model {file.name}"] = f"sha256 {_digest(file)}"
     try:
-        weights = weight_files(model_path)
+        large = weight_files(model_path) if weights else []
     except LoadError:
-        weights = []  # whoever loads them says what is wrong
-    num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(weights)))
-    for file in weights:
+        large = []  # whoever loads them says what is wrong
+    num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
+    for file in large:
         digest = _digest(file, num_samples=num_samples, sample_bytes=_WEIGHT_SAMPLE_BYTES)
         facts[f"model {file.name}"] = f"{file.stat().st_size:,} bytes, sha256 {digest}"
     facts |= {
@@ -70,8 +74,14 @@ def job_facts(
         "job.id_field": run.job.id_field,
     }
     facts |= _prompt_facts(run.job, chat_template)
+    if run.job.keep_input:
+        facts["job.keep_input"] = True
+    if run.job.text_field is not None:
+        facts["job.text_field"] = run.job.text_field
     for name, value in sorted(sampling_defaults.items()):
         facts[f"sampling.{name}"] = _fact(value)
+    if shard is not None:
+        facts[SHARD_FACT] = str(shard)
     return facts
 
 

@@ -24,8 +24,9 @@ from nvcli.job_run.text.prepare import ModelLimits
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
+from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
-from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.input.reader import RowReader, check_first_rows
 from nvcli.jobs.job import Caller
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
@@ -33,6 +34,7 @@ from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import as_json
+from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
@@ -79,6 +81,8 @@ class ResolvedJob(ResolvedModel):
     """The output's name; `-` is standard output."""
     limit: int | None
     """Only so many rows of the inputs are read; None: all."""
+    shard: Shard | None
+    """The shard of the rows that is answered; None: all are."""
     can_continue: bool
     """Whether the inputs can be read again, so that another run may continue the output."""
     known_inputs: tuple[KnownInput, ...]
@@ -89,21 +93,46 @@ class ResolvedJob(ResolvedModel):
     def make_reader(self, answered: AnsweredRows) -> RowReader:
         """Make a reader of the inputs that passes over the rows that are `answered`."""
         parser = make_parser(self.run.job, self.sampling_defaults)
-        return RowReader(self.inputs, parser, limit=self.limit, answered=answered, known=self.known_inputs)
+        return RowReader(
+            self.inputs,
+            parser,
+            limit=self.limit,
+            answered=answered,
+            known=self.known_inputs,
+            check_columns=self.run.job.check_columns,
+            shard=self.shard or WHOLE,
+        )
 
 
-def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, limit: int | None) -> ResolvedJob:
-    """Resolve a job from the names and settings that the user gave. Raises ConfigError and LoadError.
+def resolve_job(
+    run: RunConfig,
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    limit: int | None,
+    shard: Shard | None = None,
+    weights: bool = True,
+    found_device: Literal["cpu", "cuda"] | None = None,
+) -> ResolvedJob:
+    """Resolve a job, or a shard of it, from the names and settings that the user gave.
+
+    Raises ConfigError and LoadError.
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
-    inputs.
+    inputs. `weights` false: the job is only looked at, so that the checkpoint needs no weights. `found_device` is what
+    `device: auto` stands for; None: look for a GPU.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
-    output = choose_output(names, output)
+    output = choose_output(names, output, shard)
     check_output(names, output)
-    resolved = resolve_settings(run)
+    names = fetch_inputs(names)
+    resolved = resolve_settings(run, weights=weights, found_device=found_device)
     can_continue = is_repeatable(names)
+    if can_continue and run.job.check_columns:
+        check_first_rows(
+            names if limit is None else names[:1], lambda: make_parser(run.job, resolved.sampling_defaults), limit=limit
+        )
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
@@ -115,6 +144,8 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
             resolved.sampling_defaults,
             model_path=resolved.model_path,
             chat_template=resolved.chat_template,
+            weights=weights,
+            shard=shard,
         ),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
@@ -123,27 +154,32 @@ def resolve_job(run: RunConfig, *, inputs: Sequence[str], output: str | None, li
         inputs=tuple(names),
         output=output,
         limit=limit,
+        shard=shard,
         can_continue=can_continue,
         known_inputs=known_inputs,
         manifest=manifest,
     )
 
 
-def resolve_settings(run: RunConfig) -> ResolvedModel:
+def resolve_settings(
+    run: RunConfig, *, weights: bool = True, found_device: Literal["cpu", "cuda"] | None = None
+) -> ResolvedModel:
     """Resolve the model and the settings of a run. Raises ConfigError and LoadError.
 
-    Reads the checkpoint's small files, and downloads a checkpoint that is not there.
+    Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
+    `found_device` is as in `resolve_job`.
     """
-    model_path = resolve_model(run.model)
+    model_path = resolve_model(run.model, weights=weights)
     model = load_model_config(model_path)
     check_tokenizer_files(model_path)
-    check_weight_files(model_path)
+    if weights:
+        check_weight_files(model_path)
     return ResolvedModel(
         run=run,
         model_path=model_path,
         model=model,
         chat_template=own_chat_template(run.job),
-        config=resolve_engine_config(run, model_path, model),
+        config=resolve_engine_config(run, model_path, model, found_device=found_device),
         sampling_defaults=sampling_defaults(run, model),
     )
 
@@ -274,7 +310,7 @@ def make_parser(
         system=job.system,
         chat_template_kwargs=job.chat_template_kwargs,
     )
-    return RowParser(sampling_defaults, row_keys(job), rules, keep=keep, caller=caller)
+    return RowParser(sampling_defaults, row_keys(job), rules, keep=keep, keep_input=job.keep_input, caller=caller)
 
 
 def row_keys(job: JobConfig) -> RowKeys:

@@ -4,41 +4,61 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import sys
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.file_formats import check_input_format, check_output_format
+from nvcli.jobs.dataset_folder import folder_files
+from nvcli.jobs.file_formats import check_input_format, check_output_format, input_format, pyarrow_format
 from nvcli.jobs.own_files import (
-    MANIFEST_SUFFIX,
-    TRACEBACK_SUFFIX,
-    WORKING_SUFFIX,
     is_parquet,
+    is_shard_output,
+    is_table,
+    lies_beside_output,
     manifest_draft_path,
     own_files,
 )
+from nvcli.jobs.shard import Shard
 from nvcli.regular_file import check_regular
 from nvcli.validation import is_text
 
 STREAM = "-"
 """The name that stands for standard input or output."""
 
+HUB_SCHEME = "hf://"
+"""The beginning of an address of a dataset on the Hugging Face hub."""
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
 STREAM_FOLDERS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 """Files in these folders stand for something else, such as /dev/stdout for a file that the shell has opened."""
 
 
-def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
-    """Replace patterns (`data/*.jsonl`) by the files that they match, sorted. Raises ConfigError.
+def is_remote(name: str) -> bool:
+    """Tell whether an input is an address, such as `s3://bucket/x.jsonl`, and has to be fetched to this machine."""
+    return _REMOTE.match(name) is not None and not os.path.exists(name)
 
-    The output is left out, and so are the files that a job keeps beside an output. Where no output is named, the files
-    that would be the output of a file that matches are left out. A name that exists is no pattern, whatever characters
-    it has.
+
+def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]:
+    """Replace patterns (`data/*.jsonl`) and folders by the files that they match or hold, sorted. Raises ConfigError.
+
+    The output is left out, and so are the files that a job keeps beside an output, and the outputs of shards. Where no
+    output is named, the files that would be the output of a file that matches are left out. A name that exists is no
+    pattern, whatever characters it has.
     """
     names: list[str] = []
     for name in inputs:
-        if name == STREAM or not any(character in name for character in "*?[") or os.path.exists(name):
+        if name != STREAM and is_text(name) and os.path.isdir(name):
+            names += _expand_folder(name, output)
+            continue
+        if (
+            name == STREAM
+            or is_remote(name)
+            or not any(character in name for character in "*?[")
+            or os.path.exists(name)
+        ):
             names.append(name)
             continue
         found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
@@ -51,23 +71,37 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
     return names
 
 
+def _expand_folder(name: str, output: str | None) -> list[str]:
+    """Return the data files of a folder without the output and what lies beside it; the folder if it has none."""
+    try:
+        found = list(map(str, folder_files(Path(name))))
+    except OSError as error:
+        raise ConfigError(f"the input {name} cannot be read: {error.strerror}") from None
+    if found and output is None:
+        raise ConfigError(f"name the output with -o FILE: it cannot follow from the folder {name}")
+    own = {os.path.realpath(path) for path in own_files(Path(output))} if output not in (None, STREAM) else set()
+    return [file for file in found if not _is_of_output(file, output, own)] or [name]
+
+
 def check_inputs(inputs: Sequence[str]) -> None:
     """Check that each input exists, can be read, and is given once. Raises ConfigError."""
     for name in inputs:
-        if name == STREAM:
+        if name == STREAM or is_remote(name):
             continue
         _look_at(name, f"the input {name} cannot be read")
         path = Path(name)
         if path.is_dir():
-            raise ConfigError(f"the input {name} is a folder; name the files in it, such as {path / '*.jsonl'}")
+            raise ConfigError(
+                f"the input {name} is a folder and holds no data files; name the files, such as {path / '*.jsonl'}"
+            )
         if not path.exists():
             raise ConfigError(f"there is no input file {name}")
         if not os.access(path, os.R_OK):
             raise ConfigError(f"the input {name} cannot be read: no permission")
-        if is_parquet(name):
-            _check_pyarrow("input", name)
+        if table := pyarrow_format(name):
+            _check_pyarrow("input", name, table)
             if not path.is_file():
-                raise ConfigError(f"the input {name} is no regular file, as Parquet has to be")
+                raise ConfigError(f"the input {name} is no regular file, as {table} has to be")
         if path.is_file():
             check_input_format(path)
     seen: set[str] = set()
@@ -78,25 +112,29 @@ def check_inputs(inputs: Sequence[str]) -> None:
         seen.add(key)
 
 
-def choose_output(inputs: Sequence[str], output: str | None) -> str:
+def choose_output(inputs: Sequence[str], output: str | None, shard: Shard | None = None) -> str:
     """Return the output that was named, or the one that follows from a single input. Raises ConfigError.
 
-    From `input.jsonl` follows `input.out.jsonl` beside it, from a Parquet file another one, and from standard input
-    standard output.
+    From `input.jsonl` follows `input.out.jsonl` beside it, or `input.shard-0-of-4.out.jsonl` for a shard; from a table
+    (Parquet, Arrow, CSV, TSV) follows another one, and from standard input standard output.
     """
     if output is not None:
         return output
     if list(inputs) == [STREAM]:
         return STREAM
-    if len(inputs) != 1 or inputs[0].startswith("/dev/"):
+    if len(inputs) != 1 or inputs[0].startswith("/dev/") or is_remote(inputs[0]):
         which = "several inputs" if len(inputs) != 1 else inputs[0]
         raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
     path = Path(inputs[0])
-    if is_parquet(path):
-        return str(path.with_suffix(".out.parquet"))
+    part = "" if shard is None else f".shard-{shard.number}-of-{shard.count}"
     name = path.name.removesuffix(".gz").removesuffix(".zst")
-    stem = name.removesuffix(".jsonl").removesuffix(".json") or name
-    return str(path.with_name(f"{stem}.out.jsonl"))
+    format = input_format(name)
+    if pyarrow_format(name):
+        return str(path.with_suffix(f"{part}.out.parquet"))
+    if format == "csv":
+        return str(path.with_name(f"{Path(name).stem}{part}.out{Path(name).suffix.lower()}"))
+    stem = Path(name).stem if format == "text" else name.removesuffix(".jsonl").removesuffix(".json") or name
+    return str(path.with_name(f"{stem}{part}.out.jsonl"))
 
 
 def check_output(inputs: Sequence[str], output: str) -> None:
@@ -128,10 +166,11 @@ def check_output(inputs: Sequence[str], output: str) -> None:
             raise ConfigError(f"no permission to write in {path.parent}, where the output's manifest belongs")
     elif not os.access(path.parent, os.W_OK):
         raise ConfigError(f"the output {output} cannot be made: no permission to write in {path.parent}")
-    if is_parquet(output):
-        _check_pyarrow("output", output)
+    if is_table(path):
+        if is_parquet(path):
+            _check_pyarrow("output", output, "Parquet")
         if path.exists() and not path.is_file():
-            raise ConfigError(f"the output {output} is no regular file, as Parquet has to be")
+            raise ConfigError(f"the output {output} is no regular file, as a table has to be")
         folder = Path(os.path.realpath(path)).parent  # behind a link
         if not os.access(folder, os.W_OK):
             raise ConfigError(f"the output {output} leads to {folder}, which is no folder that can be written to")
@@ -175,10 +214,10 @@ def is_terminal(output: str | None, inputs: Sequence[str]) -> bool:
         os.close(fd)
 
 
-def job_files(inputs: Sequence[str], output: str | None) -> list[str]:
+def job_files(inputs: Sequence[str], output: str | None, shard: Shard | None = None) -> list[str]:
     """Return all files that a job reads and writes, by the names that were given. Raises ConfigError."""
     names = expand_inputs(inputs, output)
-    output = choose_output(names, output)
+    output = choose_output(names, output, shard)
     return [name for name in names if name != STREAM] + (
         list(map(str, own_files(Path(output)))) if output != STREAM else []
     )
@@ -200,9 +239,12 @@ def _look_at(name: str, trouble: str) -> None:
 
 
 def _is_of_output(file: str, output: str | None, own: Collection[str]) -> bool:
-    """Tell whether a file is an output or lies beside one. `own` holds the real paths of this job's own files."""
-    is_beside = file.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
-    return is_beside or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
+    """Tell whether a file is this output or that of a shard, or lies beside an output.
+
+    `own` holds the real paths of this job's own files.
+    """
+    is_other = lies_beside_output(file) or is_shard_output(file)
+    return is_other or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
 
 
 def _is_same(name: str, other: str) -> bool:
@@ -212,6 +254,6 @@ def _is_same(name: str, other: str) -> bool:
     return os.path.exists(name) and os.path.exists(other) and os.path.samefile(name, other)
 
 
-def _check_pyarrow(which: str, name: str) -> None:
+def _check_pyarrow(which: str, name: str, table: str) -> None:
     if find_spec("pyarrow") is None:
-        raise ConfigError(f"the {which} {name} is Parquet, which needs pyarrow; install it with: pip install pyarrow")
+        raise ConfigError(f"the {which} {name} is {table}, which needs pyarrow; install it with: pip install pyarrow")

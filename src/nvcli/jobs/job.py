@@ -4,7 +4,7 @@ Every row that is not blank becomes exactly one `JobResult`. A row that cannot b
 is one of these, or a type that the engine gave:
 
     invalid_json, not_an_object, invalid_id, duplicate_id,     the line itself
-    line_too_long
+    line_too_long, invalid_utf8, invalid_csv, ragged_row
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
     missing_column, invalid_sampling, unsupported_url,
     unsupported_parameter
@@ -65,11 +65,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """The number of the row over all inputs, from 0; blank lines are not rows."""
     line: str
-    """The place as messages name it: `line 7`, in a table `row 7`; `line 7 of b.jsonl` where there are several
-    inputs."""
+    """The place as messages name it: `line 7`, in a table `row 7`, in a JSON array `item 7`; `line 7 of b.jsonl` where
+    there are several inputs."""
     extra: dict[str, Any] = {}
-    """Keys that are not nvcli's own, with their values as JSON (`msgspec.Raw`), or as the objects that a Python program
-    gave; they go into the output row as they came."""
+    """Keys that are copied, with their values as JSON (`msgspec.Raw`), or as the objects that a Python program gave;
+    they go into the output row as they came."""
     form: RowForm = RowForm.NATIVE
     model: str | None = None
     """The model that a row of an OpenAI form names, which its answer repeats."""

@@ -7,18 +7,44 @@ it does not look whether there are such files, except to follow a symbolic link.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 MANIFEST_SUFFIX = ".manifest.json"
 """An output's name with this suffix is the file beside it that says which job made it."""
 WORKING_SUFFIX = ".rows.jsonl"
-"""A Parquet output's name with this suffix is the file that holds its rows until it is complete."""
+"""A table's name with this suffix is the file that holds its rows until it is complete."""
 TRACEBACK_SUFFIX = ".traceback.txt"
 """An output's name with this suffix is the file that keeps the tracebacks of failed runs."""
+_SHARD_OUTPUT = re.compile(r"\.shard-\d+-of-\d+\.out\.[a-z.]+$")
+"""How the name ends that the output of a shard gets."""
+
+
+_CSV_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
 
 
 def is_parquet(path: Path | str) -> bool:
     return str(path).endswith(".parquet")
+
+
+def is_csv(path: Path | str) -> bool:
+    """Tell whether a file is CSV or TSV by its name, compressed or not."""
+    return str(path).endswith(_CSV_SUFFIXES)
+
+
+def is_table(path: Path | str) -> bool:
+    """Tell whether an output is made of all of its rows together, because they share columns."""
+    return is_parquet(path) or is_csv(path)
+
+
+def lies_beside_output(name: str) -> bool:
+    """Tell whether a file has the name of one that jobs keep beside their outputs."""
+    return name.endswith((MANIFEST_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
+
+
+def is_shard_output(name: str) -> bool:
+    """Tell whether a file has the name that the output of a shard gets where none is given."""
+    return _SHARD_OUTPUT.search(name) is not None
 
 
 def real_path(path: Path) -> Path:
@@ -27,8 +53,8 @@ def real_path(path: Path) -> Path:
 
 
 def rows_path(output: Path) -> Path:
-    """Return the file that rows are appended to: the output itself, or the working file beside a Parquet output."""
-    return output.with_name(output.name + WORKING_SUFFIX) if is_parquet(output) else output
+    """Return the file that rows are appended to: the output itself, or the working file beside a table."""
+    return output.with_name(output.name + WORKING_SUFFIX) if is_table(output) else output
 
 
 def manifest_path(output: Path) -> Path:

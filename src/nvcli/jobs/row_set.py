@@ -58,8 +58,10 @@ class RowSet:
             for number, page in self._pages.items()
         )
 
-    def next_missing(self, index: int) -> int:
-        """Return the first number from `index` on that is not in the set."""
+    def next_missing(self, index: int, step: int = 1) -> int:
+        """Return the first of the numbers `index`, `index + step` and so on that is not in the set."""
+        while step > 1 and index in self:
+            index += step
         while index in self:
             page = self._pages[index >> _PAGE_BITS]
             index += _lowest_bit(~_bits_from(page, index & _PAGE_ROWS - 1))  # at most to the next page
@@ -69,11 +71,14 @@ class RowSet:
         """Return the first number from `index` on that is in the set; behind the largest, a number that is not."""
         if index in self:
             return index
-        for number in sorted(number for number in self._pages if number >= index >> _PAGE_BITS):
-            start = max(index, number << _PAGE_BITS)
-            rest = _bits_from(self._pages[number], start & _PAGE_ROWS - 1)
+        first = index >> _PAGE_BITS
+        rest = _bits_from(self._pages.get(first, b""), index & _PAGE_ROWS - 1)
+        if rest:
+            return index + _lowest_bit(rest)
+        for number in sorted(number for number in self._pages if number > first):
+            rest = _bits_from(self._pages[number], 0)
             if rest:
-                return start + _lowest_bit(rest)
+                return (number << _PAGE_BITS) + _lowest_bit(rest)
         return index
 
 

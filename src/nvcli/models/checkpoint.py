@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from nvcli.errors import ConfigError, LoadError
-from nvcli.models.hub import cached_snapshot, download
+from nvcli.models.hub import cached_snapshot, download, download_small_files
 from nvcli.models.json_file import JsonFile
 from nvcli.models.safetensors_header import INDEX_FILE, TensorInfo, read_header, unreadable
 from nvcli.regular_file import check_regular
@@ -20,15 +20,19 @@ SINGLE_FILE = "model.safetensors"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def resolve_model(name: str) -> Path:
-    """Folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then download)."""
-    return find_model(name) or download(name)
+def resolve_model(name: str, *, weights: bool = True) -> Path:
+    """Folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then download).
+
+    `weights` false: configuration and tokenizer are enough, and no weights are downloaded.
+    """
+    return find_model(name, weights=weights) or (download(name) if weights else download_small_files(name))
 
 
-def find_model(name: str) -> Path | None:
+def find_model(name: str, *, weights: bool = True) -> Path | None:
     """Find the folder of the model `name` on this machine; None where `resolve_model` would try a download.
 
-    Raises ConfigError where the name is empty, and LoadError where it cannot be a model.
+    `weights` false: a folder without weights counts too. Raises ConfigError where the name is empty, and LoadError
+    where it cannot be a model.
     """
     if name == "demo":
         from nvcli.demo import demo_path
@@ -47,8 +51,8 @@ def find_model(name: str) -> Path | None:
         raise LoadError(f"{name}: a file; `model` is the folder around it, in Hugging Face layout")
     if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
         raise LoadError(f"{name}: no such folder")
-    cached = cached_snapshot(name)
-    return cached if cached is not None and _is_complete(cached) else None
+    cached = cached_snapshot(name, weights=weights)
+    return cached if cached is not None and _is_complete(cached, weights=weights) else None
 
 
 def is_hub_id(name: str) -> bool:
@@ -127,9 +131,16 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _is_complete(path: Path) -> bool:
-    """Whether config and weights of a folder are all there (a download may have been interrupted)."""
+def _is_complete(path: Path, *, weights: bool) -> bool:
+    """Whether the config, and the weights where they are asked for, are all there; a download may have been cut short.
+
+    A folder without weights has a tokenizer file beside its config.
+    """
+    if not (path / "config.json").exists():
+        return False
+    if not weights:
+        return any(path.glob("tokenizer*"))
     try:
-        return (path / "config.json").exists() and all(file.exists() for file in weight_files(path))
+        return all(file.exists() for file in weight_files(path))
     except LoadError:
         return False

@@ -2,18 +2,11 @@
 
 `choose_layout` is a function of its arguments alone. A layout must fit by `sizing.memory`, with what other programs
 hold of each GPU left out; one whose KV cache holds a request of `max_model_len` goes before one that does not. Among
-these the layout with the least seconds is chosen. Its time is worked out for one replica and added up over replicas:
+these the layout with the least seconds is chosen. Its time is that of its replicas (`planning.job_time`) and of its
+start: each process, each replica's weights, and NCCL, which make many replicas too much for a small job.
 
-    decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
-                    and values; a fixed time for each layer and for each request; tp > 1: two all-reduces for each
-                    layer. With stages: all of them work at a time, each on a share of the requests
-    requests a step no more than `max_num_seqs`, the replica's share of the job, and what the KV cache holds. Answers
-                    are of all lengths up to twice the usual one: the last to run end one by one, in ever smaller steps
-    prompts         matrix time and all-reduces
-    start           each process, each replica's weights, and NCCL: what makes many replicas too much for a small job
-
-Lengths are not known before the job is read: requests are taken to have `_USUAL_TOKENS` of prompt and of answer. The
-constants were read off H200s; what counts are their ratios. Pipeline stages are taken where they are asked for, and
+Lengths are not known before the job is read: requests are taken to have `_USUAL_TOKENS` of prompt and of answer.
+`estimate_layout` is told the lengths of a job that was read. Pipeline stages are taken where they are asked for, and
 never chosen: between GPUs with fast links tensor parallelism reads the weights once where stages read theirs for each
 micro-batch, and between others nothing has been measured.
 """
@@ -27,12 +20,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from nvcli.config import EngineConfig, ParallelSize, format_bytes
-from nvcli.distributed.stage import Stage
 from nvcli.errors import CapacityError, ConfigError
+from nvcli.job_run.planning.job_time import Lengths, gpu_speed, replica_seconds
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.nvidia_smi import SmiGpu
-from nvcli.sizing.costs import model_costs
 from nvcli.sizing.kv_cache import block_bytes, tokens_in
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -40,14 +31,6 @@ from nvcli.sizing.weights import largest_stage, weight_bytes
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64
 """A job of unknown size is taken to have this many times the requests that the machine can run at a time."""
-_LEFT = (0.875, 0.625, 0.375, 0.125)
-"""The share of the last requests that still run, in each quarter of the time that they take to end."""
-_LAYER_SECONDS = 30e-6
-"""The time that each layer adds to a decode step: small kernels and the gaps between them."""
-_PIECE_LOSS = 0.03
-"""The share by which operations get slower with each halving of the matrices."""
-_ROW_SECONDS = 3e-6
-"""The time that each request adds to a decode step: the sampler, and prompts that share the step."""
 _PROCESS_SECONDS = 0.2
 _LOAD_BYTES_PER_SECOND = 40e9
 """The speed at which all replicas together load weights from the page cache."""
@@ -113,7 +96,9 @@ def choose_layout(
             f"{shown}, and {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'} can be seen here: lower it, or "
             "look at CUDA_VISIBLE_DEVICES"
         )
-    candidates = [_candidate(gpus, model, config, tp, dp, num_requests) for tp, dp in sizes]
+    usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
+    lengths = Lengths(prompt=usual, computed=usual, answer=usual)
+    candidates = [_candidate(gpus, model, config, tp, dp, num_requests, lengths) for tp, dp in sizes]
     fitting = [one for one in candidates if one.num_tokens > 0]
     if not fitting:
         fitting = [_nearest(candidates, gpus, model, config)]
@@ -128,6 +113,31 @@ def choose_layout(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutEstimate:
+    """What a layout would do with a job."""
+
+    seconds: float
+    """The time of the job once the model is loaded; infinite where it does not fit."""
+    num_tokens: int
+    """Tokens that the KV cache of each replica holds."""
+
+
+def estimate_layout(
+    layout: Layout,
+    gpus: Sequence[SmiGpu],
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    num_requests: int,
+    lengths: Lengths,
+) -> LayoutEstimate:
+    """Estimate what a layout that was chosen from these GPUs does with a job whose lengths are known."""
+    tp, dp = layout.tensor_parallel_size, layout.data_parallel_size
+    candidate = _candidate(gpus, model, config, tp, dp, num_requests, lengths)
+    return LayoutEstimate(seconds=candidate.seconds - candidate.start_seconds, num_tokens=candidate.num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     tp: int
     pp: int
@@ -139,8 +149,10 @@ class _Candidate:
     """Bytes for the KV cache of the rank that has least room; negative: so many are missing."""
     num_tokens: int
     """Tokens that the KV cache of the replica with least room holds; 0: the model does not fit."""
+    start_seconds: float
+    """The time that this layout adds to the start of one rank."""
     seconds: float
-    """The estimated time of the job, start-up included."""
+    """The estimated time of the job, with these seconds."""
 
     @property
     def num_gpus(self) -> int:
@@ -179,6 +191,7 @@ def _candidate(
     tp: int,
     dp: int,
     num_requests: int,
+    lengths: Lengths,
 ) -> _Candidate:
     config = msgspec.structs.replace(config, tensor_parallel_size=tp, gpus=())
     each = config.num_ranks
@@ -193,10 +206,10 @@ def _candidate(
         group = chosen[first : first + each]
         num_tokens = tokens_in(min(rooms[index] for index in group), config, model)
         least_tokens = num_tokens if least_tokens is None else min(least_tokens, num_tokens)
-        speeds = [_speed(gpus[index].name) for index in group]
+        speeds = [gpu_speed(gpus[index].name) for index in group]
         slowest = min(speeds, key=lambda speed: speed.bytes_per_second)
         if num_tokens:
-            rate += share / _replica_seconds(model, config, slowest, share, num_tokens)
+            rate += share / replica_seconds(model, config, slowest, share, num_tokens, lengths)
     start = (each * dp - 1) * _PROCESS_SECONDS + (dp - 1) * each * weights / _LOAD_BYTES_PER_SECOND
     if each > 1:
         start += _NCCL_SECONDS
@@ -208,6 +221,7 @@ def _candidate(
         weight_bytes=weights,
         room=min(rooms[index] for index in chosen),
         num_tokens=least_tokens or 0,
+        start_seconds=start,
         seconds=start + (num_requests / rate if rate else math.inf),
     )
 
@@ -220,74 +234,6 @@ def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
         return plan.budget - fixed
     left = gpu.total_bytes - fixed
     return config.kv_cache_memory if config.kv_cache_memory <= left else left - config.kv_cache_memory
-
-
-def _replica_seconds(
-    model: ModelConfig, config: EngineConfig, speed: _Speed, num_requests: int, num_tokens: int
-) -> float:
-    """Return the seconds that one replica takes for its share of the job."""
-    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
-    stage = largest_stage(model, pp)
-    num_layers = len(stage.layers(model.num_layers))
-    usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
-    running = max(1.0, min(config.max_num_seqs, num_requests, num_tokens / (2 * usual)))
-    costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage)
-    head = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=Stage(pp - 1, pp)).lm_head
-    weights = costs.layers.num_weights + head.num_weights
-    matrix_bytes = costs.layers.num_bytes + head.num_bytes
-    row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
-    kv_bytes = costs.kv_read_bytes(1.5 * usual)
-
-    flops = speed.flops_per_second / (1 + _PIECE_LOSS * math.log2(tp))
-
-    def step(rows: float) -> float:
-        seconds = max(matrix_bytes / speed.bytes_per_second, 2 * weights * rows / flops)
-        seconds += rows * (kv_bytes / speed.bytes_per_second + _ROW_SECONDS)
-        return seconds + num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
-
-    steps = usual * (num_requests / running - 1) * step(max(1.0, running / pp))
-    steps += 2 * usual / len(_LEFT) * sum(step(max(1.0, left * running / pp)) for left in _LEFT)
-    prompt_tokens = num_requests * usual
-    prompts = 2 * costs.layers.num_weights * prompt_tokens / flops
-    prompts += 2 * num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
-    return pp * steps + prompts
-
-
-@dataclass(frozen=True, slots=True)
-class _Speed:
-    """Roughly what a kind of GPU can do."""
-
-    bytes_per_second: float
-    """The speed of its memory."""
-    flops_per_second: float
-    """The speed of dense matrix products with 16 bits."""
-    link_bytes_per_second: float
-    """The speed of its links to other GPUs."""
-    link_seconds: float
-    """The least time that an all-reduce between two GPUs takes."""
-
-    def all_reduce_seconds(self, num_ranks: int, num_bytes: float) -> float:
-        if num_ranks == 1:
-            return 0.0
-        steps = math.log2(num_ranks)
-        return steps * self.link_seconds + 2 * (num_ranks - 1) / num_ranks * num_bytes / self.link_bytes_per_second
-
-
-_NVLINK = {"link_bytes_per_second": 380e9, "link_seconds": 2e-6}
-_PCIE = {"link_bytes_per_second": 15e9, "link_seconds": 30e-6}
-_SPEEDS = {
-    "B200": _Speed(6.5e12, 1400e12, **_NVLINK),
-    "H200": _Speed(4.3e12, 600e12, **_NVLINK),
-    "H100": _Speed(2.9e12, 600e12, **_NVLINK),
-    "A100": _Speed(1.6e12, 250e12, **_NVLINK),
-    "L40": _Speed(0.75e12, 200e12, **_PCIE),
-}
-"""The speeds of known GPUs, by a part of their name."""
-_OTHER_SPEED = _Speed(0.75e12, 130e12, **_PCIE)
-
-
-def _speed(name: str) -> _Speed:
-    return next((speed for part, speed in _SPEEDS.items() if part in name), _OTHER_SPEED)
 
 
 def _nearest(

@@ -155,7 +155,7 @@ class RunView:
         eta = self._seconds_left(left, last) if left is not None else None
         if state == "done":
             share_done, eta = 1.0, 0.0
-        total = self._reader.rows_read if self._feeder.all_read else None
+        total = self._reader.rows_of_shard if self._feeder.all_read else None
         return RunStatus(
             state=state or ("starting" if counts.started_at is None else "running"),
             output=self._output,
@@ -277,8 +277,8 @@ class RunView:
         if not share:
             return None
         # An earlier run answers the first rows of an input, so few of the rows that are not read yet are answered.
-        rows_read = reader.rows_read - reader.rows_passed_over
-        rows_to_read = reader.rows_read / share - self._counts.rows_resumed
+        rows_read = reader.rows_of_shard - reader.rows_passed_over
+        rows_to_read = reader.rows_of_shard / share - self._counts.rows_resumed
         return rows_read / max(rows_read, rows_to_read, 1)
 
     def _share_of_input(self) -> float | None:

@@ -6,15 +6,27 @@ import os
 import select
 import stat
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Protocol
 
 from nvcli.jobs import line_splitter
 from nvcli.jobs.compression import READ_BYTES, Unpacker, compression_of
 from nvcli.jobs.files import STREAM
 from nvcli.jobs.input.known_input import KnownInput, ReadCheck
 from nvcli.jobs.line_splitter import Line, LineSplitter
+from nvcli.jobs.rows.parser import Row
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
+
+
+class DamagedInput(Exception):
+    """An input cannot be read on, because its bytes are not of its format."""
+
+
+class Splitter(Protocol):
+    """An object that makes the lines of an input of its chunks, or what stands for lines."""
+
+    def feed(self, chunk: bytes) -> list[Line]: ...
+    def end(self) -> Line | None: ...
 
 
 class LineSource:
@@ -27,13 +39,16 @@ class LineSource:
         self.bytes_read = 0
         """Bytes that were read, as they are on disk."""
 
-    def lines(self) -> Iterator[Line | None]:
+    def lines(self) -> Iterator[Row | None]:
         """Yield the lines, without newlines and the file's BOM, and None before each read that may have to wait.
 
-        Raises OSError or CompressionError where the input cannot be read on, and InputChanged where it is not what it
-        was, after the lines before that place.
+        Raises OSError, CompressionError or DamagedInput where the input cannot be read on, and InputChanged where it is
+        not what it was, after the lines before that place.
         """
-        splitter = LineSplitter(max_bytes=line_splitter.MAX_LINE_BYTES)
+        return self._lines()
+
+    def _lines(self) -> Iterator[Line | None]:
+        splitter = self._make_splitter()
         at_start = True
         for chunk in self._chunks():
             if chunk is None:
@@ -47,6 +62,13 @@ class LineSource:
         last = splitter.end()
         if last is not None:
             yield _without_bom(last) if at_start else last
+
+    def place(self, number: int) -> str:
+        """Return what messages call the place of the row that was yielded last, as the `number`-th."""
+        return f"line {number}"
+
+    def _make_splitter(self) -> Splitter:
+        return LineSplitter(max_bytes=line_splitter.MAX_LINE_BYTES)
 
     def _chunks(self) -> Iterator[bytes | None]:
         compression = compression_of(self.name)
@@ -75,7 +97,7 @@ class LineSource:
 
 
 def _without_bom(line: Line) -> Line:
-    return line.removeprefix(_BOM) if isinstance(line, bytes) else line
+    return line.removeprefix(BOM) if isinstance(line, bytes) else line
 
 
 def _open(name: str) -> IO[bytes]:

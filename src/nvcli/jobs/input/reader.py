@@ -1,4 +1,4 @@
-"""The input as a stream of rows: files, standard input and tables, one after the other.
+"""The input as a stream of rows: files of all formats and standard input, one after the other.
 
 The reader holds one chunk and one batch at a time, whatever the size of the input. It never raises for what a row
 holds; for an input that cannot be read to its end it raises ConfigError, after all rows before that place were given
@@ -7,20 +7,24 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from nvcli.errors import ConfigError, InputChanged
 from nvcli.jobs.compression import CompressionError
+from nvcli.jobs.file_formats import input_format
 from nvcli.jobs.files import STREAM
+from nvcli.jobs.input.column_check import MAX_HELD_ROWS, ColumnsError, lacks_prompt, wrong_columns
 from nvcli.jobs.input.known_input import KnownInput
-from nvcli.jobs.input.line_source import LineSource
+from nvcli.jobs.input.line_source import DamagedInput, LineSource
 from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.own_files import is_parquet
 from nvcli.jobs.row_set import AnsweredRows
+from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.parser import Row, RowParser
 from nvcli.jobs.rows.row_warnings import RowWarnings
+from nvcli.jobs.shard import WHOLE, Shard
 
 FIRST_BATCH_ROWS = 8
 """The first batch is small, so that replicas soon have work; batches double from here."""
@@ -33,6 +37,7 @@ class _Source(Protocol):
 
     @property
     def bytes_read(self) -> int: ...
+    def place(self, number: int) -> str: ...
     def lines(self) -> Iterator[Row | None]: ...
 
 
@@ -70,23 +75,30 @@ class RowReader:
         limit: int | None = None,
         answered: AnsweredRows | None = None,
         known: Sequence[KnownInput] = (),
+        check_columns: bool = False,
+        shard: Shard = WHOLE,
     ) -> None:
         """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read.
 
-        `known` are inputs that must be what they were when the job began.
+        So are rows that are not of the `shard`. `known` are inputs that must be what they were when the job began. With
+        `check_columns`, an input whose first rows all lack a prompt is an error, and its rows are not given out.
         """
         self._inputs = list(inputs)
         self._parser = parser
         self._limit = limit
         self._answered = answered or AnsweredRows()
         self._known = {each.name: each for each in known}
+        self._check_columns = check_columns
+        self._shard = shard
         self._source: _Source | None = None
         self._line_number = 0
         """The number of the line that was read last, in its input; blank lines count."""
         self._bytes_before = 0
         self.rows_read = 0
+        self.rows_of_shard = 0
+        """Rows among `rows_read` that belong to the shard."""
         self.rows_passed_over = 0
-        """Rows among `rows_read` that were answered already."""
+        """Rows among `rows_of_shard` that were answered already."""
         self.all_read = False
         """Whether every input was read to its end, and not just to the limit."""
         self.bytes_total = _total_bytes(self._inputs)
@@ -103,15 +115,16 @@ class RowReader:
         source = self._source
         return self._bytes_before + (source.bytes_read if source is not None else 0)
 
-    def batches(self) -> Iterator[list[Job | JobResult]]:
+    def batches(self) -> Generator[list[Job | JobResult], None, None]:
         """Yield the rows in order. A batch comes when it is full, and before a read that may have to wait.
 
-        Raises ConfigError where an input cannot be read on, and InputChanged where it is not what it was.
+        Raises ConfigError where an input cannot be read on, ColumnsError where its columns are not those of a job, and
+        InputChanged where it is not what it was.
         """
         batch = _Batch()
         for name in self._inputs:
             try:
-                for row, num_bytes in self._rows(name):
+                for row, num_bytes in self._checked(name) if self._check_columns else self._rows(name):
                     is_due = batch.add(row, num_bytes) if row is not None else bool(batch.rows)
                     if is_due:
                         yield batch.take()
@@ -119,12 +132,12 @@ class RowReader:
                 if batch.rows:
                     yield batch.take()
                 raise
-            except (OSError, CompressionError) as error:
+            except (OSError, CompressionError, DamagedInput) as error:
                 if batch.rows:
                     yield batch.take()
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise ConfigError(
-                    f"{_label(name)}: cannot be read past line {self._line_number}: {reason}. The rows up to there are "
+                    f"{_label(name)}: cannot be read past {self._place}: {reason}. The rows up to there are "
                     "answered; with a sound file in its place the job is another one: --overwrite the output, or name "
                     "another with -o"
                 ) from error
@@ -133,6 +146,30 @@ class RowReader:
         self.all_read = not self._is_at_limit
         if batch.rows:
             yield batch.take()
+
+    def _checked(self, name: str) -> Iterator[tuple[Job | JobResult | None, int]]:
+        """Yield what `_rows` yields. The first rows are held back until one of them is not without a prompt.
+
+        Raises ColumnsError where there is no such row among them. Where some rows are answered, the job's columns are
+        known to be right.
+        """
+        held: list[tuple[JobResult, int]] = []
+        rows = self._rows(name)
+        for row, num_bytes in rows:
+            if isinstance(row, JobResult) and lacks_prompt(row):
+                held.append((row, num_bytes))
+                if len(held) == MAX_HELD_ROWS:
+                    break
+            elif row is not None or not held:
+                yield from held
+                yield row, num_bytes
+                if row is not None:
+                    yield from rows
+                    return
+        if held and not self.rows_passed_over:
+            raise wrong_columns(_label(name), [row for row, _ in held], self._parser.keys, self._parser.rules)
+        yield from held
+        yield from rows
 
     def _rows(self, name: str) -> Iterator[tuple[Job | JobResult | None, int]]:
         """Yield the rows of one input with the bytes of their lines, and None before a read that may have to wait."""
@@ -148,7 +185,7 @@ class RowReader:
             row = self._row(line, name)
             self.rows_read += 1
             if row is not None:
-                yield row, len(line) if isinstance(line, bytes) else 0
+                yield row, _num_bytes(line)
             if self._is_at_limit:
                 return
         self._bytes_before += source.bytes_read
@@ -159,24 +196,77 @@ class RowReader:
         return self._limit is not None and self.rows_read >= self._limit
 
     def _row(self, line: Row, name: str) -> Job | JobResult | None:
-        """Parse one row; None for a row that is answered already."""
+        """Parse one row; None for a row that is answered already, or by another shard."""
         index = self.rows_read
+        if index not in self._shard:
+            self._parser.take_id(line, index=index)
+            return None
+        self.rows_of_shard += 1
         if index in self._answered.all:
             self._parser.skip(line, index=index, is_good=index not in self._answered.failed)
             self.rows_passed_over += 1
             return None
-        where = f"{'row' if isinstance(line, dict) else 'line'} {self._line_number}"
+        where = self._place
         if len(self._inputs) > 1:
             where += f" of {_label(name)}"
         return self._parser.parse(line, index=index, where=where)
 
+    @property
+    def _place(self) -> str:
+        """The place of the row that was read last, as messages name it."""
+        assert self._source is not None
+        return self._source.place(self._line_number)
+
+
+def check_first_rows(inputs: Sequence[str], make_parser: Callable[[], RowParser], *, limit: int | None = None) -> None:
+    """Read the first rows of each input, and raise ColumnsError where they all lack a prompt.
+
+    Other trouble is left to whoever reads the input. `limit` is the number of rows that are wanted of each.
+    """
+    for name in inputs:
+        with (
+            contextlib.suppress(StopIteration, InputChanged),
+            contextlib.closing(RowReader([name], make_parser(), limit=limit, check_columns=True).batches()) as batches,
+        ):
+            try:
+                next(batches)
+            except ColumnsError:
+                raise
+            except ConfigError:
+                continue
+
 
 def _open_source(name: str, known: KnownInput | None) -> _Source:
-    if is_parquet(name):
-        from nvcli.jobs.input.parquet_source import ParquetSource
+    match "jsonl" if name == STREAM else input_format(name):
+        case "jsonl":
+            return LineSource(name, known)
+        case "json":
+            from nvcli.jobs.input.json_array import JsonSource
 
-        return ParquetSource(Path(name), known)
-    return LineSource(name, known)
+            return JsonSource(name, known)
+        case "csv":
+            from nvcli.jobs.input.csv_source import CsvSource
+
+            return CsvSource(name, known)
+        case "text":
+            from nvcli.jobs.input.text_source import TextSource
+
+            return TextSource(name, known)
+        case "parquet":
+            from nvcli.jobs.input.parquet_source import ParquetSource
+
+            return ParquetSource(Path(name), known)
+        case "arrow":
+            from nvcli.jobs.input.arrow_source import ArrowSource
+
+            return ArrowSource(Path(name), known)
+
+
+def _num_bytes(line: Row) -> int:
+    """Return the bytes of a row in its file; 0 for rows of tables, whose batches are small."""
+    if isinstance(line, bytes | str):
+        return len(line)
+    return line.num_bytes if isinstance(line, Cells) else 0
 
 
 def _label(name: str) -> str:

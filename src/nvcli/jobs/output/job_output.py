@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,9 +30,10 @@ from nvcli.jobs.output.output_guard import OutputGuard, check_place
 from nvcli.jobs.output.output_scan import scan_output, sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
-from nvcli.jobs.own_files import is_parquet, manifest_path, real_path, rewrite_path, rows_path, temporary_files
+from nvcli.jobs.own_files import is_csv, is_table, manifest_path, real_path, rewrite_path, rows_path, temporary_files
 from nvcli.jobs.row_set import AnsweredRows
-from nvcli.jobs.rows.output_row import OutputForm
+from nvcli.jobs.rows.output_row import CSV_TEXT_FIELD, OutputForm
+from nvcli.jobs.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,12 @@ class OutputOptions:
     """Failed rows of an output that is there are dropped, to be answered again."""
     limit: int | None = None
     """Only so many rows of the inputs are wanted; None: all."""
+    shard: Shard | None = None
+    """The shard of the job whose rows the output has; None: it has all rows."""
     reorder_bytes: int = 1 << 28
     """The memory that rows may take while they wait for their turn, when the output is put in order."""
+    text_field: str | None = None
+    """The key of each row for the text of its first choice; None: none, and in CSV `generated_text`."""
     on_begin: Callable[[], None] = lambda: None
     """Called once a new output is begun: the rows and the manifest that were there before are gone then."""
 
@@ -107,7 +113,7 @@ class FileOutput(JobOutput):
         self._path = path
         self._job = job
         self._options = options
-        self._pack = make_packer(compression_of(path.name))
+        self._pack = make_packer(compression_of(rows_path(path).name))
         self._needs_sorting = False
         self._is_closed = False
         self._has_spare_rows = False
@@ -116,10 +122,10 @@ class FileOutput(JobOutput):
             for leftover in temporary_files(path):
                 leftover.unlink(missing_ok=True)
             self._take_mode_of_table()
-            is_new = options.overwrite or not (self._file.size or (is_parquet(path) and _size(path)))
+            is_new = options.overwrite or not (self._file.size or (is_table(path) and _size(path)))
             if not is_new:
                 self._job = self._check_job()
-            super().__init__(OutputForm(created=self._job.created, model=self._job.model))
+            super().__init__(_form(path, self._job, options))
             if not is_new:
                 self._continue()
             self._guard = OutputGuard(rows_path(path), self._file.fd)
@@ -151,8 +157,8 @@ class FileOutput(JobOutput):
             if self._needs_sorting:
                 self._replace(_in_order(self._file.path, self._options.reorder_bytes))
             check_place(rows_path(self._path), self._file.fd)
-            if is_parquet(self._path):
-                self._write_parquet(rows)
+            if is_table(self._path):
+                self._write_table(rows)
             if self._options.can_continue:
                 finished = Finished(
                     rows=rows,
@@ -162,7 +168,7 @@ class FileOutput(JobOutput):
                     output_bytes=self._path.stat().st_size,
                 )
                 save_manifest(self._path, msgspec.structs.replace(self._job, finished=finished))
-            if is_parquet(self._path) and not (self._options.can_continue and (errors or not all_read)):
+            if is_table(self._path) and not self._keeps_rows(errors=bool(errors), all_read=all_read):
                 self._file.path.unlink()  # nothing will be continued
         except OSError as error:
             raise OutputError(f"the output {self._path} cannot be finished: {error.strerror}") from None
@@ -188,7 +194,7 @@ class FileOutput(JobOutput):
         Old rows go before the new manifest comes: they must never be together.
         """
         self._file.truncate(0)
-        if is_parquet(self._path) and self._path.exists():
+        if is_table(self._path) and self._path.exists():
             with self._path.open("wb") as table:  # emptied, not removed: it keeps its mode and its link
                 os.fsync(table.fileno())
         if self._options.can_continue:
@@ -222,12 +228,14 @@ class FileOutput(JobOutput):
         if finished is not None and self._is_enough(finished):
             self.finished = finished
             # A run that is killed after its last write leaves the rows of a complete table.
-            self._has_spare_rows = is_parquet(self._path) and finished.all_read and not finished.errors
+            self._has_spare_rows = is_table(self._path) and not self._keeps_rows(
+                errors=bool(finished.errors), all_read=finished.all_read
+            )
             return
         if finished is not None:
             self._job = msgspec.structs.replace(self._job, finished=None)
             save_manifest(self._path, self._job)
-        scan = scan_output(self._file.path)
+        scan = scan_output(self._file.path, self._options.shard or WHOLE)
         self.answered, self.errors = scan.answered, scan.errors
         if scan.sound_bytes < self._file.size:
             lost = self._file.size - scan.sound_bytes
@@ -247,6 +255,13 @@ class FileOutput(JobOutput):
             self.answered = scan.answered.without_failed()
             self.errors = Counter()
         self.notes.append(f"continuing {self._path}: {self.answered.all.count:,} rows are answered already{retried}")
+
+    def _keeps_rows(self, *, errors: bool, all_read: bool) -> bool:
+        """Tell whether the rows of a complete table are kept beside it: to be continued, or joined with other shards.
+
+        `errors` says whether there are failed rows, and `all_read` whether the inputs were read to their end.
+        """
+        return self._options.can_continue and (errors or not all_read or self._options.shard is not None)
 
     def _is_enough(self, finished: Finished) -> bool:
         """Tell whether the output is as it was when the job was finished, and nothing more is asked for."""
@@ -292,19 +307,18 @@ class FileOutput(JobOutput):
 
     def _take_mode_of_table(self) -> None:
         """Give a new working file the mode of the table that is there: who may not read that may not read this."""
-        if is_parquet(self._path) and self._file.is_new and self._path.exists():
+        if is_table(self._path) and self._file.is_new and self._path.exists():
             os.fchmod(self._file.fd, self._path.stat().st_mode & 0o777)
 
-    def _write_parquet(self, rows: int) -> None:
+    def _write_table(self, rows: int) -> None:
         """Write the table. Raises OutputError where it does not come to so many rows."""
-        from nvcli.jobs.output.parquet_output import write_parquet
-
+        write = _table_writer(self._path)
         table = real_path(self._path)
         temporary = rewrite_path(table)
         mode = (table if table.exists() else self._file.path).stat().st_mode & 0o777
         try:
             temporary.touch(mode=0o600)  # nobody else may read it before it has its own mode
-            num_written = write_parquet(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
+            num_written = write(lambda: (line for _, line in sound_lines(self._file.path)), temporary)
             if num_written != rows:
                 raise OutputError(
                     f"the table {self._path} was not made: {rows:,} rows were answered, and {self._file.path.name} "
@@ -321,7 +335,7 @@ class FileOutput(JobOutput):
 
 def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
     """Open the output `name` (`-`: standard output) for a job. Raises ConfigError and OutputError."""
-    form = OutputForm(created=job.created, model=job.model)
+    form = _form(Path(name), job, options)
     if name == STREAM:
         if sys.__stdout__ is None:
             raise ConfigError("standard output is closed; name an output file with -o")
@@ -334,6 +348,23 @@ def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
             raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
         return StreamOutput(Sink(fd, name, pack=make_packer(compression_of(name))), form)
     return FileOutput(path, job, options)
+
+
+def _form(path: Path, job: Manifest, options: OutputOptions) -> OutputForm:
+    """Return the form of the rows of an output."""
+    text_field = options.text_field or (CSV_TEXT_FIELD if is_csv(path) else None)
+    return OutputForm(created=job.created, model=job.model, text_field=text_field)
+
+
+def _table_writer(path: Path) -> Callable[[Callable[[], Iterable[bytes]], Path], int]:
+    """Return the function that makes the table at `path` of rows, and says how many it wrote."""
+    if is_csv(path):
+        from nvcli.jobs.output.csv_output import write_csv
+
+        return partial(write_csv, name=path.name)
+    from nvcli.jobs.output.parquet_output import write_parquet
+
+    return write_parquet
 
 
 def _size(path: Path) -> int:

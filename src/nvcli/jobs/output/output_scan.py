@@ -10,6 +10,7 @@ from nvcli.jobs.compression import READ_BYTES, CompressionError, Unpacker, compr
 from nvcli.jobs.line_splitter import Line, LineSplitter
 from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.output_row import WrittenRow, read_output_row
+from nvcli.jobs.shard import WHOLE, Shard
 
 
 class OutputScan:
@@ -24,15 +25,18 @@ class OutputScan:
         self.num_damaged = 0
         """Lines before `sound_bytes` that are no rows, or that repeat the row of an earlier line."""
         self.is_in_order = True
-        """Whether the sound lines are those of rows 0, 1, 2 and so on, without a gap."""
+        """Whether the sound lines are those of the first rows of the job or its shard, in order and without a gap."""
 
     @property
     def num_rows(self) -> int:
         return self.answered.all.count
 
 
-def scan_output(path: Path) -> OutputScan:
-    """Scan an output. Never raises for what the file holds; raises OSError where it cannot be read."""
+def scan_output(path: Path, shard: Shard = WHOLE) -> OutputScan:
+    """Scan the output of a job, or of a shard of it.
+
+    Never raises for what the file holds; raises OSError where it cannot be read.
+    """
     scan = OutputScan()
     num_bad = 0  # since the last sound line
     for lines, end in _blocks(path):
@@ -41,7 +45,7 @@ def scan_output(path: Path) -> OutputScan:
             if row is None or not scan.answered.all.add(row.index):
                 num_bad += 1
                 continue
-            if row.index != scan.num_rows - 1:
+            if row.index != shard.row(scan.num_rows - 1):
                 scan.is_in_order = False
             if row.error_type is not None:
                 scan.answered.failed.add(row.index)
@@ -52,9 +56,12 @@ def scan_output(path: Path) -> OutputScan:
     return scan
 
 
-def sound_lines(path: Path) -> Iterator[tuple[WrittenRow, bytes]]:
-    """Yield the lines (without newline) that a scan counts as rows, in the order of the file."""
-    seen = RowSet()
+def sound_lines(path: Path, seen: RowSet | None = None) -> Iterator[tuple[WrittenRow, bytes]]:
+    """Yield the lines (without newline) that a scan counts as rows, in the order of the file.
+
+    Rows that are in `seen` are left out, and those that are yielded are added to it.
+    """
+    seen = RowSet() if seen is None else seen
     for lines, _ in _blocks(path):
         for line in lines:
             row = read_output_row(line) if isinstance(line, bytes) else None

@@ -18,36 +18,12 @@ import pyarrow.lib
 import pyarrow.parquet
 
 from nvcli.errors import OutputError
+from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_choices
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
 
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 16 * 1024 * 1024
 """A batch has at most so many rows, and no further row once it has so many bytes of JSON."""
-
-_LOGPROBS = pyarrow.struct(
-    [
-        ("tokens", pyarrow.list_(pyarrow.string())),
-        ("token_logprobs", pyarrow.list_(pyarrow.float64())),
-        ("top_logprobs", pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.float64()))),
-    ]
-)
-_CHOICE = pyarrow.struct(
-    [
-        ("index", pyarrow.int64()),
-        ("text", pyarrow.string()),
-        ("finish_reason", pyarrow.string()),
-        ("token_ids", pyarrow.list_(pyarrow.int32())),
-        ("logprobs", _LOGPROBS),
-    ]
-)
-_OWN_TYPES = {
-    "index": pyarrow.int64(),
-    "choices": pyarrow.list_(_CHOICE),
-    "usage": pyarrow.struct(
-        [(name, pyarrow.int64()) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
-    ),
-    "error": pyarrow.struct([("type", pyarrow.string()), ("message", pyarrow.string())]),
-}
 
 
 class _LargeInt:
@@ -125,8 +101,8 @@ class _Columns:
     def types(self) -> list[tuple[str, pyarrow.DataType]]:
         """The name and the type of each column."""
         return [
-            (name, _OWN_TYPES[name] if self._is_own(name) else _column_type(self._kinds.get(name, {str})))
-            for name in list(self._kinds) or ["id", *_OWN_TYPES]
+            (name, ANSWER_TYPES[name] if self._is_own(name) else _column_type(self._kinds.get(name, {str})))
+            for name in list(self._kinds) or ["id", *ANSWER_TYPES]
         ]
 
     def fit(self, row: _Row) -> dict[str, Any]:
@@ -135,10 +111,8 @@ class _Columns:
         fitted: dict[str, Any] = {
             name: as_text(raw) if name in json_names and not is_null(raw) else decode(raw) for name, raw in row.items()
         }
-        for choice in fitted["choices"] if self._is_native else ():
-            if choice.get("logprobs"):
-                top = choice["logprobs"]["top_logprobs"]
-                choice["logprobs"]["top_logprobs"] = [list(alternatives.items()) for alternatives in top]
+        if self._is_native:
+            fit_choices(fitted["choices"])
         return fitted
 
     @cached_property
@@ -151,7 +125,7 @@ class _Columns:
         }
 
     def _is_own(self, name: str) -> bool:
-        return self._is_native and name in _OWN_TYPES
+        return self._is_native and name in ANSWER_TYPES
 
 
 _KINDS = {b'"': str, b"t": bool, b"f": bool, b"n": type(None), b"{": object, b"[": object}

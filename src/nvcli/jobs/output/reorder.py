@@ -44,6 +44,11 @@ class ReorderBuffer:
         return bool(self._held or self._runs)
 
     @property
+    def next_index(self) -> int:
+        """The row whose line comes out next."""
+        return self._next
+
+    @property
     def spilled_bytes(self) -> int:
         return self._file_bytes
 

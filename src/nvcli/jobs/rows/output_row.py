@@ -10,6 +10,8 @@ from nvcli.jobs.job import JobResult, Place, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
 from nvcli.validation import is_utf8
 
+CSV_TEXT_FIELD = "generated_text"
+"""The key of the text in outputs whose cells hold no lists, unless the job names another."""
 _NATIVE_KEYS = frozenset(("id", "index", "choices", "usage", "error"))
 _OPENAI_KEYS = frozenset(("id", "index", "custom_id", "response", "error"))
 """Keys that mean something of the answer in an output row. `index` is how `read_output_row` knows native rows."""
@@ -24,6 +26,8 @@ class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
     """When the job began, in seconds since 1970; `created` of OpenAI's objects."""
     model: str = ""
     """The model's name, for rows that name none."""
+    text_field: str | None = None
+    """The key of the first choice's text; None: no such key."""
 
 
 class WrittenRow(msgspec.Struct, frozen=True):
@@ -42,14 +46,18 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
     """Return the output row without what the input row passed through."""
     place = result.place
     if place.form is not RowForm.NATIVE:
-        return openai_row(result, created=form.created, model=place.model or form.model)
-    return {
-        "id": place.id,
-        "index": place.index,
-        "choices": result.choices,
-        "usage": result.usage,
-        "error": result.error,
-    }
+        row = openai_row(result, created=form.created, model=place.model or form.model)
+    else:
+        row = {
+            "id": place.id,
+            "index": place.index,
+            "choices": result.choices,
+            "usage": result.usage,
+            "error": result.error,
+        }
+    if form.text_field is not None:
+        row[form.text_field] = result.choices[0].text if result.choices else None
+    return row
 
 
 def pass_through(row: dict[str, Any], place: Place) -> dict[str, Any]:
@@ -59,7 +67,7 @@ def pass_through(row: dict[str, Any], place: Place) -> dict[str, Any]:
     """
     extra = place.extra
     if extra:
-        taken = extra.keys() & (_NATIVE_KEYS if place.form is RowForm.NATIVE else _OPENAI_KEYS)
+        taken = extra.keys() & (row.keys() | (_NATIVE_KEYS if place.form is RowForm.NATIVE else _OPENAI_KEYS))
         if taken:
             row[_INPUT] = {key: value for key, value in extra.items() if key in taken or key == _INPUT}
         for key, value in extra.items():

@@ -15,6 +15,7 @@ from nvcli.errors import RowError
 from nvcli.jobs.job import Caller, Job, JobId, JobResult, Place, RowForm, failed
 from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
 from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
+from nvcli.jobs.rows.cells import Cells, values_of_cells
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
 from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
@@ -25,8 +26,9 @@ from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.jobs.rows.seen_ids import SeenIds
 from nvcli.validation import show
 
-Row = Line | dict[str, Any]
-"""A row as it is read: a line of JSON, or the values of a table's row."""
+Row = Line | str | Cells | dict[str, Any] | RowError
+"""A row as it is read: a line of JSON, a line of text, the cells of a CSV record, the values of a table's row, or the
+error of what cannot be read as a row."""
 
 _SHOWN_BYTES = 60
 """A message shows so much of a line."""
@@ -45,41 +47,49 @@ class RowParser:
         rules: PromptRules | None = None,
         *,
         keep: Callable[[Any], Any] = as_json,
+        keep_input: bool = False,
         caller: Caller | None = None,
     ) -> None:
         """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them.
 
-        `keep` turns a value that is passed through into what `Place.extra` holds. `caller` waits for all these rows.
+        `keep` turns a value that is passed through into what `Place.extra` holds. With `keep_input`, keys that say
+        something to nvcli are passed through as all others are. `caller` waits for all these rows.
         """
-        self._keys = keys or RowKeys()
-        self._rules = rules or PromptRules()
         self._keep = keep
+        self._keep_input = keep_input
         self._caller = caller
+        self.keys = keys or RowKeys()
+        self.rules = rules or PromptRules()
         # A template reads columns, whatever their names.
-        prompts = () if self._rules.has_template else self._keys.prompts
-        self._own_keys = self._keys.beside_prompt.union(prompts)
-        self.warnings = RowWarnings(self._rules.columns)
+        prompts = () if self.rules.has_template else self.keys.prompts
+        self._own_keys = self.keys.beside_prompt.union(prompts)
+        self.warnings = RowWarnings(self.rules.columns | self._own_keys)
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
-        self._decode_ids = _ids_decoder(self._keys.id).decode
+        self._decode_ids = _ids_decoder(self.keys.id).decode
+        self._decode_own = _own_decoder(self.keys.id, self._own_keys).decode
 
     def parse(self, row: Row, *, index: int, where: str) -> Job | JobResult:
         """Parse one row. `where` names its line in messages."""
+        return self._parse(row, index, where, self.warnings)
+
+    def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings) -> Job | JobResult:
         row_id: JobId | None = None
         form = RowForm.NATIVE
         model = None
         extra: dict[str, msgspec.Raw] = {}
         try:
-            given: Mapping[str, Any] = row if isinstance(row, dict) else _split_line(row)
-            is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self._keys.prompts)
+            given = self._values_of(row)
+            is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
             own_keys = self._own_keys if is_native else OPENAI_KEYS
             values = _own_values(given, own_keys)
-            if len(values) < len(given):
-                extra = {key: self._keep(value) for key, value in given.items() if key not in own_keys}
+            left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
+            if len(values) < len(given) or self._keep_input:
+                extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
             if is_native:
-                row_id = native_id(values, self._keys)
+                row_id = native_id(values, self.keys)
                 if extra:
-                    self.warnings.add_keys(extra, where)
+                    warnings.add_keys(extra, where)
             else:
                 form, model = openai_form(values), openai_model(values)
                 row_id = openai_id(values)
@@ -89,11 +99,11 @@ class RowParser:
                 raise RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ")
             place = Place(id=row_id, index=index, line=where, extra=extra, form=form, model=model, caller=self._caller)
             if is_native:
-                job = native_job(values, place, self._keys, self._defaults, self._rules, given)
+                job = native_job(values, place, self.keys, self._defaults, self.rules, given)
             else:
-                job = openai_job(values, place, self._defaults, self._rules)
-            if job.messages is None and self._rules.is_for_conversations:
-                self.warnings.add_prompt(where)
+                job = openai_job(values, place, self._defaults, self.rules)
+            if job.messages is None and self.rules.is_for_conversations:
+                warnings.add_prompt(where)
             return job
         except RowError as error:
             if row_id is None:
@@ -111,17 +121,67 @@ class RowParser:
         else:
             self.parse(row, index=index, where="")
 
+    def take_id(self, row: Row, *, index: int) -> None:
+        """Take the id of a row that another shard of the job answers, be its answer an error or not.
+
+        The id is the one that `parse` would take: rows after it get the same ids and errors as in the whole job.
+        """
+        row_id = self._own_id(row)
+        if row_id is msgspec.UNSET:
+            self._seen.name(index)
+        elif row_id is not None:
+            self._seen.add(row_id)
+        else:
+            self._parse(row, index, "", RowWarnings())  # the run that answers the row tells the user of it
+
+    def _own_id(self, row: Row) -> JobId | msgspec.UnsetType | None:
+        """Return the id that a native row brings, or UNSET where it brings none; None where it takes parsing to know.
+
+        All values of nvcli's own keys are decoded: where one cannot be, the row loses its id.
+        """
+        if not isinstance(row, bytes) or self.keys.id in OPENAI_KEYS:
+            return None
+        try:
+            if not row.isascii():
+                row.decode()
+            own = self._decode_own(row)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        if own.custom_id is not msgspec.UNSET or own.body is not msgspec.UNSET or is_deeper(row, MAX_LEVELS):
+            return None
+        try:
+            row_id = None if own.id is msgspec.UNSET else native_id({self.keys.id: own.id}, self.keys)
+        except RowError:
+            row_id = None
+        return msgspec.UNSET if row_id is None else row_id
+
+    def _values_of(self, row: Row) -> Mapping[str, Any]:
+        """Return the values of a row by key, as JSON or as objects. Raises RowError."""
+        if isinstance(row, bytes | DroppedLine):
+            return _split_line(row)
+        if isinstance(row, dict):
+            return row
+        if isinstance(row, str):
+            return {self.keys.prompt: row}
+        if isinstance(row, RowError):
+            raise row
+        return values_of_cells(row, self.keys, max_levels=MAX_LEVELS)
+
     def _id_of(self, row: Row) -> Any:
         """Return the id of a good row, or UNSET for a native row without one; None where it takes parsing to know."""
+        if isinstance(row, Cells):
+            row = dict(row.texts)
+        elif isinstance(row, str):
+            return msgspec.UNSET
         if isinstance(row, dict):
-            return None if "custom_id" in row else row.get(self._keys.id, msgspec.UNSET)
+            return None if "custom_id" in row else row.get(self.keys.id, msgspec.UNSET)
         try:
             ids = self._decode_ids(row) if isinstance(row, bytes) else None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None  # another row than the one that was answered
         if ids is None or ids.custom_id is not msgspec.UNSET:
             return None
-        return msgspec.UNSET if self._keys.id == "custom_id" or ids.id is None else ids.id
+        return msgspec.UNSET if self.keys.id == "custom_id" or ids.id is None else ids.id
 
 
 class _Ids(msgspec.Struct):
@@ -137,6 +197,21 @@ def _ids_decoder(id_key: str) -> msgspec.json.Decoder[Any]:
         return msgspec.json.Decoder(_Ids)
     fields = [("id", Any, msgspec.UNSET), ("custom_id", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET)]
     return msgspec.json.Decoder(msgspec.defstruct("_IdsUnder", fields, rename={"id": id_key}))
+
+
+def _own_decoder(id_key: str, own_keys: frozenset[str]) -> msgspec.json.Decoder[Any]:
+    """Return a decoder of all of nvcli's own keys, and of two that tell OpenAI rows.
+
+    Its objects have the row's `id`, `custom_id` and `body`, unless the id's key is one of the latter; UNSET stands for
+    keys that a row does not have.
+    """
+    names = {"custom_id": "custom_id", "body": "body", "id": id_key}
+    if id_key in OPENAI_KEYS:
+        del names["id"]
+    names |= {f"own_{number}": key for number, key in enumerate(own_keys.difference(names.values()))}
+    return msgspec.json.Decoder(
+        msgspec.defstruct("_OwnValues", [(name, Any, msgspec.UNSET) for name in names], rename=names)
+    )
 
 
 _decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

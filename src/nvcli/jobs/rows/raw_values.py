@@ -27,3 +27,12 @@ def as_text(value: Any) -> str:
     raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
     data = bytes(raw)
     return str(decode(raw)) if data.startswith(b'"') else data.decode()
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys whose value is null, in nested values too."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_nulls(inner) for inner in value]
+    return value

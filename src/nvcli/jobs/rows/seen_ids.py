@@ -6,10 +6,9 @@ import re
 from array import array
 from bisect import bisect_right
 
+from nvcli.hash_set import HashSet
 from nvcli.jobs.job import JobId
 
-_NUM_TABLES = 1024
-_FIRST_CELLS = 4
 _MASK = (1 << 64) - 1
 _NAME = re.compile(r"row-(0|[1-9][0-9]{0,17})")
 """The form of the names that rows without an id get."""
@@ -23,7 +22,7 @@ class SeenIds:
     """
 
     def __init__(self) -> None:
-        self._hashes = _HashSet()
+        self._hashes = HashSet()
         self._has_names = False
         """Whether a row brought an id that has the form of a name."""
         self._range_starts = array("q")
@@ -63,46 +62,3 @@ class SeenIds:
     def _is_named(self, index: int) -> bool:
         at = bisect_right(self._range_starts, index) - 1
         return at >= 0 and index < self._range_ends[at]
-
-
-class _HashSet:
-    """64-bit hashes in open addressing: many small tables, so that growing one takes no time worth noticing."""
-
-    def __init__(self) -> None:
-        self._tables = [array("Q", bytes(8 * _FIRST_CELLS)) for _ in range(_NUM_TABLES)]
-        self._sizes = array("Q", bytes(8 * _NUM_TABLES))
-
-    def add(self, hashed: int) -> bool:
-        """Add a hash. Returns False if it was in the set before."""
-        hashed = hashed or 1  # 0 marks a free cell
-        number = hashed % _NUM_TABLES
-        table = self._tables[number]
-        cell = _free_cell(table, hashed)
-        if cell is None:
-            return False
-        table[cell] = hashed
-        self._sizes[number] += 1
-        if 4 * self._sizes[number] > 3 * len(table):
-            larger = array("Q", bytes(16 * len(table)))
-            for old in table:
-                if old:
-                    cell = _free_cell(larger, old)
-                    assert cell is not None
-                    larger[cell] = old
-            self._tables[number] = larger
-        return True
-
-    def __contains__(self, hashed: int) -> bool:
-        hashed = hashed or 1
-        return _free_cell(self._tables[hashed % _NUM_TABLES], hashed) is None
-
-
-def _free_cell(table: array[int], hashed: int) -> int | None:
-    """Return the cell where `hashed` goes; None if it is in the table."""
-    last = len(table) - 1
-    cell = (hashed // _NUM_TABLES) & last
-    while (held := table[cell]) != 0:
-        if held == hashed:
-            return None
-        cell = (cell + 1) & last
-    return cell

@@ -1,0 +1,231 @@
+"""`check_job`: reads and tokenizes the rows of a job as a run would, and says what the job will be.
+
+Rows come through the reader, the parser, the chat template and the tokenizer that `generate` uses, so every error row
+is the one that it would write. No GPU is used and no weights are read. Memory does not grow with the input beyond 22
+bytes for each of the first 16 million different rows (`check.prefixes`) and what the reader keeps of ids.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from nvcli.chat_template import unknown_variables
+from nvcli.check.lengths import Lengths, lengths_of
+from nvcli.check.machine import Forecast, Machine, estimate_job
+from nvcli.check.progress import CheckProgress
+from nvcli.check.prompts import ShownPrompt, show_prompt
+from nvcli.check.tally import ErrorExample, Tally
+from nvcli.config import RunConfig
+from nvcli.config_source import ConfigSource
+from nvcli.end_signals import handle_end_signals
+from nvcli.errors import ConfigError, InputChanged, NvcliError
+from nvcli.job_run.resolve import ResolvedJob, resolve_job
+from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.prepare import PreparedRow, Preparer
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.files import STREAM, expand_inputs
+from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.row_set import AnsweredRows
+from nvcli.models.config import GENERATION_CONFIG_FILE
+from nvcli.nvidia_smi import SmiGpu
+from nvcli.sampling_params import SamplingParams
+from nvcli.validation import convert
+
+USUAL_ANSWER_TOKENS = 256
+"""What is generated is told for answers of this length, where the user expects no other one."""
+_ALWAYS_SHOWN = ("temperature", "max_tokens")
+"""Sampling keys that are shown even where nobody has set them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """What a check is asked for beside the job itself."""
+
+    limit: int | None = None
+    """Only so many rows of the inputs are read; None: all."""
+    num_prompts: int = 3
+    """How many prompts are shown."""
+    answer_tokens: int | None = None
+    """The expected length of an answer; None: `USUAL_ANSWER_TOKENS`."""
+    gpus: Sequence[SmiGpu] | None = None
+    """The GPUs to estimate for; None: those of this machine."""
+
+
+class SamplingValue(msgspec.Struct, frozen=True, kw_only=True):
+    """A key of `sampling`, its value for rows that do not say it themselves, and who has set it."""
+
+    key: str
+    value: Any
+    origin: str
+    """The flag, the file and line, the checkpoint's generation_config.json, or `default`."""
+
+
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was found out about a job. Numbers are of the rows that were read."""
+
+    inputs: list[str]
+    model: str
+    device: str
+    dtype: str
+    max_model_len: int
+    is_complete: bool
+    """Whether all rows were read that the job has."""
+    rows: int
+    rows_failed: int
+    errors: list[ErrorExample]
+    prompts: list[ShownPrompt]
+    """The first prompts."""
+    lengths: Lengths | None
+    """The lengths of the prompts of rows that can be answered; None: there are none."""
+    equal_rows: int
+    repeated_prompts: int
+    may_miss_equal_rows: bool
+    prompt_tokens_to_compute: int
+    """The tokens of prompts without those of equal rows, before the prefix cache."""
+    cached_tokens: int
+    """How many of these the prefix cache saves at most."""
+    cached_tokens_are_exact: bool
+    """Whether they were counted; otherwise they are scaled up from a sample."""
+    warnings: list[str]
+    sampling: list[SamplingValue]
+    rows_with_own_sampling: int
+    answers: int
+    """Answers that are computed: `n` for each row that is not equal to another one."""
+    forecasts: list[Forecast]
+    machine: Machine
+    seconds: float
+    """The time that reading and tokenizing took, without loading the tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A report, and what ended the reading before the end of the input, if anything did."""
+
+    report: CheckReport
+    ended_by: NvcliError | KeyboardInterrupt | None
+
+
+def check_job(
+    run: RunConfig,
+    source: ConfigSource,
+    *,
+    inputs: Sequence[str],
+    output: str | None = STREAM,
+    options: CheckOptions,
+    progress: CheckProgress,
+) -> Check:
+    """Check the rows of `inputs`. `source` knows who has set which key of `run`. Raises ConfigError and LoadError.
+
+    `output` is what a run would be told of its output, and is checked too; `-` leaves it open. An input that cannot be
+    read to its end, and a signal that asks for the end, leave the report of the rows before that.
+    """
+    job = resolve_job(
+        run,
+        inputs=expand_inputs(inputs, None if output == STREAM else output),
+        output=output,
+        limit=options.limit,
+        weights=False,
+        found_device="cuda" if options.gpus is not None else None,
+    )
+    if options.gpus is not None and job.config.device == "cpu":
+        raise ConfigError("--gpu estimates for GPUs, and `device` is cpu; leave one of the two out")
+    tokenizer = Tokenizer.load(job.model_path, chat_template=job.chat_template)
+    reader = job.make_reader(AnsweredRows())
+    tally = Tally(
+        defaults=convert(dict(job.sampling_defaults), SamplingParams),
+        block_size=run.block_size if run.enable_prefix_caching else None,
+        finds_equal_rows=run.job.plan,
+    )
+    prompts: list[ShownPrompt] = []
+    ended_by: NvcliError | KeyboardInterrupt | None = None
+    started = time.monotonic()
+    try:
+        with _interruptible(), closing(progress):
+            for rows in _prepared(job, reader, tokenizer):
+                for row in rows:
+                    tally.add(row)
+                    if len(prompts) < options.num_prompts and isinstance(row, PreparedRow):
+                        prompts.append(show_prompt(row, tokenizer))
+                progress.update(tally.rows, _share_read(reader))
+    except (ConfigError, InputChanged, KeyboardInterrupt) as error:
+        ended_by = error
+    seconds = time.monotonic() - started
+    variables = run.job.chat_template_kwargs
+    if variables and tokenizer.chat_template:
+        reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
+    expected = (options.answer_tokens or USUAL_ANSWER_TOKENS, None)
+    estimate = estimate_job(job, tally, gpus=options.gpus, expected_answers=expected, num_bytes=reader.bytes_total)
+    report = CheckReport(
+        inputs=list(job.inputs),
+        model=run.model,
+        device=job.config.device,
+        dtype=job.config.dtype,
+        max_model_len=job.config.max_model_len,
+        is_complete=ended_by is None,
+        rows=tally.rows,
+        rows_failed=tally.rows_failed,
+        errors=tally.errors,
+        prompts=prompts,
+        lengths=lengths_of(tally.lengths),
+        equal_rows=tally.equal_rows,
+        repeated_prompts=tally.repeated_prompts,
+        may_miss_equal_rows=tally.may_miss_equal_rows,
+        prompt_tokens_to_compute=tally.computed_prompt_tokens,
+        cached_tokens=tally.cached_tokens,
+        cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
+        warnings=[line.removeprefix("warning: ") for line in reader.warnings.take_new()] + reader.warnings.totals(),
+        sampling=_sampling_values(job.sampling_defaults, run, source),
+        rows_with_own_sampling=tally.rows_with_own_sampling,
+        answers=sum(tally.answers.values()),
+        forecasts=estimate.forecasts,
+        machine=estimate.machine,
+        seconds=seconds,
+    )
+    return Check(report, ended_by)
+
+
+def _prepared(job: ResolvedJob, reader: RowReader, tokenizer: Tokenizer) -> Iterator[list[Any]]:
+    """Yield batches of rows as `generate` prepares them: `PreparedRow`, or `JobResult` for a row with an error."""
+    with closing(ChatRenderer(job.model_path, chat_template=job.chat_template)) as renderer:
+        preparer = Preparer(tokenizer, job.model_limits, renderer.render)
+        for rows in reader.batches():
+            yield preparer.prepare(rows)
+
+
+def _share_read(reader: RowReader) -> float | None:
+    return min(1.0, reader.bytes_read / reader.bytes_total) if reader.bytes_total else None
+
+
+def _sampling_values(defaults: Mapping[str, Any], run: RunConfig, source: ConfigSource) -> list[SamplingValue]:
+    """Return the sampling in effect: all keys that somebody has set, and the most important others."""
+    in_effect = convert(dict(defaults), SamplingParams)
+    values = []
+    for key in SamplingParams.__struct_fields__:
+        if key in run.sampling:
+            origin = source.origin(("sampling", key)) or "the configuration"
+        elif key in defaults:
+            origin = f"the model's {GENERATION_CONFIG_FILE}"
+        elif key in _ALWAYS_SHOWN:
+            origin = "default"
+        else:
+            continue
+        values.append(SamplingValue(key=key, value=getattr(in_effect, key), origin=origin))
+    return values
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """While entered, a signal that asks for the end raises KeyboardInterrupt, also in a read that waits."""
+    before: Mapping[signal.Signals, Callable[..., Any] | int | None] = handle_end_signals(signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,70 @@
+"""The first prompts of a job as the model will see them: what is text, and what is a special token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import msgspec
+
+from nvcli.job_run.text.prepare import PreparedRow
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.job import JobId
+from nvcli.messages import unpack
+
+_HEAD_TOKENS = 300
+_TAIL_TOKENS = 100
+"""Of a longer prompt these tokens at its beginning and its end are shown."""
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of a prompt: a text, a special token, or tokens that are left out."""
+
+    text: str = ""
+    special: bool = False
+    left_out: int = 0
+    """Tokens that are not shown here."""
+
+
+class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt in pieces."""
+
+    id: JobId
+    index: int
+    place: str
+    """Where the row stands, as in `line 7`."""
+    tokens: int
+    max_answer_tokens: int
+    pieces: list[Piece]
+
+
+def show_prompt(row: PreparedRow, tokenizer: Tokenizer) -> ShownPrompt:
+    """Take a prompt to pieces."""
+    ids = unpack(row.prompt_ids)
+    left_out = len(ids) - _HEAD_TOKENS - _TAIL_TOKENS
+    if left_out > 0:
+        pieces = _pieces(ids[:_HEAD_TOKENS], tokenizer)
+        pieces += [Piece(left_out=left_out), *_pieces(ids[-_TAIL_TOKENS:], tokenizer)]
+    else:
+        pieces = _pieces(ids, tokenizer)
+    place = row.place
+    return ShownPrompt(
+        id=place.id,
+        index=place.index,
+        place=place.line,
+        tokens=len(ids),
+        max_answer_tokens=row.max_tokens,
+        pieces=pieces,
+    )
+
+
+def _pieces(ids: Sequence[int], tokenizer: Tokenizer) -> list[Piece]:
+    special = frozenset(tokenizer.control_tokens)
+    pieces = []
+    for is_special, group in groupby(ids, lambda token_id: tokenizer.token_text(token_id) in special):
+        run = list(group)
+        if is_special:
+            pieces += [Piece(text=tokenizer.token_text(token_id), special=True) for token_id in run]
+        else:
+            pieces.append(Piece(text=tokenizer.decode_one(run)))
+    return pieces

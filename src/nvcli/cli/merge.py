@@ -1,0 +1,63 @@
+"""`nvcli merge`: joins the outputs of a job's shards."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nvcli.cli.help import ROWS
+from nvcli.cli.messages import OutputGone, say
+
+
+def merge(
+    outputs: Annotated[list[str], typer.Argument(metavar="OUTPUT", help="The outputs of all shards, in any order.")],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="FILE", help="The joined output, or -.", rich_help_panel=ROWS),
+    ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start an existing output anew.", rich_help_panel=ROWS)
+    ] = False,
+    allow_missing: Annotated[
+        bool,
+        typer.Option(
+            "--allow-missing",
+            help="Join the rows that are there; `nvcli generate` can compute the others.",
+            rich_help_panel=ROWS,
+        ),
+    ] = False,
+) -> None:
+    """Join the outputs of a job's shards (`nvcli generate --shard I/N`), in the order of the input.
+
+    Every row must be there once, and the shards must be of one job. The joined output is that of the whole job: the
+    job's command without --shard goes on with it, such as with --retry-errors. The outputs of the shards stay.
+
+    \b
+    Examples:
+      nvcli merge 'questions.shard-*.out.jsonl' -o questions.out.jsonl
+      nvcli merge a.parquet b.parquet -o answers.parquet
+      nvcli merge 'questions.shard-*.out.jsonl' --allow-missing -o - | wc -l
+    """
+    from nvcli.jobs.output.merge import merge_outputs
+    from nvcli.jobs.output.sink import OutputClosed
+    from nvcli.process_limits import check_process
+
+    check_process()
+    try:
+        merged = merge_outputs(outputs, output, overwrite=overwrite, allow_missing=allow_missing, note=say)
+    except OutputClosed:
+        raise OutputGone from None
+    failed = sum(merged.errors.values())
+    rows = f"{merged.rows:,} rows, {failed:,} of them errors"
+    if merged.missing:
+        say(f"{output} has {rows}, and is not complete: {merged.missing}")
+    elif merged.was_complete:
+        say(f"{output} is complete: {rows}; nothing to do")
+    else:
+        say(f"joined {merged.num_shards} shards: {rows}" + ("" if output == "-" else f" → {output}"))
+    if merged.command and (failed or merged.missing):
+        purpose = "computes the missing rows" if merged.missing else "tries the failed rows again"
+        option = "" if merged.missing else " --retry-errors"
+        say(f"this {purpose}, with the job's other options:\n  {merged.command}{option}")
+    raise typer.Exit(1 if failed or merged.missing else 0)

@@ -1,0 +1,92 @@
+"""Text a page at a time on a terminal, through `$PAGER` or less, and straight on elsewhere.
+
+Text is made as far as somebody reads it: a pager that takes no more stops whoever makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from types import FrameType
+
+from nvcli.cli.messages import OutputGone
+
+_LESS = "FRX"
+"""less: leave at once where all fits on the screen (F), show colours (R), and leave the text there (X)."""
+
+
+class _PagerLeft(BaseException):
+    """The user has left the pager."""
+
+
+def print_pages(texts: Iterable[str]) -> None:
+    """Print texts on standard output. Raises OutputGone where whoever read them has gone, unless it is a pager."""
+    texts = iter(texts)
+    first = next(texts, None)  # an error comes before a pager is started
+    if first is None:
+        return
+    texts = chain((first,), texts)
+    command = _pager() if sys.stdout.isatty() else None
+    if command is None:
+        _print_plain(texts)
+        return
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, text=True, errors="replace", env={"LESS": _LESS, **os.environ}
+    ) as pager:
+        assert pager.stdin is not None
+        with contextlib.suppress(_PagerLeft, BrokenPipeError), _watching(pager):
+            for text in texts:
+                pager.stdin.write(text)
+                pager.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            pager.stdin.close()
+        with _interrupts_ignored():  # Ctrl-C is the pager's
+            pager.wait()
+
+
+def _pager() -> list[str] | None:
+    """Return the command of the pager; None where there is none that can be started."""
+    commands = [shlex.split(os.environ.get("PAGER", "")), ["less"], ["more"]]
+    return next((command for command in commands if command and shutil.which(command[0])), None)
+
+
+def _print_plain(texts: Iterable[str]) -> None:
+    try:
+        for text in texts:
+            sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
+        raise OutputGone from None
+
+
+@contextlib.contextmanager
+def _watching(pager: subprocess.Popen[str]) -> Iterator[None]:
+    """While entered, the end of the pager raises `_PagerLeft`, in the middle of whatever makes the text."""
+
+    def look(number: int, frame: FrameType | None) -> None:
+        if pager.poll() is not None:
+            raise _PagerLeft
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        with _interrupts_ignored():
+            yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

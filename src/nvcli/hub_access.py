@@ -1,0 +1,85 @@
+"""The Hugging Face hub: why it does not give something, and the room that a download needs.
+
+Shared by models and data sets. huggingface_hub is imported when something is asked of it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+HUB_TIMEOUT = 5.0
+"""How many seconds the hub has to answer before it counts as out of reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadSize:
+    """The bytes of a download, and the disk that it would go to."""
+
+    num_bytes: int
+    """Bytes of the files that are not there yet."""
+    free_bytes: int
+    """Bytes that are free on the disk of the folder."""
+    folder: Path
+
+    @classmethod
+    def of(cls, num_bytes: int, folder: Path) -> DownloadSize:
+        """Return the room for a download into a folder, which need not be there yet."""
+        existing = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+        return cls(num_bytes=num_bytes, free_bytes=shutil.disk_usage(existing).free, folder=folder)
+
+    @property
+    def problem(self) -> str | None:
+        """The lack of room in words, for the user; None where there is enough."""
+        if self.num_bytes <= self.free_bytes:
+            return None
+        return (
+            f"{self.num_bytes / 2**30:,.1f} GiB are still to be downloaded, and the disk of {self.folder} has "
+            f"{self.free_bytes / 2**30:,.1f} GiB free"
+        )
+
+
+def missing_bytes(files: list[Any]) -> int:
+    """Return the bytes of the files that are not in the cache, as a dry run of `snapshot_download` lists them."""
+    return sum(file.file_size or 0 for file in files if file.will_download)
+
+
+def no_progress() -> Any:
+    """Return a progress bar's class that shows nothing, for what takes no time."""
+    from huggingface_hub.utils import tqdm
+
+    class NoProgress(tqdm):  # type: ignore[misc]  # huggingface_hub is untyped for mypy
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+
+    return NoProgress
+
+
+def hub_problem(error: Exception, name: str, kind: Literal["model", "dataset"]) -> str:
+    """Return what is the matter with `name` on the hub, and a way out, for an exception of huggingface_hub."""
+    from huggingface_hub import errors as hub
+
+    if isinstance(error, hub.HFValidationError):
+        return "neither a folder nor a valid Hugging Face id (`owner/name`)"
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        return (
+            "not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids to download it; unset it, or give a folder"
+        )
+    if isinstance(error, hub.GatedRepoError):
+        page = name if kind == "model" else f"datasets/{name}"
+        return (
+            f"a gated {kind}; ask for access at https://huggingface.co/{page}, then run `hf auth login` or set HF_TOKEN"
+        )
+    if isinstance(error, hub.RepositoryNotFoundError):
+        way_in = "`hf auth login` or HF_TOKEN"
+        return f"no such folder, and no such {kind} on the Hugging Face hub (or a private one: {way_in})"
+    if isinstance(error, OSError) and not isinstance(error, hub.HfHubHTTPError) and error.strerror:
+        return f"cannot be stored in the Hugging Face cache: {error.strerror}"
+    first_line = (str(error).splitlines() or [""])[0]
+    return (
+        "no such folder, not in the local Hugging Face cache, and the hub cannot be reached "
+        f"({type(error).__name__}: {first_line}); give a local folder, or connect to the network"
+    )

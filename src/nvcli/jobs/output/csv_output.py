@@ -1,0 +1,70 @@
+"""Writes an output's rows to a CSV or TSV file, in the order that they have, with a column for each key of any row.
+
+A text stands as it is, a value that is missing or null as an empty cell, and any other value as the JSON that it is.
+Cells are quoted as RFC 4180 says; lines end with a newline alone.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from nvcli.jobs.compression import compression_of, make_packer
+from nvcli.jobs.file_formats import plain_name
+from nvcli.jobs.rows.raw_values import as_text, is_null
+
+_CHUNK_BYTES = 1024 * 1024
+"""Rows are written so many bytes at a time, and a compressed file has a member for each time."""
+_EMPTY_COLUMNS = ("id", "index", "choices", "usage", "error")
+"""The columns of a job without rows."""
+
+_decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def write_csv(lines: Callable[[], Iterable[bytes]], path: Path, *, name: str) -> int:
+    """Write rows to the file `path`, and return how many they were.
+
+    `lines` begins a pass over the rows and is called twice. `name` is the name that the file will have, which says what
+    stands between cells and how the file is compressed. Raises OSError.
+    """
+    columns = list(dict.fromkeys(key for line in lines() for key in _decode_row(line))) or list(_EMPTY_COLUMNS)
+    pack = make_packer(compression_of(name))
+    records = _Records()
+    writer = csv.writer(records, delimiter="\t" if plain_name(name).endswith(".tsv") else ",", lineterminator="\r\n")
+    num_rows = 0
+    with path.open("wb") as file:
+        writer.writerow(columns)
+        for line in lines():
+            row = _decode_row(line)
+            writer.writerow([_cell(row.get(column)) for column in columns])
+            num_rows += 1
+            if len(records.pending) >= _CHUNK_BYTES:
+                file.write(pack(records.take()))
+        file.write(pack(records.take()))
+    return num_rows
+
+
+class _Records:
+    """Records as UTF-8, each ended by a newline.
+
+    The writer is told to end them with both CR and LF: only then does it quote cells with either of them.
+    """
+
+    def __init__(self) -> None:
+        self.pending = bytearray()
+
+    def write(self, record: str) -> None:
+        self.pending += record.removesuffix("\r\n").encode()
+        self.pending += b"\n"
+
+    def take(self) -> bytes:
+        """Return what was written since this was called last."""
+        taken, self.pending = bytes(self.pending), bytearray()
+        return taken
+
+
+def _cell(value: msgspec.Raw | None) -> str:
+    return "" if value is None or is_null(value) else as_text(value)

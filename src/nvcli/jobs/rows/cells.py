@@ -1,0 +1,54 @@
+"""Rows that hold texts alone: the cells of a CSV file and the lines of a text file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from nvcli.errors import RowError
+from nvcli.jobs.rows.native_row import RowKeys
+from nvcli.jobs.rows.nesting import is_deeper
+from nvcli.jobs.rows.openai_row import looks_like_openai
+from nvcli.validation import show
+
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+class Cells(NamedTuple):
+    """The cells of one row by the names of their columns, without the empty ones."""
+
+    texts: Mapping[str, str]
+    num_bytes: int
+    """Bytes of the row in its file."""
+
+
+def values_of_cells(cells: Cells, keys: RowKeys, *, max_levels: int) -> dict[str, Any]:
+    """Return the values of a row: JSON where nvcli's own keys hold lists and objects, and texts elsewhere.
+
+    Raises RowError for a cell that should hold JSON and does not, or JSON of more than `max_levels` levels.
+    """
+    texts = cells.texts
+    values: dict[str, Any] = dict(texts)
+    json_keys = (keys.messages, keys.prompt_token_ids, keys.sampling, keys.chat_template_kwargs)
+    for key in ("body",) if looks_like_openai(texts) else json_keys:
+        if key in texts:
+            values[key] = _json_of(texts[key], key, max_levels)
+    return values
+
+
+def _json_of(text: str, key: str, max_levels: int) -> msgspec.Raw:
+    data = text.strip().encode()
+    try:
+        raw = _check_json(data)
+        is_deep = is_deeper(data, max_levels)
+    except RecursionError:
+        is_deep = True
+    except msgspec.DecodeError:
+        raise RowError(
+            "invalid_json", f"the cell of `{key}` is {show(text)}, which is not JSON, as this column must be"
+        ) from None
+    if is_deep:
+        raise RowError("invalid_json", f"`{key}` is nested too deep; allowed: {max_levels} levels of objects and lists")
+    return raw

@@ -1,0 +1,136 @@
+"""Replica: an LLM that answers tables. Ray Data makes one in each of its actors.
+
+A row gets the same answer whichever actor computes it, and when it is computed again. Its random numbers follow from
+its own values and not from its place, which is another one in each batch: so equal rows get equal answers, unless
+their ids differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import pyarrow
+
+from nvcli.config import RunConfig
+from nvcli.errors import ClosedError, ConfigError, WorkerError
+from nvcli.job_run.engines import StartEngine, start_engine
+from nvcli.job_run.resolve import row_keys
+from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_choices
+from nvcli.jobs.rows.raw_values import without_nulls
+from nvcli.jobs.rows.row_warnings import RowWarnings
+from nvcli.llm.answer import Answer
+from nvcli.llm.llm import LLM, log_note
+from nvcli.sampling_params import MAX_INT
+
+COLUMNS = ("choices", "usage", "error")
+"""The columns that answers add."""
+MAX_DEATHS = 3
+"""So often in a row an engine may die before any batch is answered."""
+
+
+class Replica:
+    """One LLM and the batches that it answers, several at a time."""
+
+    def __init__(self, run: RunConfig, start: StartEngine = start_engine) -> None:
+        """Load the model. Raises ConfigError, LoadError, CapacityError or WorkerError."""
+        self._run = run
+        self._start = start
+        self._keys = row_keys(run.job)
+        self._lock = threading.Lock()
+        self._num_deaths = 0
+        self._warned: set[str] = set()
+        self._llm = self._load()
+
+    async def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
+        """Answer a batch, while others are answered."""
+        return await asyncio.to_thread(self.answer, table)
+
+    def answer(self, table: pyarrow.Table) -> pyarrow.Table:
+        """Return the table with the columns of the answers. Raises ConfigError where it has such columns already."""
+        self._check_columns(table.column_names)
+        rows = self._rows_of(table)
+        answers = self._answers(rows)
+        for answer in answers:
+            fit_choices(answer["choices"])
+        for name in COLUMNS:
+            column = pyarrow.array([answer[name] for answer in answers], ANSWER_TYPES[name])
+            table = table.append_column(name, column)
+        return table
+
+    def close(self) -> None:
+        """End the engine."""
+        self._llm.close()
+
+    def _load(self) -> LLM:
+        return LLM.from_config(self._run, start=self._start)
+
+    def _answers(self, rows: list[dict[str, Any]]) -> list[Answer]:
+        """Answer rows, by a new LLM if the engine dies. Raises the error of an engine that dies again and again."""
+        while True:
+            llm = self._llm
+            try:
+                answers = list(llm.generate(rows, order="input"))
+            except (WorkerError, ClosedError) as error:
+                self._replace(llm, error)
+            else:
+                self._num_deaths = 0
+                return answers
+
+    def _replace(self, dead: LLM, error: WorkerError | ClosedError) -> None:
+        """Load the model anew after an engine has died, unless another batch has done so."""
+        with self._lock:
+            if self._llm is not dead:
+                return
+            self._num_deaths += 1
+            if self._num_deaths > MAX_DEATHS:
+                raise error
+            logging.getLogger("nvcli").warning("an engine died, and its rows are computed again: %s", error)
+            dead.close()
+            self._llm = self._load()
+
+    def _rows_of(self, table: pyarrow.Table) -> list[dict[str, Any]]:
+        """Return what concerns nvcli of the rows, without nulls; a row has its own seed unless the job has one."""
+        keys, job = self._keys, self._run.job
+        has_template = job.prompt_template is not None or bool(job.messages_template)
+        names = {*keys.prompts, *keys.beside_prompt}
+        # A template may name any column; otherwise nothing is decoded that no answer depends on.
+        wanted = [name for name in table.column_names if has_template or name in names]
+        rows: list[dict[str, Any]] = [without_nulls(row) for row in table.select(wanted).to_pylist()]
+        if not wanted:
+            rows = [{} for _ in range(table.num_rows)]
+        for row in rows:
+            if "seed" not in self._run.sampling:
+                self._give_seed(row)
+            row.pop(keys.id, None)  # a dataset has no need of ids that differ
+        return rows
+
+    def _give_seed(self, row: dict[str, Any]) -> None:
+        sampling = row.get(self._keys.sampling, {})
+        if isinstance(sampling, dict) and "seed" not in sampling:
+            row[self._keys.sampling] = {**sampling, "seed": row_seed(row, self._run.seed)}
+
+    def _check_columns(self, names: list[str]) -> None:
+        """Raise ConfigError for columns that stand in the way, and warn once of those that look like settings."""
+        for name in names:
+            if name in COLUMNS:
+                raise ConfigError(
+                    f"the dataset has a column `{name}`, which the answers have too; rename it: "
+                    f'ds.rename_columns({{"{name}": …}})'
+                )
+        warnings = RowWarnings()
+        warnings.add_keys(set(names) - self._warned, "the dataset")
+        self._warned.update(names)
+        for warning in warnings.take_new():
+            log_note(warning)
+
+
+def row_seed(row: Mapping[str, Any], seed: int) -> int:
+    """Return the seed of a row, which follows from its values and the seed of the run."""
+    data = msgspec.json.encode([seed, row], enc_hook=str, order="deterministic")
+    return int.from_bytes(blake2b(data, digest_size=8).digest()) & MAX_INT

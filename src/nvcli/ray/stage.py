@@ -1,0 +1,97 @@
+"""`generate`: a stage of a Ray Data pipeline that answers the rows of a dataset.
+
+    import ray
+    from nvcli.ray import generate
+
+    ds = ray.data.read_parquet("s3://bucket/questions")
+    ds = generate(ds, "Qwen/Qwen3-8B", tp=1, concurrency=8, sampling={"max_tokens": 256})
+    ds.write_parquet("s3://bucket/answers")
+
+Ray chooses the machines, moves the blocks, and starts an actor again that has died; each actor holds one `nvcli.LLM`
+with GPUs of its own. This module knows Ray and no rows; `nvcli.ray.replica` knows rows and no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray.data
+
+from nvcli.config import RunConfig, load_run_config
+from nvcli.errors import ConfigError
+from nvcli.ray.replica import Replica
+from nvcli.validation import show
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+BATCH_ROWS = 256
+BLOCKS_AT_A_TIME = 2
+"""An actor begins with a further block while the last rows of one are still being answered, so that it never runs
+empty. Of each block Ray gives it several batches at a time."""
+
+
+def generate(
+    ds: Dataset,
+    model: str | Path | None = None,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    concurrency: int | tuple[int, int] = 1,
+    batch_size: int = BATCH_ROWS,
+    sampling: Mapping[str, Any] | None = None,
+    config: str | Path | None = None,
+    num_gpus: float | None = None,
+    actor_options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Dataset:
+    """Return a dataset with the rows of `ds` and their answers, which is computed when it is read.
+
+    A row of `ds` is a row of nvcli: its columns `prompt`, `messages` or `prompt_token_ids`, `sampling` and
+    `chat_template_kwargs` mean what they mean in a file. All columns are kept, and each row gets the columns `choices`,
+    `usage` and `error`. A row that cannot be answered has an `error`, and fails no task.
+
+    `model`, `tp`, `pp`, `sampling`, `config` and `settings` are those of `nvcli.LLM`. `concurrency` is the number of
+    actors, or the least and the most of them. Each reserves `num_gpus` GPUs; None: tp × pp, or none with
+    `device="cpu"`. `batch_size` rows are answered together, and `actor_options` are further keywords of
+    `Dataset.map_batches`, such as `{"num_cpus": 4, "accelerator_type": "H100"}`. Raises ConfigError. An actor that
+    cannot load the model fails the computation.
+    """
+    named: dict[str, Any] = {"model": None if model is None else str(model), "sampling": sampling}
+    given = {key: value for key, value in named.items() if value is not None}
+    given |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": 1}
+    if taken := sorted(settings.keys() & {*given, "dp"}):
+        raise ConfigError(f"`{taken[0]}` cannot be set beside `tp`, `pp` and `concurrency`; leave it out")
+    run = load_run_config(None if config is None else Path(config), settings=given | settings)
+    options = {
+        "batch_size": _at_least_one("batch_size", batch_size),
+        "compute": _pool(concurrency),
+        "num_gpus": _num_gpus(run) if num_gpus is None else num_gpus,
+        **(actor_options or {}),
+    }
+    return ds.map_batches(
+        Replica, fn_constructor_args=(run,), batch_format="pyarrow", udf_modifying_row_count=False, **options
+    )
+
+
+def _num_gpus(run: RunConfig) -> int:
+    if not isinstance(run.tensor_parallel_size, int):
+        raise ConfigError(f"tp={show(run.tensor_parallel_size)}: give a number, because Ray reserves the GPUs")
+    return 0 if run.device == "cpu" else run.tensor_parallel_size * run.pipeline_parallel_size
+
+
+def _pool(concurrency: int | tuple[int, int]) -> ray.data.ActorPoolStrategy:
+    least, most = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
+    if _at_least_one("concurrency", least) > _at_least_one("concurrency", most):
+        raise ConfigError(f"concurrency={concurrency}: the least is more than the most")
+    return ray.data.ActorPoolStrategy(
+        min_size=least, max_size=most, initial_size=least, max_concurrent_calls_per_actor=BLOCKS_AT_A_TIME
+    )
+
+
+def _at_least_one(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={show(value)}: allowed: an integer of at least 1")
+    return value

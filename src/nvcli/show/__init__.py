@@ -1,0 +1,1 @@
+"""`nvcli show`: looks at the answers of an output, in the terminal."""

@@ -1,0 +1,112 @@
+"""One row of an output as it is shown: nvcli's own form, OpenAI's form, and rows that came out of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nvcli.jobs.rows.output_row import read_output_row
+
+_OWN_KEYS = frozenset(("id", "index", "custom_id", "choices", "usage", "error", "response"))
+
+_decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of a row."""
+
+    text: str
+    finish_reason: str
+
+
+class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of an output."""
+
+    id: str | int | None
+    index: int
+    choices: list[ShownChoice]
+    error: str | None
+    """The type of the error and its message; None: the row was answered."""
+    prompt_tokens: int
+    completion_tokens: int
+    others: dict[str, msgspec.Raw]
+    """What was copied from the input row, as JSON by key."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether an answer was ended by its length."""
+        return any(choice.finish_reason == "length" for choice in self.choices)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    message: _Message | None = None
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str | None = None
+    type: str | None = None
+    code: str | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _Body
+
+
+def read_shown_row(line: bytes) -> ShownRow | None:
+    """Read a row of an output, given as JSON; None for anything else, such as a torn line or a row of an input."""
+    written = read_output_row(line)
+    if written is None:
+        return None
+    try:
+        values = _decode_row(line)
+        if "response" in values:
+            body = _decode(values["response"], _Response).body
+        elif "choices" in values:
+            usage = _decode(values["usage"], _Usage | None) if "usage" in values else None
+            body = _Body(_decode(values["choices"], list[_Choice]), usage)
+        else:
+            return None
+        raw_id = values.get("custom_id") or values.get("id")
+        row_id = None if raw_id is None else msgspec.json.decode(raw_id)
+        error = _decode(values["error"], _Error | None) if "error" in values else None
+    except msgspec.DecodeError:  # other values under these keys; ValidationError is one too
+        return None
+    usage = body.usage or _Usage()
+    return ShownRow(
+        id=row_id if isinstance(row_id, str | int) else None,
+        index=written.index,
+        choices=[_shown(choice) for choice in body.choices],
+        error=None if error is None else f"{error.type or error.code or 'error'}: {error.message or ''}",
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        others={key: value for key, value in values.items() if key not in _OWN_KEYS},
+    )
+
+
+def _decode(raw: msgspec.Raw, kind: Any) -> Any:
+    """Decode a value, which a table may hold as a text of JSON. Raises DecodeError where it is of another kind."""
+    if bytes(memoryview(raw)[:1]) == b'"':
+        raw = msgspec.Raw(msgspec.json.decode(raw, type=str).encode())
+    return msgspec.json.decode(raw, type=kind)
+
+
+def _shown(choice: _Choice) -> ShownChoice:
+    text = choice.text if choice.message is None else choice.message.content
+    return ShownChoice(text=text or "", finish_reason=choice.finish_reason or "")

@@ -1,0 +1,31 @@
+"""Texts of others, made harmless for a terminal.
+
+An answer, a prompt or an error message may hold what a terminal obeys: escape sequences that move the cursor, change
+the title or fill the clipboard, and marks that turn the direction of writing. They are shown instead.
+"""
+
+from __future__ import annotations
+
+_KEPT = "\n\t"
+_DIRECTION_MARKS = (0x061C, *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_PICTURES = 0x2400
+"""Unicode's pictures of the control characters begin here."""
+_SHOWN = (
+    {code: chr(_PICTURES + code) for code in range(0x20) if chr(code) not in _KEPT}
+    | {0x7F: "\u2421"}
+    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+    | {code: f"\\u{code:04x}" for code in (*_DIRECTION_MARKS, 0x2028, 0x2029)}
+)
+
+
+def harmless(text: str) -> str:
+    """Return a text with its control characters shown, but for line ends and tabs."""
+    return text.translate(_SHOWN)
+
+
+def one_line(text: str, limit: int | None = None) -> str:
+    """Return a harmless text on one line, cut to `limit` characters with `…` at its end; None: whole."""
+    line = " ".join(text.split()) if limit is None else " ".join(text[: 2 * limit].split())
+    if limit is not None and (len(line) > limit or len(text) > 2 * limit):
+        line = f"{line[: limit - 1]}…"
+    return harmless(line)

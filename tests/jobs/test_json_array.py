@@ -1,0 +1,105 @@
+"""A JSON array gives its items byte for byte, however the file is cut into chunks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvcli.errors import ConfigError
+from nvcli.jobs import line_splitter
+from nvcli.jobs.input.json_array import ArraySplitter, JsonSplitter
+from nvcli.jobs.input.line_source import DamagedInput
+from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.line_splitter import DroppedLine, Line
+from nvcli.jobs.rows.parser import RowParser
+from output_jobs import extra_of
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.floats(allow_nan=False) | st.text(alphabet='[]{}",\\/aü\n', max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='[{"\\,', max_size=3), inner, max_size=3)
+    ),
+)
+
+
+def items(data: bytes, rng: random.Random) -> list[Line]:
+    """The items, with the file cut at random places."""
+    splitter, found = JsonSplitter(), []
+    while data:
+        size = rng.choice((1, 2, 3, 7, 50))
+        found += splitter.feed(data[:size])
+        data = data[size:]
+    assert splitter.end() is None
+    return [item for item in found if isinstance(item, DroppedLine) or item.strip()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(VALUES, max_size=5), st.booleans(), st.sampled_from([None, 1]), st.randoms(use_true_random=False))
+def test_items_are_the_bytes_between_the_commas(
+    values: list[object], ascii_only: bool, indent: int | None, rng: random.Random
+) -> None:
+    text = json.dumps(values, ensure_ascii=ascii_only, indent=indent)
+    found = items(rng.choice((b"", b"\xef\xbb\xbf", b"\n ")) + text.encode() + rng.choice((b"", b"\n")), rng)
+    assert [json.loads(item) for item in found if isinstance(item, bytes)] == values
+
+
+def test_an_item_that_is_too_long_is_dropped_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_splitter, "MAX_LINE_BYTES", 20)
+    found = items(b'[{"a": 1}, {"a": "' + b"x" * 90 + b'"}, {"a": 2}]', random.Random(0))
+    assert [item if isinstance(item, bytes) else item.num_bytes for item in found] == [b'{"a": 1}', 100, b' {"a": 2}']
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'[{"a": 1}, {"a": ', "ends in its item 2"),
+        (b'[{"a": "\\', "ends in its item 1"),
+        (b'[{"a": 1}]\n[{"a": 2}]', "more behind the end"),
+    ],
+)
+def test_an_array_that_does_not_end_well(data: bytes, reason: str) -> None:
+    splitter = ArraySplitter(max_bytes=None)
+    splitter.feed(data)
+    with pytest.raises(DamagedInput, match=reason):
+        splitter.end()
+
+
+def read(path: Path) -> list[Job | JobResult]:
+    return [row for batch in RowReader([str(path)], RowParser({})).batches() for row in batch]
+
+
+def test_rows_of_an_array_and_a_bad_item_among_them(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    path.write_bytes(b'[\n{"id": "a",\n "prompt": "p", "x": 1.50},\n{"prompt": tru},\n7,\n{"prompt": "q"}\n]\n')
+    rows = read(path)
+    assert bytes(rows[0].place.extra["x"]) == b"1.50"
+    assert [row.error.message[:25] for row in rows if isinstance(row, JobResult) and row.error] == [
+        "item 2: not valid JSON: i",
+        "item 3: expected an objec",
+    ]
+    assert [(row.place.id, row.place.line) for row in rows if isinstance(row, Job)] == [
+        ("a", "item 1"),
+        ("row-3", "item 4"),
+    ]
+
+
+def test_rows_on_lines_are_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    path.write_bytes(b'\xef\xbb\xbf\n{"prompt": "p", "x": [1]}\n{"prompt": "q"}')
+    rows = read(path)
+    assert [(row.place.line, extra_of(row)) for row in rows] == [("line 2", {"x": [1]}), ("line 3", {})]
+
+
+def test_a_file_that_is_cut_off_is_an_error_after_its_whole_items(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    path.write_bytes(b'[{"prompt": "p"}, {"prompt": "q')
+    batches = RowReader([str(path)], RowParser({})).batches()
+    assert len(next(batches)) == 1
+    with pytest.raises(ConfigError, match=r"in\.json: cannot be read past item 1: the array does not end"):
+        next(batches)
