@@ -156,4 +156,4 @@ def test_control_characters_are_shown_to_a_terminal(monkeypatch: pytest.MonkeyPa
     answers.write("a\x1b[2Jb\tc\n")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     answers.write("a\x1b[2Jb\tc\r\x9b\n")
-    assert capsys.readouterr().out == "a\x1b[2Jb\tc\na\ufffd[2Jb\tc\ufffd\ufffd\n"
+    assert capsys.readouterr().out == "a\x1b[2Jb\tc\na\u241b[2Jb\tc\u240d\\x9b\n"

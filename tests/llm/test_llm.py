@@ -58,11 +58,12 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_answers_are_the_rows_that_a_job_writes(make_llm: MakeLLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [{}, {"keep_input": True, "text_field": "answer"}])
+def test_answers_are_the_rows_that_a_job_writes(make_llm: MakeLLM, tmp_path: Path, keys: dict[str, Any]) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    run = RunConfig(model=str(make_llm.model), device="cpu", max_num_seqs=8, job=JobConfig(order="input"))
-    llm = make_llm()
+    run = RunConfig(model=str(make_llm.model), device="cpu", max_num_seqs=8, job=JobConfig(order="input", **keys))
+    llm = make_llm(job=run.job)
     generate(run, inputs=[str(source)], output=None, progress=Silent(), start=HeldEngine)
     written = [json.loads(line) for line in (tmp_path / "in.out.jsonl").read_text().splitlines()]
     answers = list(llm.generate(ROWS, order="input"))
@@ -290,6 +291,20 @@ def test_an_interrupt_leaves_the_llm_usable(make_llm: MakeLLM) -> None:
     until(lambda: not make_llm.engines[0]._running)
     assert [answer.text for answer in llm.generate(["ab"])] == ["ba"]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_forked_process_cannot_use_the_llm(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    answers = llm.generate(["hold"])
+    until(lambda: make_llm.engines[0]._running)
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(ClosedError, match=rf"belongs to process {llm._session._pid}, of which this is a fork"):
+            llm.generate(["x"])
+        answers.close()
+        llm._session.close()
+    assert not make_llm.engines[0].closed
+    assert [answer.text for answer in llm.generate(["ab"])] == ["ba"]
 
 
 def test_garbage_is_closed(make_llm: MakeLLM) -> None:

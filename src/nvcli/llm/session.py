@@ -63,7 +63,7 @@ class Session:
         self._note = note
         self._needs_chat_template = needs_chat_template
         self._max_rows = window_rows(run, len(self._plan.engine_configs))
-        self.form = OutputForm(created=int(time.time()), model=run.model)
+        self.form = OutputForm(created=int(time.time()), model=run.model, text_field=run.job.text_field)
         self._queue = RowQueue()
         self._feeder = Feeder(
             self._queue,
