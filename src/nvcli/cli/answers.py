@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nvcli.cli.messages import OutputGone, say
+from nvcli.cli.messages import output_gone, say
 from nvcli.llm.answer import Answer
 from nvcli.llm.llm import AnswerStream
 from nvcli.terminal_text import harmless
@@ -21,7 +21,7 @@ def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        raise OutputGone from None
+        raise output_gone() from None
 
 
 def show_stream(stream: AnswerStream) -> Answer:
