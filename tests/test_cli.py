@@ -120,6 +120,8 @@ def test_errors_are_red_on_a_terminal_and_nowhere_else(monkeypatch: pytest.Monke
         ["generate", "--help"],
         ["generate", "in.jsonl"],
         ["generate", "no.jsonl", "-m", "demo"],
+        ["check", "no.jsonl", "-m", "demo"],
+        ["show", "no.jsonl"],
     ],
 )
 def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:

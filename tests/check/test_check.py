@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 from fake_engine import FakeEngine
 from nvcli.bench.shapes import write_shape
+from nvcli.check import machine
 from nvcli.check.check import Check, CheckOptions, CheckReport, check_job
 from nvcli.check.machine import Forecast, named_gpus
 from nvcli.check.progress import CheckProgress
@@ -20,6 +22,8 @@ from nvcli.config import load_sourced_config
 from nvcli.errors import ConfigError
 from nvcli.job_run.generate import generate
 from nvcli.job_run.progress.display import Progress
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.shard import Shard
 
 ROWS: list[Any] = [
     {"prompt": "ab", "id": "first"},
@@ -45,7 +49,19 @@ def checked(
 def check_of(folder: Path, model: Path, rows: list[Any], options: CheckOptions | None = None, **flags: Any) -> Check:
     path = folder / "in.jsonl"
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    run, source = load_sourced_config(None, (), {"--model": str(model), "--max-num-seqs": 4} | flags)
+    return check_file(path, model, options, **flags)
+
+
+def check_file(
+    path: Path,
+    model: Path,
+    options: CheckOptions | None = None,
+    *,
+    config: Path | None = None,
+    overrides: tuple[str, ...] = (),
+    **flags: Any,
+) -> Check:
+    run, source = load_sourced_config(config, overrides, {"--model": str(model), "--max-num-seqs": 4} | flags)
     return check_job(
         run, source, inputs=[str(path)], options=options or CheckOptions(), progress=CheckProgress(io.StringIO())
     )
@@ -77,7 +93,9 @@ def test_it_says_what_the_run_then_does(tmp_path: Path, model_folder: Path) -> N
     ]
 
 
-def test_prompts_are_shown_as_the_model_sees_them(tmp_path: Path, model_folder: Path) -> None:
+def test_prompts_are_shown_as_the_model_sees_them(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [ROWS[1], {"prompt": "a\x1b[31m\u202eb"}, {"prompt_token_ids": [5] * 50}, {"prompt": "z"}]
     report = checked(tmp_path, model_folder, rows)
     assert [len(prompt.pieces) for prompt in report.prompts] == [3, 2, 1]
@@ -92,6 +110,10 @@ def test_prompts_are_shown_as_the_model_sees_them(tmp_path: Path, model_folder: 
     assert "│ <|bos|>a␛[31m\\u202eb\n" in shown.getvalue()
     assert "line 1, id row-0: 10 tokens, and an answer of up to 54" in shown.getvalue()
     assert "\x1b" not in shown.getvalue()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_report(report, coloured := io.StringIO())
+    assert "<u>Hi \x1b[1;36m<|end|>\x1b[0m<a>\n" in coloured.getvalue()
 
 
 def test_long_prompts_are_shown_by_their_ends(tmp_path: Path, model_folder: Path) -> None:
@@ -113,13 +135,8 @@ def test_equal_rows_and_shared_beginnings(tmp_path: Path, model_folder: Path) ->
     assert (drawn.equal_rows, drawn.repeated_prompts, drawn.answers) == (0, 1, 4)
     assert drawn.cached_tokens == 0  # a block has 64 tokens
     (tmp_path / "nvcli.yaml").write_text("block_size: 16")
-    run, source = load_sourced_config(tmp_path / "nvcli.yaml", (), {"--model": str(model_folder), "--temperature": 0})
-    found = check_job(
-        run,
-        source,
-        inputs=[str(tmp_path / "in.jsonl")],
-        options=CheckOptions(),
-        progress=CheckProgress(io.StringIO()),
+    found = check_file(
+        tmp_path / "in.jsonl", model_folder, config=tmp_path / "nvcli.yaml", **{"--temperature": 0}
     ).report
     assert (found.cached_tokens, found.cached_tokens_are_exact) == (2 * 32, True)
 
@@ -130,14 +147,9 @@ def test_sampling_comes_with_its_origin(tmp_path: Path, model_folder: Path) -> N
     (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 7, "top_p": 0.5}')
     config = tmp_path / "job.yaml"
     config.write_text("sampling:\n  top_p: 0.25\n  stop: [x]\n")
-    run, source = load_sourced_config(config, ["sampling.min_p=0.5"], {"--model": str(folder), "--temperature": 0.5})
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "sampling": {"n": 2}}\n{"prompt": "b"}\n')
-    report = check_job(
-        run,
-        source,
-        inputs=[str(tmp_path / "in.jsonl")],
-        options=CheckOptions(),
-        progress=CheckProgress(io.StringIO()),
+    report = check_file(
+        tmp_path / "in.jsonl", folder, config=config, overrides=("sampling.min_p=0.5",), **{"--temperature": 0.5}
     ).report
     assert {each.key: (each.value, each.origin) for each in report.sampling} == {
         "max_tokens": (None, "default"),
@@ -172,13 +184,19 @@ def big_model(folder: Path, tokenizer: Path) -> Path:
     return write_shape("qwen3-32b", folder)
 
 
-def test_named_gpus_are_estimated_without_weights(tmp_path: Path, model_folder: Path) -> None:
+def test_named_gpus_are_estimated_without_weights(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = big_model(tmp_path / "big", model_folder)
     rows = [{"prompt": f"{number}"} for number in range(50)]
 
     def report(kind: str, count: int) -> CheckReport:
         return checked(tmp_path, model, rows, CheckOptions(gpus=named_gpus(kind, count), answer_tokens=100))
 
+    monkeypatch.setattr(machine, "available_ram", lambda: 1 << 30)
+    here = checked(tmp_path, model, rows[:1]).machine
+    assert (here.fits, "the weights take 122.05 GiB in float32" in here.note) == (None, True)
+    assert checked(tmp_path, model, rows[:1], **{"--device": "cpu"}).machine.fits is False
     small = report("l40s", 1)
     assert (small.machine.fits, small.forecasts[0].seconds) == (False, None)
     assert "does not fit" in small.machine.note
@@ -193,24 +211,43 @@ def test_named_gpus_are_estimated_without_weights(tmp_path: Path, model_folder: 
         named_gpus("4090", 1)
     with pytest.raises(ConfigError, match=r"--gpus 4 needs the kind"):
         named_gpus(None, 4)
+    monkeypatch.setattr(Tokenizer, "load", lambda *_, **__: pytest.fail("the layout was not checked first"))
     with pytest.raises(ConfigError, match=r"\(--tp\) is 4, and 2 GPUs can be seen"):
         checked(tmp_path, model, rows, CheckOptions(gpus=named_gpus("h200", 2)), **{"--tp": 4})
 
 
 def test_a_damaged_input_leaves_the_report_of_what_was_read(tmp_path: Path, model_folder: Path) -> None:
-    import gzip
-
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n') + gzip.compress(b'{"prompt": "b"}\n')[:20])
-    run, source = load_sourced_config(None, (), {"--model": str(model_folder)})
-    done = check_job(run, source, inputs=[str(path)], options=CheckOptions(), progress=CheckProgress(io.StringIO()))
+    done = check_file(path, model_folder)
     assert (done.report.rows, done.report.is_complete) == (1, False)
     assert isinstance(done.ended_by, ConfigError)
     assert "cannot be read past line 1" in str(done.ended_by)
 
 
+def test_a_shard_is_checked_alone(tmp_path: Path, model_folder: Path) -> None:
+    rows = [{"prompt": "ab"}, {"prompt": 5}, {"prompt": "abc"}]
+    report = checked(tmp_path, model_folder, rows, CheckOptions(shard=Shard(0, 2)))
+    assert (report.rows, report.rows_failed, [prompt.index for prompt in report.prompts]) == (2, 0, [0, 2])
+
+
+def test_what_cannot_be_checked_at_all_is_an_error(tmp_path: Path, model_folder: Path) -> None:
+    def no_check(**flags: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            checked(tmp_path, model_folder, ROWS, CheckOptions(gpus=named_gpus("h200", 1)), **flags)
+        return str(caught.value)
+
+    assert no_check(**{"--device": "cpu"}) == (
+        "--gpu estimates for GPUs, and `device` is cpu; leave one of the two out"
+    )
+    assert no_check(**{"--max-model-len": 100}).startswith("`max_model_len` is 100, and")
+    (tmp_path / "broken.gz").write_bytes(b"\x1f\x8b\x08broken")
+    with pytest.raises(ConfigError, match="cannot be read past line 0"):
+        check_file(tmp_path / "broken.gz", model_folder)
+
+
 def test_the_report_is_json_too(tmp_path: Path, model_folder: Path) -> None:
-    report = checked(tmp_path, model_folder, ROWS)
+    report = checked(tmp_path, model_folder, ROWS[3:])
     values = json.loads(format_json(report))
     assert values["rows_failed"] == sum(error["count"] for error in values["errors"])
     assert values["lengths"]["histogram"][0].keys() == {"first", "last", "count"}

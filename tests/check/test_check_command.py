@@ -78,12 +78,21 @@ def test_every_option_of_generate_that_sets_a_key_is_an_option_of_check() -> Non
 
 def test_options_become_values_of_keys() -> None:
     flags = job_flags(
-        {"model": "5", "max_tokens": "7", "system": "5", "chat_template_kwargs": '{"a": 1}', "stop": [], "tp": "auto"}
+        {
+            "model": "5",
+            "max_tokens": "7",
+            "system": "5",
+            "prompt_template": "",
+            "chat_template_kwargs": '{"a": 1}',
+            "stop": [],
+            "tp": "auto",
+        }
     )
     assert {flag: value for flag, value in flags.items() if value is not None} == {
         "--model": "5",
         "--max-tokens": 7,
         "--system": "5",
+        "--prompt-template": "",
         "--chat-template-kwargs": {"a": 1},
         "--tp": "auto",
     }

@@ -18,7 +18,7 @@ from nvcli.show import output_file
 from nvcli.show.answers import ShownRow, read_shown_row
 from nvcli.show.show import Selection, choose_file, shown_rows
 
-FORMATS = ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet"]
+FORMATS = ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet", "out.csv", "out.tsv.gz"]
 
 
 def rows_of(path: Path, **wanted: Any) -> list[ShownRow]:
@@ -135,7 +135,8 @@ def test_files_that_are_no_outputs_say_so(tmp_path: Path) -> None:
         "in.jsonl": ('{"prompt": "a"}\n', r"is no output of nvcli: it begins with '\{\"prompt\": \"a\"\}'"),
         "indexed.jsonl": ('{"prompt": "a", "index": 3, "response": 5}\n', "is no output of nvcli"),
         "empty.jsonl": ("", "empty.jsonl holds no rows"),
-        "x.csv": ("a,b\n", "x.csv is a table of text"),
+        "x.csv": ("a,b\n1,2\n", "x.csv is no output of nvcli"),
+        "y.csv": ("a,a\n", "names `a` twice"),
         "x.parquet": ("PAR1", "x.parquet: cannot be read as Parquet"),
         "none.jsonl": (None, "none.jsonl cannot be read: no such file"),
     }

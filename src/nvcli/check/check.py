@@ -7,6 +7,7 @@ bytes for each of the first 16 million different rows (`check.prefixes`) and wha
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import msgspec
 
 from nvcli.chat_template import unknown_variables
 from nvcli.check.lengths import Lengths, lengths_of
-from nvcli.check.machine import Forecast, Machine, estimate_job
+from nvcli.check.machine import Forecast, JobEstimate, Machine, estimate_job
 from nvcli.check.progress import CheckProgress
 from nvcli.check.prompts import ShownPrompt, show_prompt
 from nvcli.check.tally import ErrorExample, Tally
@@ -32,7 +33,9 @@ from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.files import STREAM, expand_inputs
 from nvcli.jobs.input.reader import RowReader
+from nvcli.jobs.job import JobResult
 from nvcli.jobs.row_set import AnsweredRows
+from nvcli.jobs.shard import Shard
 from nvcli.models.config import GENERATION_CONFIG_FILE
 from nvcli.nvidia_smi import SmiGpu
 from nvcli.sampling_params import SamplingParams
@@ -50,6 +53,8 @@ class CheckOptions:
 
     limit: int | None = None
     """Only so many rows of the inputs are read; None: all."""
+    shard: Shard | None = None
+    """Only the rows of this shard are checked; None: all."""
     num_prompts: int = 3
     """How many prompts are shown."""
     answer_tokens: int | None = None
@@ -128,75 +133,117 @@ def check_job(
     """
     job = resolve_job(
         run,
-        inputs=expand_inputs(inputs, None if output == STREAM else output),
+        inputs=_expanded(inputs, output),
         output=output,
         limit=options.limit,
+        shard=options.shard,
         weights=False,
         found_device="cuda" if options.gpus is not None else None,
     )
     if options.gpus is not None and job.config.device == "cpu":
         raise ConfigError("--gpu estimates for GPUs, and `device` is cpu; leave one of the two out")
-    tokenizer = Tokenizer.load(job.model_path, chat_template=job.chat_template)
-    reader = job.make_reader(AnsweredRows())
-    tally = Tally(
-        defaults=convert(dict(job.sampling_defaults), SamplingParams),
-        block_size=run.block_size if run.enable_prefix_caching else None,
-        finds_equal_rows=run.job.plan,
-    )
-    prompts: list[ShownPrompt] = []
-    ended_by: NvcliError | KeyboardInterrupt | None = None
-    started = time.monotonic()
-    try:
-        with _interruptible(), closing(progress):
-            for rows in _prepared(job, reader, tokenizer):
-                for row in rows:
-                    tally.add(row)
-                    if len(prompts) < options.num_prompts and isinstance(row, PreparedRow):
-                        prompts.append(show_prompt(row, tokenizer))
-                progress.update(tally.rows, _share_read(reader))
-    except (ConfigError, InputChanged, KeyboardInterrupt) as error:
-        ended_by = error
-    seconds = time.monotonic() - started
-    variables = run.job.chat_template_kwargs
-    if variables and tokenizer.chat_template:
-        reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
-    expected = (options.answer_tokens or USUAL_ANSWER_TOKENS, None)
-    estimate = estimate_job(job, tally, gpus=options.gpus, expected_answers=expected, num_bytes=reader.bytes_total)
-    report = CheckReport(
-        inputs=list(job.inputs),
-        model=run.model,
-        device=job.config.device,
-        dtype=job.config.dtype,
-        max_model_len=job.config.max_model_len,
-        is_complete=ended_by is None,
-        rows=tally.rows,
-        rows_failed=tally.rows_failed,
-        errors=tally.errors,
-        prompts=prompts,
-        lengths=lengths_of(tally.lengths),
-        equal_rows=tally.equal_rows,
-        repeated_prompts=tally.repeated_prompts,
-        may_miss_equal_rows=tally.may_miss_equal_rows,
-        prompt_tokens_to_compute=tally.computed_prompt_tokens,
-        cached_tokens=tally.cached_tokens,
-        cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
-        warnings=[line.removeprefix("warning: ") for line in reader.warnings.take_new()] + reader.warnings.totals(),
-        sampling=_sampling_values(job.sampling_defaults, run, source),
-        rows_with_own_sampling=tally.rows_with_own_sampling,
-        answers=sum(tally.answers.values()),
-        forecasts=estimate.forecasts,
-        machine=estimate.machine,
-        seconds=seconds,
-    )
-    return Check(report, ended_by)
+    reading = _Reading(job)
+    reading.estimate(options)  # a layout that is not possible is an error before anything is read
+    ended_by = reading.read(options.num_prompts, progress)
+    return Check(reading.report(source, options, is_complete=ended_by is None), ended_by)
 
 
-def _prepared(job: ResolvedJob, reader: RowReader, tokenizer: Tokenizer) -> Iterator[list[Any]]:
-    """Yield batches of rows as `generate` prepares them: `PreparedRow`, or `JobResult` for a row with an error."""
-    with closing(ChatRenderer(job.model_path, chat_template=job.chat_template)) as renderer:
-        preparer = Preparer(tokenizer, job.model_limits, renderer.render)
-        for rows in reader.batches():
-            yield preparer.prepare(rows)
+class _Reading:
+    """The rows of a job as they are read, and what they come to."""
+
+    def __init__(self, job: ResolvedJob) -> None:
+        run = job.run
+        self._job = job
+        self._reader = job.make_reader(AnsweredRows())
+        self._tally = Tally(
+            defaults=convert(dict(job.sampling_defaults), SamplingParams),
+            block_size=run.block_size if run.enable_prefix_caching else None,
+            finds_equal_rows=run.job.plan,
+        )
+        self._prompts: list[ShownPrompt] = []
+        self._seconds = 0.0
+
+    def read(self, num_prompts: int, progress: CheckProgress) -> NvcliError | KeyboardInterrupt | None:
+        """Read all rows, and return what ended that before their end. Raises ConfigError where it ends at the first."""
+        job, tally = self._job, self._tally
+        tokenizer = Tokenizer.load(job.model_path, chat_template=job.chat_template)
+        started = time.monotonic()
+        try:
+            with _interruptible(), closing(progress):
+                for rows in self._prepared(tokenizer):
+                    for row in rows:
+                        tally.add(row)
+                        if len(self._prompts) < num_prompts and isinstance(row, PreparedRow):
+                            self._prompts.append(show_prompt(row, tokenizer))
+                    progress.update(tally.rows, _share_read(self._reader))
+        except (ConfigError, InputChanged, KeyboardInterrupt) as error:
+            if not tally.rows and isinstance(error, ConfigError):
+                raise
+            return error
+        finally:
+            self._seconds = time.monotonic() - started
+        variables = job.run.job.chat_template_kwargs
+        if variables and tokenizer.chat_template:
+            self._reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
+        return None
+
+    def _prepared(self, tokenizer: Tokenizer) -> Iterator[list[PreparedRow | JobResult]]:
+        """Yield batches of rows as `generate` prepares them."""
+        job = self._job
+        with closing(ChatRenderer(job.model_path, chat_template=job.chat_template)) as renderer:
+            preparer = Preparer(tokenizer, job.model_limits, renderer.render)
+            for rows in self._reader.batches():
+                yield preparer.prepare(rows)
+
+    def estimate(self, options: CheckOptions) -> JobEstimate:
+        """Estimate the job by the rows that were read. Raises ConfigError where its layout is not possible."""
+        return estimate_job(
+            self._job,
+            self._tally,
+            gpus=options.gpus,
+            expected_answers=(options.answer_tokens or USUAL_ANSWER_TOKENS, None),
+            num_bytes=self._reader.bytes_total,
+        )
+
+    def report(self, source: ConfigSource, options: CheckOptions, *, is_complete: bool) -> CheckReport:
+        """Report on the rows that were read."""
+        job, tally, warnings = self._job, self._tally, self._reader.warnings
+        estimated = self.estimate(options)
+        return CheckReport(
+            inputs=list(job.inputs),
+            model=job.run.model,
+            device=job.config.device,
+            dtype=job.config.dtype,
+            max_model_len=job.config.max_model_len,
+            is_complete=is_complete,
+            rows=tally.rows,
+            rows_failed=tally.rows_failed,
+            errors=tally.errors,
+            prompts=self._prompts,
+            lengths=lengths_of(tally.lengths),
+            equal_rows=tally.equal_rows,
+            repeated_prompts=tally.repeated_prompts,
+            may_miss_equal_rows=tally.may_miss_equal_rows,
+            prompt_tokens_to_compute=tally.computed_prompt_tokens,
+            cached_tokens=tally.cached_tokens,
+            cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
+            warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals(),
+            sampling=_sampling_values(job.sampling_defaults, job.run, source),
+            rows_with_own_sampling=tally.rows_with_own_sampling,
+            answers=sum(tally.answers.values()),
+            forecasts=estimated.forecasts,
+            machine=estimated.machine,
+            seconds=self._seconds,
+        )
+
+
+def _expanded(inputs: Sequence[str], output: str | None) -> list[str]:
+    """Replace patterns and folders by files. Where the output is left open, patterns leave out what it could be."""
+    return [
+        file
+        for name in inputs
+        for file in expand_inputs([name], None if output == STREAM and not os.path.isdir(name) else output)
+    ]
 
 
 def _share_read(reader: RowReader) -> float | None:

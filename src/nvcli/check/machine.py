@@ -129,13 +129,15 @@ def estimate_job(
 
 
 def _machine_without_gpus(job: ResolvedJob, note: str) -> Machine:
+    """Tell whether a CPU holds the model. Where `device` is auto, one that does not may not be where the job runs."""
     if job.config.device != "cpu":
         return Machine(gpus=[], fits=None, note=note)
     try:
         num_replicas = layout_as_given(job.run).data_parallel_size
         check_ram(job.config, job.model, num_replicas=num_replicas, available=available_ram())
     except CapacityError as error:
-        return Machine(gpus=[], fits=False, note=f"{error} ({note})")
+        fits = False if job.run.device == "cpu" else None
+        return Machine(gpus=[], fits=fits, note=f"{note}. On this CPU: {error}")
     return Machine(gpus=[], fits=True, note=note)
 
 

@@ -49,7 +49,7 @@ def _prompt(prompt: ShownPrompt) -> Text:
         f"{prompt.place}, id {one_line(str(prompt.id), 60)}: {_count(prompt.tokens, 'token')}, and an answer of up to "
         f"{prompt.max_answer_tokens:,}"
     )
-    shown = Text(title, style="bold")
+    shown = Text.assemble((title, "bold"))
     for line in text.split("\n", allow_blank=True):
         shown.append("\n")
         shown.append("│ ", style="dim")
@@ -79,10 +79,8 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     for number, forecast in enumerate(report.forecasts if report.answers else ()):
         yield "" if number else "to generate", _forecast(forecast, report)
     rate = report.rows / report.seconds if report.seconds else 0.0
-    yield (
-        "checked",
-        f"in {format_seconds(report.seconds)}, {rate:,.0f} rows/s; a run here reads and tokenizes no faster",
-    )
+    took = format_seconds(report.seconds)
+    yield "checked", f"in {took}, {rate:,.0f} rows/s; a run here reads and tokenizes no faster"
 
 
 def _length_lines(lengths: Lengths) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,12 @@ def check(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")],
     limit: Annotated[
         str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard", metavar="I/N|auto", help="Only the rows that this shard of the job has.", rich_help_panel=ROWS
+        ),
     ] = None,
     prompts: Annotated[
         str | None,
@@ -73,9 +80,11 @@ def check(
     from nvcli.check.check import CheckOptions
     from nvcli.check.machine import named_gpus
     from nvcli.config import find_config_file, load_sourced_config
+    from nvcli.jobs.shard import choose_shard
 
     check_options = CheckOptions(
         limit=optional_value("--limit", limit, _NumRows, int),
+        shard=None if shard is None else choose_shard(shard, os.environ),
         num_prompts=_or_default(optional_value("--prompts", prompts, _NumPrompts, int), 3),
         answer_tokens=optional_value("--answer-tokens", answer_tokens, _NumTokens, int),
         gpus=named_gpus(gpu, optional_value("--gpus", num_gpus, _NumGpus, int)),

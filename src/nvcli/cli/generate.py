@@ -306,7 +306,7 @@ def generate(
         from nvcli.check.check import CheckOptions
         from nvcli.cli.check_report import run_check
 
-        run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows))
+        run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows, shard=part))
     if prompts:
         if config is None and config_file is not None:
             say(f"using the configuration in {config_file}; --config names another")

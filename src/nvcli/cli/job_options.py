@@ -14,7 +14,8 @@ from nvcli.cli.generate import generate
 from nvcli.cli.options import flag_values
 from nvcli.config import FLAG_KEYS
 
-_TEXTS = frozenset(("--system", "--prompt-template", "--chat-template"))
+_FIELDS = ("--prompt-field", "--messages-field", "--id-field", "--text-field")
+_TEXTS = frozenset((*_FIELDS, "--system", "--prompt-template", "--chat-template"))
 """Flags whose values stay texts, whatever they spell."""
 _OBJECTS = frozenset(("--chat-template-kwargs",))
 """Flags whose values are JSON objects."""
@@ -40,10 +41,10 @@ def job_flags(options: dict[str, Any]) -> dict[str, Any]:
         flag, value = _flag(parameter), options.get(name)
         if flag in _OBJECTS:
             flags[flag] = json_object(flag, value)
-        elif flag in _TEXTS or not isinstance(value, str):
-            flags[flag] = value or None
-        else:
+        elif isinstance(value, str) and flag not in _TEXTS:
             flags |= flag_values({flag: value})
+        else:  # a switch that is off and an empty list were not given
+            flags[flag] = value if isinstance(value, str) else value or None
     return flags
 
 

@@ -55,7 +55,7 @@ def show(
 ) -> None:
     """Show the rows of OUTPUT with their answers, a page at a time on a terminal, in the order of the file.
 
-    OUTPUT may be .jsonl, .jsonl.gz, .jsonl.zst or .parquet, and may still be written. Prompts are shown where the rows
+    OUTPUT may be of any format that `generate` writes, and may still be written. Prompts are shown where the rows
     or the job's input still have them.
 
     \b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,6 +10,8 @@ import msgspec
 from nvcli.jobs.rows.output_row import read_output_row
 
 _OWN_KEYS = frozenset(("id", "index", "custom_id", "choices", "usage", "error", "response"))
+_NESTED_KEYS = frozenset(("index", "choices", "usage", "error", "response"))
+"""Keys whose values are no texts."""
 
 _decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -69,6 +72,15 @@ class _Response(msgspec.Struct):
     body: _Body
 
 
+def line_of(row: Mapping[str, Any]) -> bytes:
+    """Return the row of a table as the line of JSON that it was made of: nested values are texts there."""
+    values = {"error": None} | {key: value for key, value in row.items() if value is not None}
+    for key in values.keys() & _NESTED_KEYS:
+        if isinstance(values[key], str):
+            values[key] = msgspec.Raw(values[key].encode())
+    return msgspec.json.encode(values)
+
+
 def read_shown_row(line: bytes) -> ShownRow | None:
     """Read a row of an output, given as JSON; None for anything else, such as a torn line or a row of an input."""
     written = read_output_row(line)
@@ -77,15 +89,15 @@ def read_shown_row(line: bytes) -> ShownRow | None:
     try:
         values = _decode_row(line)
         if "response" in values:
-            body = _decode(values["response"], _Response).body
+            body = msgspec.json.decode(values["response"], type=_Response).body
         elif "choices" in values:
-            usage = _decode(values["usage"], _Usage | None) if "usage" in values else None
-            body = _Body(_decode(values["choices"], list[_Choice]), usage)
+            usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
+            body = _Body(msgspec.json.decode(values["choices"], type=list[_Choice]), usage)
         else:
             return None
         raw_id = values.get("custom_id") or values.get("id")
         row_id = None if raw_id is None else msgspec.json.decode(raw_id)
-        error = _decode(values["error"], _Error | None) if "error" in values else None
+        error = msgspec.json.decode(values["error"], type=_Error | None) if "error" in values else None
     except msgspec.DecodeError:  # other values under these keys; ValidationError is one too
         return None
     usage = body.usage or _Usage()
@@ -98,13 +110,6 @@ def read_shown_row(line: bytes) -> ShownRow | None:
         completion_tokens=usage.completion_tokens,
         others={key: value for key, value in values.items() if key not in _OWN_KEYS},
     )
-
-
-def _decode(raw: msgspec.Raw, kind: Any) -> Any:
-    """Decode a value, which a table may hold as a text of JSON. Raises DecodeError where it is of another kind."""
-    if bytes(memoryview(raw)[:1]) == b'"':
-        raw = msgspec.Raw(msgspec.json.decode(raw, type=str).encode())
-    return msgspec.json.decode(raw, type=kind)
 
 
 def _shown(choice: _Choice) -> ShownChoice:

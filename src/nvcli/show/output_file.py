@@ -18,10 +18,12 @@ from typing import Protocol
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.compression import READ_BYTES, CompressionError, Unpacker, compression_of
+from nvcli.jobs.input.csv_source import CsvSource
 from nvcli.jobs.line_splitter import LineSplitter
-from nvcli.jobs.own_files import is_parquet
+from nvcli.jobs.own_files import is_csv, is_parquet
+from nvcli.jobs.rows.cells import Cells
 from nvcli.regular_file import open_regular
-from nvcli.show.answers import ShownRow, read_shown_row
+from nvcli.show.answers import ShownRow, line_of, read_shown_row
 
 _DRAWN_BYTES = 64 << 20
 """Of larger files, rows at random are found at random places. Smaller ones are read."""
@@ -51,6 +53,8 @@ def open_output_file(path: Path) -> OutputFile:
         from nvcli.show.parquet_file import ParquetFile
 
         return ParquetFile(path)
+    if is_csv(path):
+        return _CsvFile(path)
     return _PackedFile(path) if compression_of(path.name) else _PlainFile(path)
 
 
@@ -122,11 +126,35 @@ class _PlainFile:
             return [found[start][1] for start in sorted(chosen)]
 
 
-class _PackedFile:
-    """A compressed file of lines. What is behind a torn member is left out."""
+class _ReadFile:
+    """A file that is read from its beginning, whatever is wanted of it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    def lines(self) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
+        wanted = list(needles)
+        return (line for line in self.lines() if any(needle in line for needle in wanted))
+
+    def sample(self, count: int, rng: random.Random) -> list[bytes]:
+        return sample_lines(self.lines(), count, rng)
+
+
+class _CsvFile(_ReadFile):
+    """A CSV or TSV file, compressed or not."""
+
+    def lines(self) -> Iterator[bytes]:
+        try:
+            yield from (line_of(row.texts) for row in CsvSource(str(self._path)).lines() if isinstance(row, Cells))
+        except CompressionError:
+            return
+
+
+class _PackedFile(_ReadFile):
+    """A compressed file of lines. What is behind a torn member is left out."""
 
     def lines(self) -> Iterator[bytes]:
         compression = compression_of(self._path.name)
@@ -142,13 +170,6 @@ class _PackedFile:
         last = splitter.end()
         if isinstance(last, bytes):
             yield last
-
-    def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
-        wanted = list(needles)
-        return (line for line in self.lines() if any(needle in line for needle in wanted))
-
-    def sample(self, count: int, rng: random.Random) -> list[bytes]:
-        return sample_lines(self.lines(), count, rng)
 
 
 def _mapped(fd: int) -> mmap.mmap:

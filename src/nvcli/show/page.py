@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from io import StringIO
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -46,15 +47,17 @@ class Page:
                 which = f" {number}" if len(row.choices) > 1 else ""
                 self._print(Text(f"→ answer{which} ({one_line(choice.finish_reason)})", style="green"))
             self._print(Text(harmless(choice.text)))
+        text = msgspec.Raw(msgspec.json.encode(row.choices[0].text)) if row.choices else None  # `--text-field`
         for key, raw in row.others.items():
-            if prompt is None or key not in prompt_keys:
+            is_shown = (prompt is not None and key in prompt_keys) or raw == text
+            if not is_shown:
                 value = one_line(bytes(raw).decode(errors="replace"), _VALUE_CHARS)
                 self._print(Text(f"{one_line(key, 60)}: {value}", style="dim"))
         self._print(Text())
-        text = self._stream.getvalue()
+        shown = self._stream.getvalue()
         self._stream.seek(0)
         self._stream.truncate()
-        return text
+        return shown
 
     def _print(self, text: Text) -> None:
         self._console.print(text)

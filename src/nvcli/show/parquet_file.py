@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow.lib
 import pyarrow.parquet
 
 from nvcli.errors import ConfigError
+from nvcli.show.answers import line_of
 
 _BATCH_ROWS = 256
 
@@ -29,7 +29,7 @@ class ParquetFile:
     def lines(self) -> Iterator[bytes]:
         with self._opened() as file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                yield from map(_line, batch.to_pylist())
+                yield from map(line_of, batch.to_pylist())
 
     def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
         wanted = list(needles)
@@ -45,7 +45,7 @@ class ParquetFile:
                 size = file.metadata.row_group(number).num_rows
                 here = [index - first for index in chosen if first <= index < first + size]
                 if here:
-                    lines += map(_line, file.read_row_group(number).take(here).to_pylist())
+                    lines += map(line_of, file.read_row_group(number).take(here).to_pylist())
                 first += size
             return lines
 
@@ -57,7 +57,3 @@ class ParquetFile:
                 yield file
         except (pyarrow.lib.ArrowException, ValueError) as error:
             raise ConfigError(f"{self._path}: cannot be read as Parquet: {error}") from None
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    return msgspec.json.encode({key: value for key, value in row.items() if value is not None or key == "error"})

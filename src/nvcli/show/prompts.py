@@ -15,9 +15,9 @@ import msgspec
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.compression import compression_of
+from nvcli.jobs.file_formats import input_format
 from nvcli.jobs.input.digests import describe_inputs
 from nvcli.jobs.output.manifest import Manifest, load_manifest
-from nvcli.jobs.own_files import is_parquet
 from nvcli.show.answers import ShownRow
 
 _MARK_ROWS = 256
@@ -78,7 +78,7 @@ def _inputs_that_are_there(manifest: Manifest, folder: Path) -> list[Path]:
     """Return the inputs of a job up to the first one that is not there any more, or whose rows are not plain lines."""
     found = []
     for name, description in manifest.inputs:
-        if is_parquet(name) or compression_of(name):
+        if input_format(name) != "jsonl" or compression_of(name):
             break
         path = next((path for path in (Path(name), folder / Path(name).name) if _is(path, description)), None)
         if path is None:

@@ -9,8 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.compression import compression_of
-from nvcli.jobs.own_files import is_parquet, rows_path
+from nvcli.jobs.own_files import is_table, rows_path
 from nvcli.regular_file import check_regular
 from nvcli.show.answers import ShownRow, read_shown_row
 from nvcli.show.output_file import OutputFile, find_id, find_index, open_output_file, sample_lines
@@ -43,15 +42,12 @@ def choose_file(name: str) -> Path:
     """
     path = Path(name)
     working = rows_path(path)
-    if is_parquet(path) and not path.exists() and working.exists():
+    if is_table(path) and not path.exists() and working.exists():
         path = working
     try:
         check_regular(path)
     except OSError as error:
         raise ConfigError(f"the output {name} cannot be read: {error.strerror}") from None
-    suffix = Path(path.name.removesuffix(f".{compression_of(path.name)}")).suffix
-    if suffix in (".csv", ".tsv"):
-        raise ConfigError(f"{name} is a table of text, which other programs show; give a .jsonl or .parquet output")
     return path
 
 
