@@ -61,7 +61,7 @@ def test_what_cannot_be_fetched(tmp_path: Path, store: Any, monkeypatch: pytest.
         ("memory://bucket/*.csv", "matches no file"),
         ("memory://bucket", r"is a folder; name the files in it, such as memory://bucket/\*\.jsonl"),
         ("nothing://bucket/x", "cannot be fetched: ValueError: Protocol not known: nothing"),
-        ("dropbox://bucket/x", r"install what such addresses need with: pip install 'nvcli\[remote\]'"),
+        ("dropbox://bucket/x", r"the extra `remote` of nvcli brings what https://"),
     ):
         with pytest.raises(ConfigError, match=f"the input .*{told}"):
             fetch_files(url, cache=tmp_path)
@@ -140,6 +140,8 @@ def test_over_http(tmp_path: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
+    with pytest.raises(ConfigError, match="cannot be fetched: ClientConnectorError: Cannot connect to host"):
+        fetch_files(url, cache=tmp_path / "cache")
 
 
 def arrow(path: Path) -> None:
