@@ -272,3 +272,13 @@ def test_whatever_bytes_a_file_holds_rows_and_errors_come_of_it(
         for batch in RowReader([str(path)], RowParser({})).batches():
             rows += batch
     assert [row.place.index for row in rows] == list(range(len(rows)))
+
+
+def test_rows_before_a_damaged_table_are_given_out(tmp_path: Path) -> None:
+    good, bad = tmp_path / "a.txt", tmp_path / "b.arrow"
+    good.write_text("p\nq\n")
+    bad.write_bytes(b"ARROW1\0\0" + b"x" * 100)
+    batches = RowReader([str(good), str(bad)], RowParser({})).batches()
+    assert [job.prompt for job in next(batches) if isinstance(job, Job)] == ["p", "q"]
+    with pytest.raises(ConfigError, match=r"b\.arrow: cannot be read as Arrow"):
+        next(batches)
