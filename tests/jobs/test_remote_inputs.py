@@ -175,7 +175,16 @@ def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
 
 def test_a_folder_of_files(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    for name in ("b.jsonl.gz", "a.jsonl", "README.md", "LICENSE.txt", "infos.json", ".x.jsonl", "out.jsonl"):
+    for name in (
+        "b.jsonl.gz",
+        "a.jsonl",
+        "README.md",
+        "LICENSE.txt",
+        "infos.json",
+        ".x.jsonl",
+        "out.jsonl",
+        "a.out.jsonl",
+    ):
         (tmp_path / name).write_bytes(ROW)
     manifest_path(output).write_bytes(b"{}")
     assert names(expand_inputs([str(tmp_path)], str(output))) == ["a.jsonl", "b.jsonl.gz"]

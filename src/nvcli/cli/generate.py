@@ -42,7 +42,7 @@ def generate(
             "--output",
             "-o",
             metavar="FILE",
-            help="Output file, or -. Without it x.csv → x.out.csv, and - → -.",
+            help="Output file, or -. Without it x.jsonl → x.out.jsonl, and - → -.",
             rich_help_panel=ROWS,
         ),
     ] = None,
