@@ -12,6 +12,7 @@ Only the job layer runs, in this process, without engines.
 from __future__ import annotations
 
 import argparse
+import csv
 import random
 import sys
 import tempfile
@@ -35,9 +36,9 @@ from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.output.output_scan import sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
-from nvcli.jobs.own_files import is_parquet, lock_path, manifest_path, own_files, rows_path
+from nvcli.jobs.own_files import is_csv, is_parquet, lock_path, manifest_path, own_files, rows_path
 
-NAMES = ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet")
+NAMES = ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet", "out.csv")
 ORDERS: tuple[Order, ...] = ("completion", "input")
 ACTIONS = ("begin", "continue", "retry", "overwrite")
 
@@ -245,6 +246,9 @@ def read_answers(path: Path) -> list[tuple[int, str | None]]:
         import pyarrow.parquet
 
         rows = pyarrow.parquet.read_table(path).to_pylist()
+    elif is_csv(path):
+        with path.open(newline="") as file:
+            return [(int(row["index"]), row["generated_text"] or None) for row in csv.DictReader(file)]
     else:
         data, compression = path.read_bytes(), compression_of(path.name)
         plain = b"".join(Unpacker(compression).feed(data)) if compression else data
