@@ -83,7 +83,9 @@ def test_outputs_of_all_formats_are_joined(tmp_path: Path, name: str) -> None:
         assert pyarrow.parquet.read_table(joined)["index"].to_pylist() == list(range(TOTAL))
         assert not rows_path(joined).exists()
         assert reopened(shards[0], of_shard(Shard(0, 2)), shard=Shard(0, 2)).finished
-        assert rows_path(shards[0]).exists()
+        rows_path(shards[0]).unlink()
+        with pytest.raises(ConfigError, match=r"out.parquet.rows.jsonl, which holds its rows, is not beside it"):
+            merge(shards, joined)
     else:
         assert plain_bytes(joined) == plain.read_bytes()
 
