@@ -26,7 +26,7 @@ from prepared_rows import prepared_row
 
 
 class FakeReader:
-    rows_read = 40
+    rows_read = rows_of_shard = 40
     rows_passed_over = 0
     bytes_read = 500
     bytes_total: int | None = 1000
@@ -92,6 +92,7 @@ def make_view(
     reader: Any = FakeReader()
     reader.bytes_total = bytes_total
     reader.rows_read += rows_resumed
+    reader.rows_of_shard += rows_resumed
     reader.rows_passed_over = rows_resumed
     feeder: Any = FakeFeeder()
     feeder.all_read = all_read
