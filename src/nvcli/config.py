@@ -274,6 +274,17 @@ def load_run_config(
     Without `needs_model`, `model` may stay empty. Raises ConfigError that names where the value came from, the key, the
     value and what is allowed.
     """
+    return load_sourced_config(path, overrides, flags, needs_model=needs_model)[0]
+
+
+def load_sourced_config(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    *,
+    needs_model: bool = True,
+) -> tuple[RunConfig, ConfigSource]:
+    """Do what `load_run_config` does, and return the source too, which knows the origin of each key."""
     from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
 
     source = ConfigSource()
@@ -294,7 +305,7 @@ def load_run_config(
     if needs_model:
         _check_model(run)
     _check_together(run, source)
-    return run
+    return run, source
 
 
 def _in_its_section(error: InvalidValue) -> str | None:
@@ -425,5 +436,6 @@ __all__ = [
     "find_config_file",
     "format_bytes",
     "load_run_config",
+    "load_sourced_config",
     "parse_size",
 ]
