@@ -186,6 +186,13 @@ def generate(
             rich_help_panel=OTHER,
         ),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show how the run works: start-up, caches, times.", rich_help_panel=OTHER),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show nothing but warnings and errors.", rich_help_panel=OTHER)
+    ] = False,
 ) -> None:
     """Answer every row of INPUT with the model, into one output file.
 
@@ -204,7 +211,7 @@ def generate(
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set job.order=input
       cat questions.jsonl | nvcli generate - -m demo | jq '.choices[0].text'
     """
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import find_config_file, load_sourced_config
     from nvcli.config_source import json_object
     from nvcli.process_limits import check_process
 
@@ -240,21 +247,27 @@ def generate(
         "--chat-template": chat_template,
         "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
-    run = load_run_config(config_file, overrides or (), flags)
+    run, source = load_sourced_config(config_file, overrides or (), flags)
 
-    from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
-    from nvcli.job_run.early_end import resume_hint
+    from nvcli.errors import ConfigError, OutputError, TooManyErrors, WorkerError, reworded
+    from nvcli.job_run.early_end import next_steps, resume_hint
     from nvcli.job_run.generate import generate as run_job
-    from nvcli.job_run.progress.display import make_progress
+    from nvcli.job_run.progress.display import Verbosity, make_progress
+    from nvcli.job_run.progress.side_file import SideFile
     from nvcli.job_run.progress.status_file import StatusFile
     from nvcli.job_run.progress.summary import format_summary
     from nvcli.jobs.files import is_terminal, job_files
     from nvcli.jobs.output.sink import OutputClosed
 
+    if verbose and quiet:
+        raise ConfigError("--verbose and --quiet exclude each other; leave one out")
+    verbosity: Verbosity = "quiet" if quiet else "verbose" if verbose else "normal"
     begun = threading.Event()
-    shown = make_progress(progress_name, sys.stderr, beside_answers=is_terminal(output, inputs))
+    beside_answers = is_terminal(output, inputs)
+    shown = make_progress(progress_name, sys.stderr, beside_answers=beside_answers, verbosity=verbosity)
     if progress_file is not None:
-        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output))
+        status = SideFile("--progress-file", progress_file, taken=job_files(inputs, output))
+        shown = StatusFile(status, shown)
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
@@ -267,6 +280,7 @@ def generate(
                 overwrite=overwrite,
                 retry_errors=retry_errors,
                 limit=num_rows,
+                setter_of=source.setter,
                 on_begin=begun.set,
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
@@ -276,5 +290,7 @@ def generate(
         raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:
         raise OutputGone from None
-    say(format_summary(summary))
+    steps = next_steps(sys.argv, output=summary.output, errors=summary.errors)
+    if text := format_summary(summary, verbosity=verbosity, next_steps=steps):
+        say(text)
     raise typer.Exit(1 if summary.rows_failed else 0)

@@ -27,6 +27,7 @@ from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
+from nvcli.job_run.settings import SetterOf, sampling_settings, unknown_setter
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.known_input import check_unchanged
@@ -34,6 +35,8 @@ from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.messages import EngineReady
+from nvcli.sampling_params import SamplingParams
+from nvcli.validation import convert
 
 StartEngine = Callable[[EngineConfig], Engine]
 
@@ -54,12 +57,14 @@ def generate(
     overwrite: bool = False,
     retry_errors: bool = False,
     limit: int | None = None,
+    setter_of: SetterOf = unknown_setter,
     start: StartEngine = start_engine,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
+    `setter_of` names what set each key of `run`, for the summary.
     `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
     before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError, InputChanged,
     OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal
@@ -88,7 +93,7 @@ def generate(
         plan = plan_run(job, opened.answered)
         if plan.why:
             progress.note(plan.why)
-        current = _JobRun(job, plan, opened, progress, started_at=started_at)
+        current = _JobRun(job, plan, opened, progress, setter_of, started_at=started_at)
         with contextlib.closing(progress), _rare_collections(), _stdout_aside():
             current.run(start, interrupts.check)
     return current.summary()
@@ -98,16 +103,24 @@ class _JobRun:
     """One run of a job: the parts that carry its rows, and what they did."""
 
     def __init__(
-        self, job: ResolvedJob, plan: RunPlan, opened: JobOutput, progress: Progress, *, started_at: float
+        self,
+        job: ResolvedJob,
+        plan: RunPlan,
+        opened: JobOutput,
+        progress: Progress,
+        setter_of: SetterOf,
+        *,
+        started_at: float,
     ) -> None:
         """`started_at` is when the run began, by `time.monotonic`."""
         self._job = job
         self._plan = plan
         self._opened = opened
         self._progress = progress
+        self._setter_of = setter_of
         self._started_at = started_at
-        self._generated_at = started_at
-        self._counts = Counts()
+        self._generated_at: float | None = None
+        self._counts = Counts(convert(dict(job.sampling_defaults), SamplingParams))
         self._counts.rows_resumed = opened.answered.all.count
         self._reports: list[EngineReady] = []
         self._reader = job.make_reader(opened.answered)
@@ -154,16 +167,21 @@ class _JobRun:
     def summary(self) -> Summary:
         """Say what the run did. Call when it is over."""
         counts, feeder = self._counts, self._feeder
+        now = time.monotonic()
+        generating = (self._generated_at or now) - counts.started_at if counts.started_at is not None else 0.0
         startups = [report.seconds for report in self._reports]
         return Summary(
             output=self._job.output,
             rows=self._num_rows,
             errors=dict(self._opened.errors + counts.errors),
             counts=counts,
+            sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of),
+            num_gpus=self._plan.num_gpus,
+            limit=None if self._reader.all_read else self._job.limit,
             row_warnings=self._reader.warnings.totals(),
             times=RunTimes(
-                total=time.monotonic() - self._started_at,
-                generating=self._generated_at - counts.started_at if counts.started_at is not None else 0.0,
+                total=now - self._started_at,
+                generating=generating,
                 startup=max(startups, key=lambda parts: sum(parts.values()), default={}),
                 loading_tokenizer=feeder.load_seconds,
                 reading=feeder.read_seconds,
@@ -204,7 +222,7 @@ class _JobRun:
     def _each_round(self, check_interrupts: Callable[[], None]) -> None:
         check_interrupts()
         for warning in self._reader.warnings.take_new():
-            self._progress.note(warning)
+            self._progress.warn(warning)
         self._progress.update(self._view)
         self._check_errors()
 
@@ -223,20 +241,20 @@ class _JobRun:
         if not self._reports:
             cache = f"KV cache for {ready.num_blocks * ready.block_size:,} tokens ({_mib(ready.kv_cache_bytes)} a rank)"
             weights = f"weights {_mib(ready.weight_bytes)} a rank"
-            self._progress.note(f"{self._job.run.model} is ready: {cache}, {weights}")
-            for note in ready.notes:
-                self._progress.note(note)
+            self._progress.note(f"{self._job.run.model} is ready")
+            for detail in (f"{cache}, {weights}", *ready.notes):
+                self._progress.detail(detail)
         self._reports.append(ready)
 
     def replica_lost(self, error: NvcliError, num_rows: int) -> None:
         """Warn the user that a replica died and the others take over its rows."""
         error = keep_traceback(error, self._job.output)
         rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
-        self._progress.note(f"warning: a copy of the model died, and its {rows} to the others: {error}")
+        self._progress.warn(f"warning: a copy of the model died, and its {rows} to the others: {error}")
 
     def note(self, line: str) -> None:
-        """Tell the user what a replica has to say."""
-        self._progress.note(line)
+        """Warn the user of what a replica has to say."""
+        self._progress.warn(line)
 
 
 def _close_all(engines: Sequence[Engine]) -> None:
