@@ -186,6 +186,15 @@ def generate(
             rich_help_panel=OTHER,
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write what the run did to FILE at its end: a page (.html) or JSON (.json).",
+            rich_help_panel=OTHER,
+        ),
+    ] = None,
     verbose: Annotated[
         bool,
         typer.Option("--verbose", "-v", help="Show how the run works: start-up, caches, times.", rich_help_panel=OTHER),
@@ -256,6 +265,7 @@ def generate(
     from nvcli.job_run.progress.side_file import SideFile
     from nvcli.job_run.progress.status_file import StatusFile
     from nvcli.job_run.progress.summary import format_summary
+    from nvcli.job_run.report.report_file import ReportFile
     from nvcli.jobs.files import is_terminal, job_files
     from nvcli.jobs.output.sink import OutputClosed
 
@@ -265,9 +275,12 @@ def generate(
     begun = threading.Event()
     beside_answers = is_terminal(output, inputs)
     shown = make_progress(progress_name, sys.stderr, beside_answers=beside_answers, verbosity=verbosity)
+    taken = job_files(inputs, output) if progress_file is not None or report is not None else []
     if progress_file is not None:
-        status = SideFile("--progress-file", progress_file, taken=job_files(inputs, output))
+        status = SideFile("--progress-file", progress_file, taken=taken)
+        taken += status.names
         shown = StatusFile(status, shown)
+    report_file = None if report is None else ReportFile(report, taken=taken)
     if config is None and config_file is not None:
         shown.note(f"using the configuration in {config_file}; --config names another")
     try:
@@ -280,6 +293,7 @@ def generate(
                 overwrite=overwrite,
                 retry_errors=retry_errors,
                 limit=num_rows,
+                report=report_file,
                 setter_of=source.setter,
                 on_begin=begun.set,
             )

@@ -26,6 +26,9 @@ from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_run
 from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
+from nvcli.job_run.report.build import build_report
+from nvcli.job_run.report.report_file import ReportFile
+from nvcli.job_run.report.timeline import Timeline
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import SetterOf, sampling_settings, unknown_setter
 from nvcli.job_run.text.chat_renderer import ChatRenderer
@@ -57,6 +60,7 @@ def generate(
     overwrite: bool = False,
     retry_errors: bool = False,
     limit: int | None = None,
+    report: ReportFile | None = None,
     setter_of: SetterOf = unknown_setter,
     start: StartEngine = start_engine,
     on_begin: Callable[[], None] = lambda: None,
@@ -64,7 +68,7 @@ def generate(
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
 
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again.
-    `setter_of` names what set each key of `run`, for the summary.
+    `report` is written when the run is over, however it ends; `setter_of` names for it what set each key of `run`.
     `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
     before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError, InputChanged,
     OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal
@@ -89,12 +93,15 @@ def generate(
         for note in opened.notes:
             progress.note(note)
         if opened.finished is not None:
-            return summary_of_complete_job(job.output, opened.finished, time.monotonic() - started_at)
+            summary = summary_of_complete_job(job.output, opened.finished, time.monotonic() - started_at)
+            if report is not None:
+                report.write(build_report(job, summary, setter_of), progress.warn)
+            return summary
         plan = plan_run(job, opened.answered)
         if plan.why:
             progress.note(plan.why)
         current = _JobRun(job, plan, opened, progress, setter_of, started_at=started_at)
-        with contextlib.closing(progress), _rare_collections(), _stdout_aside():
+        with current.reported(report), contextlib.closing(progress), _rare_collections(), _stdout_aside():
             current.run(start, interrupts.check)
     return current.summary()
 
@@ -133,6 +140,7 @@ class _JobRun:
         self._view = RunView(
             self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
         )
+        self._timeline = Timeline(self._counts, started_at=started_at)
 
     def run(self, start: StartEngine, check_interrupts: Callable[[], None]) -> None:
         """Answer all rows and finish the output. `check_interrupts` raises where a signal asks for the end.
@@ -189,6 +197,29 @@ class _JobRun:
             ),
         )
 
+    @contextlib.contextmanager
+    def reported(self, report: ReportFile | None) -> Iterator[None]:
+        """While entered, a run that ends, however it ends, is reported. None: no report is wanted."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if report is not None:
+                self._timeline.sample(is_last=True)
+                built = build_report(
+                    self._job,
+                    self.summary(),
+                    self._setter_of,
+                    error=error,
+                    plan=self._plan,
+                    ready=self._reports,
+                    timeline=self._timeline.points,
+                )
+                report.write(built, self._progress.warn)
+
     @property
     def _num_rows(self) -> int:
         """Rows of the whole output, with those of earlier runs."""
@@ -224,6 +255,7 @@ class _JobRun:
         for warning in self._reader.warnings.take_new():
             self._progress.warn(warning)
         self._progress.update(self._view)
+        self._timeline.sample()
         self._check_errors()
 
     def _check_errors(self) -> None:
