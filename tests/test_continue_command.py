@@ -127,7 +127,8 @@ def test_a_complete_job_starts_no_engine_and_repeats_its_exit_code(shell: Shell)
     again = shell.run("in.jsonl", fakes=never)
     assert again.returncode == 1
     assert "in.out.jsonl is complete: 199 of 200 rows answered; nothing to do" in again.stderr
-    assert "--retry-errors" in again.stderr
+    assert "show in.out.jsonl --errors  # shows the failed rows\n" in again.stderr
+    assert "--retry-errors" not in again.stderr  # a bad row stays bad
     assert shell.rows() == before
     shell.write("good.jsonl", [{"prompt": "p"}])
     assert [shell.run("good.jsonl", fakes=fakes).returncode for fakes in ("", never)] == [0, 0]
@@ -139,6 +140,9 @@ def test_failed_rows_are_tried_again(shell: Shell) -> None:
     assert done.returncode == 1
     failed = {row["index"] for row in shell.rows() if row["error"]}
     assert len(failed) == 67
+    assert re.search(r"  next .* show .*\n .*in\.jsonl.* --retry-errors  # .* kv_cache_too_small", done.stderr), (
+        done.stderr
+    )
     done = shell.run("in.jsonl", "--retry-errors")
     assert done.returncode == 1, done.stderr
     assert "133 rows are answered already, 67 failed ones are tried again" in done.stderr

@@ -33,9 +33,13 @@ pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, 
 class Silent(Progress):
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.details: list[str] = []
 
     def note(self, line: str) -> None:
         self.notes.append(line)
+
+    def detail(self, line: str) -> None:
+        self.details.append(line)
 
 
 class Runs:
@@ -302,7 +306,7 @@ def test_replicas_share_the_rows_and_know_their_number(run: Runs) -> None:
     shares = [len(engine.requests) for engine in run.engines]
     assert sum(shares) == 300
     assert min(shares) > 50
-    assert run.progress.notes.count("a note of the engine") == 1
+    assert run.progress.details.count("a note of the engine") == 1
     assert run.progress.notes.count("a warning of the engine") == len(run.engines)
 
 

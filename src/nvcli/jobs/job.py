@@ -25,6 +25,10 @@ from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
 
+RETRYABLE_ERRORS = frozenset({"kv_cache_too_small", "non_finite_logits", "aborted"})
+"""Error types that may be gone when the same row is tried again: with more memory, in another batch. All others come
+from the row itself, the model or the configuration."""
+
 
 class RowForm(Enum):
     """The form of a row, which its answer shares."""
