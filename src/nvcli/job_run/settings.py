@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from nvcli.config import JobConfig, RunConfig
+from nvcli.models.config import GENERATION_CONFIG_FILE
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import Path
 
@@ -18,8 +19,6 @@ DEFAULT = "default"
 """The origin of a value that is built in."""
 CONFIGURATION = "configuration"
 """The origin of a value that somebody set, where it is not known how."""
-CHECKPOINT = "generation_config.json"
-"""The origin of a sampling parameter that the checkpoint brings."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +55,7 @@ def sampling_settings(
         if key in run.sampling:
             value, origin = run.sampling[key], setter_of(("sampling", key)) or CONFIGURATION
         elif key in own:
-            value, origin = own[key], CHECKPOINT
+            value, origin = own[key], GENERATION_CONFIG_FILE
         else:
             value, origin = default, DEFAULT
         settings.append(Setting(key=f"sampling.{key}", value=value, origin=origin))

@@ -10,7 +10,8 @@ from nvcli.job_run.outcomes import Example
 from nvcli.job_run.progress.display import Verbosity, format_seconds
 from nvcli.job_run.settings import DEFAULT, Setting, is_telling
 from nvcli.jobs.output.manifest import Finished
-from nvcli.validation import shorten, show
+from nvcli.terminal_text import one_line
+from nvcli.validation import show
 
 _SHOWN_SECONDS = 0.05
 """Parts of the start-up and of the loop that took less are left out."""
@@ -104,12 +105,6 @@ def format_summary(
     return "\n".join(lines)
 
 
-def one_line(text: str, limit: int) -> str:
-    """Return a text of a row on one line of at most `limit` characters, without what a terminal might obey."""
-    words = " ".join(text[: 4 * limit].split())
-    return shorten("".join(character if character.isprintable() else "\ufffd" for character in words), limit)
-
-
 def _first_line(summary: Summary) -> str:
     answered = summary.rows - summary.rows_failed
     if summary.was_complete:
@@ -177,7 +172,7 @@ def _sampling_lines(summary: Summary) -> Iterator[str]:
     for setting in summary.sampling:
         if is_telling(setting):
             name = setting.key.removeprefix("sampling.")
-            value = show(setting.value, _EXAMPLE_CHARS) if setting.value is not None else "unset"
+            value = one_line(show(setting.value, _EXAMPLE_CHARS)) if setting.value is not None else "unset"
             by_origin.setdefault(setting.origin, []).append(f"{name} {value}")
     origins = sorted(by_origin, key=lambda origin: origin == DEFAULT)
     parts = [f"{', '.join(by_origin[origin])} ({origin})" for origin in origins]
