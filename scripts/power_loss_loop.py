@@ -14,6 +14,7 @@ Only the job layer runs, in this process, without engines.
 from __future__ import annotations
 
 import argparse
+import csv
 import random
 import sys
 import tempfile
@@ -37,10 +38,19 @@ from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.output.output_scan import sound_lines
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
-from nvcli.jobs.own_files import digests_path, is_parquet, lock_path, manifest_path, own_files, rows_path
+from nvcli.jobs.own_files import (
+    digests_path,
+    is_csv,
+    is_parquet,
+    is_table,
+    lock_path,
+    manifest_path,
+    own_files,
+    rows_path,
+)
 from nvcli.jobs.rows.row_digest import DIGEST_BYTES, InputRows, row_digest
 
-NAMES = ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet")
+NAMES = ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet", "out.csv")
 ORDERS: tuple[Order, ...] = ("completion", "input")
 ACTIONS = ("begin", "continue", "retry", "overwrite", "update")
 
@@ -223,7 +233,7 @@ class PowerLosses:
             rng.shuffle(rows)
         rows.insert(rng.randrange(len(rows) + 1), "new.a")
         found = {row.index for row, _ in sound_lines(rows_path(old.path))} if rows_path(old.path).exists() else set()
-        if is_parquet(old.path) and old.path.exists():
+        if is_table(old.path) and old.path.exists():
             found = {index for index, _ in read_answers(old.path)}
         answered = replace(old, failing=old.failing.union(set(range(old.num_rows)) - found))
         return replace(old, name="new", rows=tuple(rows), failing=frozenset(), keeps=answered, setting=old.name)
@@ -338,6 +348,9 @@ def read_answers(path: Path) -> list[tuple[int, str | None]]:
         import pyarrow.parquet
 
         rows = pyarrow.parquet.read_table(path).to_pylist()
+    elif is_csv(path):
+        with path.open(newline="") as file:
+            return [(int(row["index"]), row["generated_text"] or None) for row in csv.DictReader(file)]
     else:
         data, compression = path.read_bytes(), compression_of(path.name)
         plain = b"".join(Unpacker(compression).feed(data)) if compression else data

@@ -51,7 +51,9 @@ def simulate(
     counts = Counts()
     counts.started_at = 0.0
     feeder: Any = type("Feeder", (), {"read": ReadTotals(), "all_read": False})()
-    reader: Any = type("Reader", (), {"rows_read": 0, "rows_passed_over": 0, "bytes_read": 0, "bytes_total": None})()
+    reader: Any = type(
+        "Reader", (), {"rows_read": 0, "rows_of_shard": 0, "rows_passed_over": 0, "bytes_read": 0, "bytes_total": None}
+    )()
     reader.bytes_total = 100 * len(rows)
     view = RunView(counts, reader, feeder, limit=None, started_at=0.0, clock=lambda: now)
     prepared = [row.prepared(index) for index, row in enumerate(rows)]
@@ -63,7 +65,7 @@ def simulate(
         most = len(rows) if rows_ahead is None else min(len(rows), started + rows_ahead)
         for index in range(reader.rows_read, most):
             feeder.read.add(prepared[index])
-        reader.rows_read = most
+        reader.rows_read = reader.rows_of_shard = most
         reader.bytes_read = 100 * most
         feeder.all_read = most == len(rows)
         prompts += new

@@ -132,6 +132,10 @@ ERRORS_IN_FILES += [
         r"run.yaml:2: .*`tokenize` is no variable of a chat template",
     ),
     (
+        "model: m\njob: {chat_template_kwargs: {x: {null: 1}}}",
+        r"run.yaml:2: `job.chat_template_kwargs`: holds a key that is no text; put quotes around it",
+    ),
+    (
         "model: m\njob: {chat_template_kwargs: [1]}",
         r"run.yaml:2: `job.chat_template_kwargs` is \[1\]; allowed: a mapping",
     ),

@@ -127,8 +127,9 @@ def test_a_complete_job_starts_no_engine_and_repeats_its_exit_code(shell: Shell)
     again = shell.run("in.jsonl", fakes=never)
     assert again.returncode == 1
     assert "in.out.jsonl is complete: 199 of 200 rows answered; nothing to do" in again.stderr
-    assert "mend these rows in the input: --update then" in again.stderr
-    assert "--retry-errors" not in again.stderr
+    assert "show in.out.jsonl --errors  # shows the failed rows\n" in again.stderr
+    assert "--retry-errors" not in again.stderr  # a bad row stays bad
+    assert re.search(r"in\.jsonl.* --update  # answers the rows of .*invalid_value", again.stderr)
     assert shell.rows() == before
     shell.write("good.jsonl", [{"prompt": "p"}])
     assert [shell.run("good.jsonl", fakes=fakes).returncode for fakes in ("", never)] == [0, 0]
@@ -140,6 +141,9 @@ def test_failed_rows_are_tried_again(shell: Shell) -> None:
     assert done.returncode == 1
     failed = {row["index"] for row in shell.rows() if row["error"]}
     assert len(failed) == 67
+    assert re.search(r"  next .* show .*\n .*in\.jsonl.* --retry-errors  # .* kv_cache_too_small", done.stderr), (
+        done.stderr
+    )
     done = shell.run("in.jsonl", "--retry-errors")
     assert done.returncode == 1, done.stderr
     assert "133 rows are answered already, 67 failed ones are tried again" in done.stderr
@@ -151,7 +155,8 @@ def test_failed_rows_are_tried_again(shell: Shell) -> None:
 def test_a_mended_row_and_new_ones_are_answered_alone(shell: Shell) -> None:
     some_fail = "fails=lambda request: request.row == 7"
     done = shell.run("in.jsonl", fakes=some_fail)
-    assert "--retry-errors tries 1 of these rows again\n            mend the other 1 in the input: --up" in done.stderr
+    assert " --retry-errors  # " in done.stderr
+    assert " --update  # " in done.stderr
     before = {row["id"]: row for row in shell.rows()}
     rows = [{"prompt": f"p{number}", "id": f"r{number}"} for number in range(200)]
     shell.write("in.jsonl", rows)

@@ -43,6 +43,17 @@ def test_a_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) ->
     assert "cut after 2 tokens" in ran.stderr
 
 
+def test_nobody_reads_the_answer(tmp_path: Path) -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    ran = subprocess.run(
+        nvcli_command("generate", "-p", "abc", "--raw", "-m", "demo", cwd=tmp_path, fakes=""),
+        cwd=tmp_path, env=ENVIRON, stdout=writable, stderr=subprocess.PIPE, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writable)
+    assert (ran.returncode, ran.stderr) == (141, b"")  # as a command that SIGPIPE ends
+
+
 class Terminal:
     """A command at a pseudo-terminal."""
 
@@ -156,4 +167,4 @@ def test_control_characters_are_shown_to_a_terminal(monkeypatch: pytest.MonkeyPa
     answers.write("a\x1b[2Jb\tc\n")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     answers.write("a\x1b[2Jb\tc\r\x9b\n")
-    assert capsys.readouterr().out == "a\x1b[2Jb\tc\na\ufffd[2Jb\tc\ufffd\ufffd\n"
+    assert capsys.readouterr().out == "a\x1b[2Jb\tc\na\u241b[2Jb\tc\u240d\\x9b\n"

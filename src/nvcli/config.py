@@ -403,6 +403,10 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
                 "conversations: `--set 'job.messages_template=[{role: user, content: \"…\"}]'`",
             )
     problem = reserved_variable(job.chat_template_kwargs)
+    try:
+        msgspec.json.encode(job.chat_template_kwargs, order="deterministic")
+    except TypeError:  # YAML has keys of every type
+        problem = "holds a key that is no text; put quotes around it"
     if problem is not None:
         fail(("job", "chat_template_kwargs"), f"`job.chat_template_kwargs`: {problem}")
 

@@ -31,6 +31,8 @@ class ConfigSource:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self._origins: dict[KeyPath, str] = {}
+        self._flags: dict[KeyPath, str] = {}
+        """The flag alone, for the values that a flag set."""
 
     def add_file(self, path: Path) -> None:
         """Add a file. Raises ConfigError if it cannot be read, is not YAML, repeats a key or is not a mapping."""
@@ -74,7 +76,7 @@ class ConfigSource:
             value = yaml.load(value_text, _Loader)
         except _MISREAD:
             raise ConfigError(f"--set {text}: the value is not valid YAML; quote text: '{key}=\"…\"'") from None
-        self._put(path, value, f"--set {text}")
+        self._put(path, value, f"--set {text}", flag="--set")
 
     def add_flag(self, flag: str, key: str, value: Any) -> None:
         """Add a flag that is short for a key, as in `add_flag("--tp", "tensor_parallel_size", 2)`.
@@ -85,7 +87,7 @@ class ConfigSource:
         origin = " ".join(f"{flag} {item if isinstance(item, str) else show(item)}" for item in items)
         if not is_text(origin):
             raise ConfigError(f"{origin}: not UTF-8 text")
-        self._put(tuple(key.split(".")), value, origin)
+        self._put(tuple(key.split(".")), value, origin, flag=flag)
 
     def add_setting(self, key: str, value: Any) -> None:
         """Add a setting of a Python program, as in `add_setting("block_size", 128)`.
@@ -95,17 +97,33 @@ class ConfigSource:
         origin = f"{key}={show(value)}"
         if isinstance(value, Mapping) and key in _SECTIONS:
             for name, inner in value.items():
-                self._put((key, str(name)), inner, origin)
+                self._put((key, str(name)), inner, origin, flag=key)
         else:
-            self._put((key,), value, origin)
+            self._put((key,), value, origin, flag=key)
 
     def origin(self, path: KeyPath) -> str:
-        """Return the file and line, or the flag, that set a value or the section around it; empty for a default."""
+        """Return the file and line, or the flag with its value, that set a value or the section around it.
+
+        Returns an empty text for a default.
+        """
+        return self._origins.get(self._set_path(path), "")  # () is the file as a whole, if there is one
+
+    def setter(self, path: KeyPath) -> str | None:
+        """Return the file and line, or the flag without its value, that set a key; None where it has its default."""
+        values: Any = self.values
+        for step in path:
+            if not isinstance(values, dict) or step not in values:
+                return None
+            values = values[step]
+        return self._flags.get(self._set_path(path)) or self.origin(path)
+
+    def _set_path(self, path: KeyPath) -> KeyPath:
+        """Return the path of the value that was set, which may be the section around the value at `path`."""
         while path and path not in self._origins:
             path = path[:-1]
-        return self._origins.get(path, "")  # () is the file as a whole, if there is one
+        return path
 
-    def _put(self, path: tuple[str, ...], value: Any, origin: str) -> None:
+    def _put(self, path: tuple[str, ...], value: Any, origin: str, *, flag: str) -> None:
         section = self.values
         for depth, name in enumerate(path[:-1], 1):
             inner = section.get(name)
@@ -118,7 +136,9 @@ class ConfigSource:
             section = section[name]
         section[path[-1]] = value
         self._origins = {old: text for old, text in self._origins.items() if old[: len(path)] != path}
+        self._flags = {old: text for old, text in self._flags.items() if old[: len(path)] != path}
         self._origins[path] = origin
+        self._flags[path] = flag
 
 
 def json_object(flag: str, text: str | None) -> dict[str, Any] | None:

@@ -66,6 +66,18 @@ def test_rows_that_fail_are_left_out_and_counted(model: Path) -> None:
     assert "line 1: `prompt`" in line
 
 
+def test_files_of_all_formats_and_folders_of_them(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.csv").write_text("prompt\na\nb\n")
+    (tmp_path / "a.csv").write_text('prompt,sampling\nc,"{""n"": 2}"\n')
+    run, config = RunConfig(model=str(model)), load_model_config(model)
+    for name, count in (("b.csv", 2), ("", 4)):
+        workload = FileWorkload(input=str(tmp_path / name))
+        assert len(workload.requests(run, model, config, say=print)) == count
+    (tmp_path / "b.csv").write_text("question\na\n")
+    with pytest.raises(ConfigError, match="--prompt-field question"):
+        FileWorkload(input=str(tmp_path / "b.csv")).requests(run, model, config, say=print)
+
+
 @pytest.mark.parametrize(("rows", "reason"), [([], "no rows"), ([{"prompt_token_ids": [1] * 99}], "max_model_len")])
 def test_a_file_without_a_row_to_answer_is_refused(model: Path, rows: list[Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"rows.jsonl has no row.*{reason}"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nvcli.errors import CapacityError, WorkerError
-from nvcli.job_run.early_end import keep_traceback, resume_hint
+from nvcli.job_run.early_end import keep_traceback, next_steps, resume_hint
 from nvcli.jobs.own_files import manifest_path
 
 FAILURE = WorkerError("rank 1 failed at step 5: KeyError: 7", "Traceback (most recent call last):\n  …\nKeyError: 7\n")
@@ -77,3 +77,19 @@ def test_what_cannot_be_continued(output: Path) -> None:
         assert "standard output cannot be continued" in streamed
     missing = str(output.with_name("no*.jsonl"))
     assert resume_hint(["nvcli"], inputs=[missing], output=None, has_begun=False) == "nothing was answered yet"
+
+
+def test_the_next_command_fits_what_happened(output: Path) -> None:
+    argv = ["/bin/nvcli", "generate", "in.jsonl", "--retry-errors", "--overwrite", "-m", "demo"]
+    shown = f"nvcli show '{output}'"
+    assert next_steps(argv, output=str(output), errors=[]) == {}  # there is no file
+    output.write_text("row\n")
+    manifest_path(output).touch()
+    assert list(next_steps(argv, output=str(output), errors=[])) == [shown]
+    update = "nvcli generate in.jsonl -m demo --update"
+    assert list(next_steps(argv, output=str(output), errors=["prompt_too_long"])) == [f"{shown} --errors", update]
+    steps = next_steps(argv, output=str(output), errors=["prompt_too_long", "kv_cache_too_small"])
+    assert list(steps) == [f"{shown} --errors", "nvcli generate in.jsonl -m demo --retry-errors", update]
+    manifest_path(output).unlink()  # an output that cannot be continued
+    assert list(next_steps(argv, output=str(output), errors=["aborted"])) == [f"{shown} --errors"]
+    assert next_steps(argv, output="-", errors=["aborted"]) == {}

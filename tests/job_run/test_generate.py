@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -32,9 +33,13 @@ pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, 
 class Silent(Progress):
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.details: list[str] = []
 
     def note(self, line: str) -> None:
         self.notes.append(line)
+
+    def detail(self, line: str) -> None:
+        self.details.append(line)
 
 
 class Runs:
@@ -301,7 +306,7 @@ def test_replicas_share_the_rows_and_know_their_number(run: Runs) -> None:
     shares = [len(engine.requests) for engine in run.engines]
     assert sum(shares) == 300
     assert min(shares) > 50
-    assert run.progress.notes.count("a note of the engine") == 1
+    assert run.progress.details.count("a note of the engine") == 1
     assert run.progress.notes.count("a warning of the engine") == len(run.engines)
 
 
@@ -387,6 +392,40 @@ def test_errors_before_the_first_row(run: Runs, model_folder: Path, tmp_path: Pa
     with pytest.raises(CapacityError, match="does not fit"):
         run([{"prompt": "a"}], engine={"load_error": CapacityError("it does not fit")})
     assert not (run.folder / "in.out.jsonl").exists()
+
+
+def test_wrong_columns_leave_an_output_alone_that_is_to_be_overwritten(run: Runs) -> None:
+    run([{"prompt": "a"}])
+    before = (run.folder / "in.out.jsonl").read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"its columns are `question`.*\n  name the column.*: --prompt-field question"
+    ):
+        run([{"question": "a"}] * 3)
+    assert len(run.engines) == 1
+    assert (run.folder / "in.out.jsonl").read_bytes() == before
+    rows = run([{"question": "a"}, {"other": "b"}], config={"job": JobConfig(prompt_field="question")})
+    assert sorted(row["error"] is None for row in rows) == [False, True]
+    rows = run([{"question": "a"}], config={"job": JobConfig(check_columns=False)})
+    assert rows[0]["error"]["type"] == "missing_prompt"
+
+
+def test_tables_in_and_out(run: Runs) -> None:
+    """The rows of a CSV file reach the engine, and a CSV file holds the answers, the prompts and the ids."""
+    source = run.folder / "q.csv"
+    source.write_text('key,question,sampling\n7,"abc, d","{""n"": 2}"\nx,xyz,\n8,only\n')
+    job = JobConfig(prompt_field="question", id_field="key", keep_input=True, text_field="said", order="input")
+    with pytest.raises(FileNotFoundError):  # of JSONL
+        run([], inputs=[str(source)], config={"job": job})
+    with (run.folder / "q.out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file, strict=True))
+    assert [(row["id"], row["key"], row["question"], row["said"]) for row in rows] == [
+        ("7", "7", "abc, d", "d ,cba"),
+        ("x", "x", "xyz", "zyx"),
+        ("row-2", "", "", ""),
+    ]
+    assert [len(json.loads(row["choices"])) for row in rows] == [2, 1, 0]
+    assert json.loads(rows[0]["sampling"]) == {"n": 2}
+    assert json.loads(rows[2]["error"])["message"].startswith("line 4: it has 2 cells, and there are 3 columns")
 
 
 def test_an_input_that_breaks_off_is_an_error_after_its_rows(run: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,15 @@ from nvcli.job_run.counts import Counts
 from nvcli.job_run.progress.display import BarProgress, PlainProgress, Progress, format_seconds, make_progress
 from nvcli.job_run.progress.forecast import work_done
 from nvcli.job_run.progress.run_status import RunView
+from nvcli.job_run.progress.side_file import SideFile
 from nvcli.job_run.progress.status_file import StatusFile
-from nvcli.job_run.progress.summary import RunTimes, Summary, format_summary
 from nvcli.jobs.job import ErrorInfo, JobResult, Usage
 from nvcli.messages import pack
 from prepared_rows import prepared_row
 
 
 class FakeReader:
-    rows_read = 40
+    rows_read = rows_of_shard = 40
     rows_passed_over = 0
     bytes_read = 500
     bytes_total: int | None = 1000
@@ -92,6 +92,7 @@ def make_view(
     reader: Any = FakeReader()
     reader.bytes_total = bytes_total
     reader.rows_read += rows_resumed
+    reader.rows_of_shard += rows_resumed
     reader.rows_passed_over = rows_resumed
     feeder: Any = FakeFeeder()
     feeder.all_read = all_read
@@ -173,7 +174,7 @@ def read_status(path: Path) -> dict[str, Any]:
 def test_the_progress_file_tells_programs_the_same(tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
     clock = Clock()
-    with StatusFile(path, Progress(io.StringIO()), clock=clock) as progress:
+    with StatusFile(SideFile("--progress-file", path), Progress(io.StringIO()), clock=clock) as progress:
         assert (read_status(path)["state"], read_status(path)["output"]) == ("starting", None)
         progress.update(make_view(clock=clock))
         status = read_status(path)
@@ -221,7 +222,7 @@ def test_the_progress_file_says_how_a_run_ended(
     path = tmp_path / "progress.json"
 
     def run() -> None:
-        with StatusFile(path, Progress(io.StringIO())) as progress:
+        with StatusFile(SideFile("--progress-file", path), Progress(io.StringIO())) as progress:
             if seen:
                 progress.update(make_view())
             raise error
@@ -236,15 +237,15 @@ def test_the_progress_file_says_how_a_run_ended(
 def test_a_progress_file_that_cannot_be_written(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere" / "progress.json"):
         with pytest.raises(ConfigError, match="--progress-file"):
-            StatusFile(path, Progress(io.StringIO()))
+            SideFile("--progress-file", path)
     os.mkfifo(tmp_path / "pipe")  # as /dev/null, which must not become a regular file
     with pytest.raises(ConfigError, match="no regular file"):
-        StatusFile(tmp_path / "pipe", Progress(io.StringIO()))
+        SideFile("--progress-file", tmp_path / "pipe")
     folder = tmp_path / "folder"
     folder.mkdir()
     stream = io.StringIO()
     clock = Clock()
-    with StatusFile(folder / "progress.json", Progress(stream), clock=clock) as progress:
+    with StatusFile(SideFile("--progress-file", folder / "progress.json"), Progress(stream), clock=clock) as progress:
         (folder / "progress.json").unlink()
         folder.rmdir()
         for _ in range(3):
@@ -284,6 +285,28 @@ def test_a_terminal_without_a_cursor_gets_lines(term: str, kind: type[Progress])
     assert type(make_progress("auto", Terminal(), environ={"TERM": term})) is kind
 
 
+def test_quiet_shows_warnings_alone_and_verbose_shows_details_too() -> None:
+    shown = {}
+    for verbosity in ("quiet", "normal", "verbose"):
+        stream = io.StringIO()
+        progress = make_progress("auto", stream, verbosity=verbosity)
+        progress.note("note")
+        progress.warn("warning: w")
+        progress.detail("detail")
+        progress.update(make_view())
+        progress.close()
+        shown[verbosity] = stream.getvalue().splitlines()
+    assert shown == {
+        "quiet": ["nvcli: warning: w"],
+        "normal": ["nvcli: note", "nvcli: warning: w"],
+        "verbose": ["nvcli: note", "nvcli: warning: w", "nvcli: detail"],
+    }
+    stream = io.StringIO()
+    file = StatusFile(SideFile("--progress-file", Path("unused")), make_progress("auto", stream, verbosity="verbose"))
+    file.detail("detail")
+    assert stream.getvalue() == "nvcli: detail\n"
+
+
 def test_kinds() -> None:
     stream = io.StringIO()
     assert type(make_progress("auto", stream)) is PlainProgress
@@ -301,39 +324,3 @@ def test_kinds() -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
-
-
-def test_summary() -> None:
-    counts = Counts()
-    counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens = 12345, 300, 50000
-    counts.rows_deduplicated, counts.deduplicated_tokens = 17, 1234
-    counts.replicas = [EngineStats(num_preemptions=2)]
-    counts.seconds.update({"writing": 1.5, "waiting for the engines": 40.0, "detokenizing": 0.001})
-    summary = Summary(
-        output="out.jsonl",
-        rows=1000,
-        errors={"invalid_json": 1, "prompt_too_long": 4},
-        counts=counts,
-        times=RunTimes(
-            total=75.0,
-            generating=50.0,
-            startup={"load weights": 2.0},
-            loading_tokenizer=3.0,
-            reading=0.5,
-            tokenizing=0.7,
-        ),
-    )
-    text = format_summary(summary)
-    assert text.splitlines()[0] == "995 of 1,000 rows answered in 1m15s → out.jsonl"
-    for part in (
-        "prompt_too_long 4, invalid_json 1\n            mend these rows in the input: --update then answers",
-        "prompt 12,345 (300 from the prefix cache, 2%), generated 50,000",
-        "17 rows answered with the answer of an equal row (1,234 tokens not computed)",
-        "1,000 generated and 247 prompt tokens/s, 20.0 rows/s",
-        "reading 0.5s, tokenizing 0.7s",
-        "waiting for the engines 40s, writing 1.5s",
-        "load weights 2.0s",
-        "2 preemptions",
-    ):
-        assert part in text, text
-    assert "--retry-errors" not in text

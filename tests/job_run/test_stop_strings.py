@@ -133,3 +133,27 @@ def test_grouping_does_not_matter_and_the_first_stop_string_wins(
         else:
             cut = min(whole.find(stop) for stop in stops if stop in whole)
             assert outcome == (whole[:cut], len(whole.encode()))
+
+
+@given(
+    text=st.text(alphabet="ab. ü😀", max_size=30),
+    stops=st.lists(st.text(alphabet="ab. ü😀", min_size=1, max_size=4), max_size=3),
+    groups=st.lists(st.integers(1, 6), max_size=12),
+    min_tokens=st.integers(0, 5),
+)
+def test_settled_text_is_never_taken_back(text: str, stops: list[str], groups: list[int], min_tokens: int) -> None:
+    """What was given out is how the answer begins, and no more is held back than a stop string may begin with."""
+    ids = list(text.encode())
+    detector = StopStringDetector(decode_bytes, StopStrings(stops), min_tokens=min_tokens)
+    settled = ""
+    at = 0
+    for size in [*groups, len(ids)]:
+        if detector.push(ids[at : at + size]):
+            break
+        at += size
+        settled += detector.take_settled()
+        so_far = bytes(ids[:at]).decode(errors="ignore")
+        assert so_far.startswith(settled)
+        assert len(so_far) - len(settled) <= max(map(len, stops), default=0)
+        assert any(stop.startswith(so_far[len(settled) :]) for stop in [*stops, ""])
+    assert (text if detector.text is None else detector.text).startswith(settled)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import os
 from pathlib import Path
 
@@ -77,6 +79,21 @@ def test_packed_rows_are_named_so(tmp_path: Path) -> None:
         named = tmp_path / f"in.{suffix}"
         named.write_bytes(data)
         check_inputs([str(named)])
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"PK\x03\x04\x14\0", "a spreadsheet or another ZIP archive, which is not read; save it as CSV"),
+        (bz2.compress(ROW), "bzip2 data, which is not read; unpack it"),
+        (lzma.compress(ROW), "xz data, which is not read; unpack it"),
+    ],
+)
+def test_files_that_are_not_read_are_told_so(tmp_path: Path, data: bytes, told: str) -> None:
+    path = tmp_path / "in.xlsx"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=f"the input {path} holds {told}"):
+        check_inputs([str(path)])
 
 
 def test_what_is_a_terminal() -> None:

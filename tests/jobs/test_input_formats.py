@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -252,3 +253,32 @@ def test_rows_of_a_pipe_come_before_it_has_more(tmp_path: Path) -> None:
     go_on.set()
     assert [job.prompt for batch in batches for job in batch if isinstance(job, Job)] == ["b\nc"]
     writer.join()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([b'"', b",", b"\n", b"\r\n", b"\t", b"[", b"]", b"{", b"}", b'{"prompt":"p"}', b"a", b"\xff"])
+    ),
+    st.sampled_from(["any.csv", "any.tsv", "any.txt", "any.json"]),
+)
+def test_whatever_bytes_a_file_holds_rows_and_errors_come_of_it(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], name: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(b"".join(pieces))
+    rows: list[Job | JobResult] = []
+    with contextlib.suppress(ConfigError):
+        for batch in RowReader([str(path)], RowParser({})).batches():
+            rows += batch
+    assert [row.place.index for row in rows] == list(range(len(rows)))
+
+
+def test_rows_before_a_damaged_table_are_given_out(tmp_path: Path) -> None:
+    good, bad = tmp_path / "a.txt", tmp_path / "b.arrow"
+    good.write_text("p\nq\n")
+    bad.write_bytes(b"ARROW1\0\0" + b"x" * 100)
+    batches = RowReader([str(good), str(bad)], RowParser({})).batches()
+    assert [job.prompt for job in next(batches) if isinstance(job, Job)] == ["p", "q"]
+    with pytest.raises(ConfigError, match=r"b\.arrow: cannot be read as Arrow"):
+        next(batches)

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from crash_states import CallRecorder, crash_states
 from nvcli.errors import ConfigError, RowsMissing
+from nvcli.jobs.output import locked_file
 from nvcli.jobs.output.job_output import JobOutput
 from nvcli.jobs.output.manifest import Manifest, load_manifest
 from nvcli.jobs.output.merge import Merged, merge_outputs
@@ -55,8 +57,7 @@ def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # a thousand jobs would wait for the disk
 
 
-@pytest.mark.parametrize("count", [1, 3, 40])
-@pytest.mark.parametrize("max_waiting_bytes", [0, 1 << 20])
+@pytest.mark.parametrize(("count", "max_waiting_bytes"), [(1, 0), (3, 0), (3, 1 << 20), (40, 500)])
 def test_joined_shards_are_the_output_of_one_run(tmp_path: Path, count: int, max_waiting_bytes: int) -> None:
     whole, joined = tmp_path / "whole.jsonl", tmp_path / "joined.jsonl"
     write(whole, range(TOTAL), order="input", failing=FAILING, finish=True)
@@ -83,7 +84,9 @@ def test_outputs_of_all_formats_are_joined(tmp_path: Path, name: str) -> None:
         assert pyarrow.parquet.read_table(joined)["index"].to_pylist() == list(range(TOTAL))
         assert not rows_path(joined).exists()
         assert reopened(shards[0], of_shard(Shard(0, 2)), shard=Shard(0, 2)).finished
-        assert rows_path(shards[0]).exists()
+        rows_path(shards[0]).unlink()
+        with pytest.raises(ConfigError, match=r"out.parquet.rows.jsonl, which holds its rows, is not beside it"):
+            merge(shards, joined)
     else:
         assert plain_bytes(joined) == plain.read_bytes()
 
@@ -105,6 +108,43 @@ def test_a_merge_that_was_cut_anywhere_goes_on(tmp_path: Path) -> None:
         result = merge(shards, joined)
         assert (result.rows, result.errors) == (5, {"prompt_too_long": 2})
         assert joined.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("action", "name"), [("begin", "joined.parquet"), ("continue", "joined.jsonl"), ("overwrite", "joined.jsonl")]
+)
+def test_a_merge_goes_on_after_a_power_loss_at_any_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, action: str
+) -> None:
+    shards = [write_shard(tmp_path, number, 2, total=5) for number in range(2)]
+    folder, resumed = tmp_path / "merge", tmp_path / "resumed"
+    folder.mkdir()
+    resumed.mkdir()
+    monkeypatch.setattr(locked_file, "_CHUNK_BYTES", 300)  # so that there are several writes
+    if action == "continue":
+        merge(shards[:1], folder / name, allow_missing=True)
+    elif action == "overwrite":
+        other = msgspec.structs.replace(JOB, facts={**JOB.facts, "seed": 7})
+        write(folder / name, range(3), job=other, finish=True)
+    overwrite = action == "overwrite"
+    with CallRecorder(folder) as recorder:
+        merge(shards, folder / name, overwrite=overwrite)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    rng = random.Random(0)
+    states = [state for point in recorder.points for state in crash_states(point, rng, num_random=1)]
+    different = {tuple(sorted(state.items())): state for state in states}
+    assert len(different) > 10
+    output = resumed / name
+    for state in different.values():
+        for path in resumed.iterdir():
+            path.unlink()
+        for file, data in state.items():
+            if not file.endswith(".lock"):
+                (resumed / file).write_bytes(data)
+        assert merge(shards, output, overwrite=overwrite).rows == 5
+        same = rows_path(output).name
+        assert (resumed / same).read_bytes() == (folder / same).read_bytes()
+        assert {path.name for path in resumed.iterdir()} == {path.name for path in folder.iterdir()}
 
 
 def test_a_complete_output_is_left_alone(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_cannot_be_fetched(tmp_path: Path, store: Any, monkeypatch: pytest.
         ("memory://bucket/*.csv", "matches no file"),
         ("memory://bucket", r"is a folder; name the files in it, such as memory://bucket/\*\.jsonl"),
         ("nothing://bucket/x", "cannot be fetched: ValueError: Protocol not known: nothing"),
-        ("dropbox://bucket/x", r"install what such addresses need with: pip install 'nvcli\[remote\]'"),
+        ("dropbox://bucket/x", r"the extra `remote` of nvcli brings what https://"),
     ):
         with pytest.raises(ConfigError, match=f"the input .*{told}"):
             fetch_files(url, cache=tmp_path)
@@ -140,6 +140,8 @@ def test_over_http(tmp_path: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
+    with pytest.raises(ConfigError, match="cannot be fetched: ClientConnectorError: Cannot connect to host"):
+        fetch_files(url, cache=tmp_path / "cache")
 
 
 def arrow(path: Path) -> None:
@@ -173,7 +175,16 @@ def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
 
 def test_a_folder_of_files(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    for name in ("b.jsonl.gz", "a.jsonl", "README.md", "LICENSE.txt", "infos.json", ".x.jsonl", "out.jsonl"):
+    for name in (
+        "b.jsonl.gz",
+        "a.jsonl",
+        "README.md",
+        "LICENSE.txt",
+        "infos.json",
+        ".x.jsonl",
+        "out.jsonl",
+        "a.out.jsonl",
+    ):
         (tmp_path / name).write_bytes(ROW)
     manifest_path(output).write_bytes(b"{}")
     assert names(expand_inputs([str(tmp_path)], str(output))) == ["a.jsonl", "b.jsonl.gz"]

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import signal
 import threading
 import time
@@ -57,11 +58,12 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_answers_are_the_rows_that_a_job_writes(make_llm: MakeLLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [{}, {"keep_input": True, "text_field": "answer"}])
+def test_answers_are_the_rows_that_a_job_writes(make_llm: MakeLLM, tmp_path: Path, keys: dict[str, Any]) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    run = RunConfig(model=str(make_llm.model), device="cpu", max_num_seqs=8, job=JobConfig(order="input"))
-    llm = make_llm()
+    run = RunConfig(model=str(make_llm.model), device="cpu", max_num_seqs=8, job=JobConfig(order="input", **keys))
+    llm = make_llm(job=run.job)
     generate(run, inputs=[str(source)], output=None, progress=Silent(), start=HeldEngine)
     written = [json.loads(line) for line in (tmp_path / "in.out.jsonl").read_text().splitlines()]
     answers = list(llm.generate(ROWS, order="input"))
@@ -291,6 +293,20 @@ def test_an_interrupt_leaves_the_llm_usable(make_llm: MakeLLM) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_forked_process_cannot_use_the_llm(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    answers = llm.generate(["hold"])
+    until(lambda: make_llm.engines[0]._running)
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(ClosedError, match=rf"belongs to process {llm._session._pid}, of which this is a fork"):
+            llm.generate(["x"])
+        answers.close()
+        llm._session.close()
+    assert not make_llm.engines[0].closed
+    assert [answer.text for answer in llm.generate(["ab"])] == ["ba"]
+
+
 def test_garbage_is_closed(make_llm: MakeLLM) -> None:
     llm = make_llm.unkept()
     answers: Answers | None = llm.generate(["hold"])
@@ -343,3 +359,54 @@ def token_ids(text: str) -> list[int]:
 def test_warnings_are_notes(make_llm: MakeLLM) -> None:
     list(make_llm().generate([{"prompt": "x", "temperature": 0}]))
     assert any(note.startswith("warning: rows[0] has `temperature` at its top level") for note in make_llm.notes)
+
+
+def test_calls_that_come_and_go_at_random(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is that of its own row, whatever other calls do; what was left is forgotten everywhere."""
+    monkeypatch.setattr(plan, "MIN_WINDOW_ROWS", 20)
+    llm = make_llm(sampling={"temperature": 0}, engine={"tokens_per_poll": 2}, data_parallel_size=2)
+    failures: list[BaseException] = []
+
+    def use(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(12):
+            prompts = [f"{rng.randrange(40)}" * rng.randrange(1, 9) for _ in range(rng.randrange(1, 60))]
+            if rng.random() < 0.3:
+                stream = llm.stream(prompts[0])
+                pieces = list(itertools.islice(stream, rng.randrange(5)))
+                assert prompts[0][::-1].startswith("".join(pieces))
+                if rng.random() < 0.5:
+                    assert stream.answer.text == prompts[0][::-1]
+                stream.close()
+                continue
+            order = rng.choice(["completion", "input"])
+            answers = llm.generate(iter(prompts), order=order, sampling={"stop": ["~"]} if rng.random() < 0.5 else {})
+            taken = list(itertools.islice(answers, rng.choice([0, 3, 1000])))
+            assert [answer.text for answer in taken] == [prompts[answer["index"]][::-1] for answer in taken]
+            indices = [answer["index"] for answer in taken]
+            assert len(set(indices)) == len(taken)
+            assert order == "completion" or indices == list(range(len(taken)))
+            assert len(taken) in (0, 3, len(prompts)) or len(prompts) < 3
+            answers.close()
+
+    def try_to_use(seed: int) -> None:
+        try:
+            use(seed)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=try_to_use, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    until(lambda: not any(engine._running for engine in make_llm.engines))
+    session = llm._session
+    assert not session._calls
+    loop = session._loop
+    assert loop is not None
+    until(lambda: not loop._planner.num_rows and not any(replica.rows for replica in loop._replicas))
+    loop._planner.check_integrity()
+    assert loop._duplicates is not None
+    assert (loop._duplicates.num_rows, loop._duplicates._followers) == (0, {})

@@ -228,8 +228,8 @@ def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path) -> None:
     ("args", "named"),
     [
         (("--shape", "gpt-5", "--dry-run"), "qwen3-0.6b"),
-        (("-m", "demo", "--dry-run", "--gpu-memory", "lots"), "--gpu-memory is 'lots'; allowed: a size such as 80GiB"),
-        (("-m", "demo", "--dry-run", "--gpu-memory", "24MB"), "--gpu-memory is '24MB'; allowed: a size such as 80GiB"),
+        (("-m", "demo", "--dry-run", "--gpu-memory", "lots"), "--gpu-memory lots: allowed: a size such as 80GiB"),
+        (("-m", "demo", "--dry-run", "--gpu-memory", "24MB"), "--gpu-memory 24MB: allowed: a size such as 80GiB"),
         (("-m", "demo", "--gpu-memory", "24GB"), "--dry-run"),
         (("-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--set", "device=cpu"), "device"),
         (("-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--input", "nowhere.jsonl"), "nowhere.jsonl"),

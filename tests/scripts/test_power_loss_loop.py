@@ -24,7 +24,13 @@ def lose_power(tmp_path: Path, name: str, order: Order, *, num_random: int) -> F
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [("out.jsonl", "completion"), ("out.jsonl.gz", "input"), ("out.jsonl.zst", "completion"), ("out.parquet", "input")],
+    [
+        ("out.jsonl", "completion"),
+        ("out.jsonl.gz", "input"),
+        ("out.jsonl.zst", "completion"),
+        ("out.parquet", "input"),
+        ("out.csv", "completion"),
+    ],
 )
 def test_a_power_loss_at_any_call_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, order: Order

@@ -47,7 +47,7 @@ def parse_ablations(text: str, config: EngineConfig) -> list[Ablation]:
     for name in text.split(","):
         name = name.strip()
         if name in (ablation.name for ablation in ablations):
-            raise ConfigError(f"--ablate names {name!r} twice; name it once")
+            raise ConfigError(f"--ablate {name}: named twice; name it once")
         changed = msgspec.structs.replace(config, **_changes(name))
         if name == "graphs" and config.device == "cpu":
             raise ConfigError("--ablate graphs: there are no CUDA graphs on a CPU; leave it out")
@@ -65,4 +65,4 @@ def _changes(name: str) -> dict[str, bool] | dict[str, str]:
     if name.startswith(_BACKEND) and backend in backends:
         return {"attention_backend": backend}
     known = [*_SWITCHES, *(_BACKEND + backend for backend in backends)]
-    raise ConfigError(f"--ablate {name!r} is unknown; give one or more, separated by commas, of: {', '.join(known)}")
+    raise ConfigError(f"--ablate {name}: allowed: one or more, separated by commas, of {', '.join(known)}")

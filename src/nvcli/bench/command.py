@@ -53,7 +53,7 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     except ValueError:
         ends = (0, 0)
     if not 1 <= ends[0] <= ends[1]:
-        raise ConfigError(f"{option} is {text!r}; give a number, or two with the smaller first, such as 100:1024")
+        raise ConfigError(f"{option} {text}: allowed: a number, or two with the smaller first, such as 100:1024")
     return ends
 
 

@@ -20,7 +20,7 @@ _COLORS = {ForwardMode.DECODE: "tab:blue", ForwardMode.EXTEND: "tab:red", Forwar
 def check_plot(path: Path) -> None:
     """Check, before anything is measured, that a picture can be made and written. Raises ConfigError."""
     if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(_FORMATS)}")
+        raise ConfigError(f"--plot {path}: allowed: a name that ends in {' or '.join(_FORMATS)}")
     if not os.path.isdir(path.parent):
         raise ConfigError(f"--plot {path}: its folder does not exist; make it with: mkdir -p {path.parent}")
     if path.exists():

@@ -58,7 +58,7 @@ def model_folder(name: str, shape: str | None) -> Iterator[Path]:
         yield resolve_model(name)
         return
     if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape!r} is unknown; known: {', '.join(SHAPES)}")
+        raise ConfigError(f"--shape {shape}: allowed: {', '.join(SHAPES)}")
     with tempfile.TemporaryDirectory(prefix="nvcli-shape-") as folder:
         yield write_shape(shape, Path(folder))
 

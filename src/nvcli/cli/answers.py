@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
-from nvcli.cli.messages import OutputGone, say
+from nvcli.cli.messages import output_gone, say
 from nvcli.llm.answer import Answer
 from nvcli.llm.llm import AnswerStream
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that may move the cursor of a terminal, change its colours or its title; not tabs and line ends."""
+from nvcli.terminal_text import harmless
 
 
 def write(text: str) -> None:
-    """Write a piece of an answer to standard output; control characters would be obeyed by a terminal, so are shown.
+    """Write a piece of an answer to standard output, with control characters shown where a terminal would obey them.
 
     Raises OutputGone where nobody reads it any more.
     """
     if sys.stdout.isatty():
-        text = _CONTROL.sub("\ufffd", text)
+        text = harmless(text)
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        raise OutputGone from None
+        raise output_gone() from None
 
 
 def show_stream(stream: AnswerStream) -> Answer:

@@ -216,6 +216,22 @@ def generate(
             rich_help_panel=OTHER,
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write what the run did to FILE at its end: a page (.html) or JSON (.json).",
+            rich_help_panel=OTHER,
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show how the run works: start-up, caches, times.", rich_help_panel=OTHER),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show nothing but warnings and errors.", rich_help_panel=OTHER)
+    ] = False,
 ) -> None:
     """Answer every row of INPUT with the model, into one output file.
 
@@ -266,6 +282,7 @@ def generate(
             "--prompt-template": prompt_template,
             "--keep-going": keep_going,
             "--progress-file": progress_file,
+            "--report": report,
         },
         for_chats={
             "--system": system,
@@ -321,19 +338,29 @@ def generate(
             say(f"using the configuration in {config_file}; --config names another")
         raise typer.Exit(answer_prompts(run, prompts, raw=raw))
 
-    from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
-    from nvcli.job_run.early_end import resume_hint
+    from nvcli.errors import ConfigError, OutputError, TooManyErrors, WorkerError, reworded
+    from nvcli.job_run.early_end import next_steps, resume_hint
     from nvcli.job_run.generate import generate as run_job
-    from nvcli.job_run.progress.display import make_progress
+    from nvcli.job_run.progress.display import Verbosity, make_progress
+    from nvcli.job_run.progress.side_file import SideFile
     from nvcli.job_run.progress.status_file import StatusFile
     from nvcli.job_run.progress.summary import format_summary
+    from nvcli.job_run.report.report_file import ReportFile
     from nvcli.jobs.files import is_terminal, job_files
     from nvcli.jobs.output.sink import OutputClosed
 
+    if verbose and quiet:
+        raise ConfigError("--verbose and --quiet exclude each other; leave one out")
+    verbosity: Verbosity = "quiet" if quiet else "verbose" if verbose else "normal"
     begun = threading.Event()
-    shown = make_progress(progress_name, sys.stderr, beside_answers=is_terminal(output, inputs))
+    beside_answers = is_terminal(output, inputs)
+    shown = make_progress(progress_name, sys.stderr, beside_answers=beside_answers, verbosity=verbosity)
+    taken = job_files(inputs, output, part) if progress_file is not None or report is not None else []
     if progress_file is not None:
-        shown = StatusFile(progress_file, shown, taken=job_files(inputs, output, part))
+        status = SideFile("--progress-file", progress_file, taken=taken)
+        taken += status.names
+        shown = StatusFile(status, shown)
+    report_file = None if report is None else ReportFile(report, taken=taken)
     if shard is not None and part is not None and shard != str(part):
         shown.note(f"answering shard {part}, as Slurm counts its tasks")
     if config is None and config_file is not None:
@@ -350,6 +377,8 @@ def generate(
                 update=update,
                 limit=num_rows,
                 shard=part,
+                report=report_file,
+                setter_of=source.setter,
                 on_begin=begun.set,
             )
     except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
@@ -361,5 +390,7 @@ def generate(
         raise reworded(error, f"{error}\n{hint}") from error
     except OutputClosed:
         raise OutputGone from None
-    say(format_summary(summary))
+    steps = next_steps(sys.argv, output=summary.output, errors=summary.errors)
+    if text := format_summary(summary, verbosity=verbosity, next_steps=steps):
+        say(text)
     raise typer.Exit(1 if summary.rows_failed else 0)

@@ -153,7 +153,11 @@ def _usage_message(error: typer.TyperException) -> str:
     """Return typer's message for a command line that it cannot split, in our style, and where to find help."""
     text = error.format_message().rstrip(".")
     context: typer.Context | None = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "nvcli"
+    if context is not None:
+        command = context.command_path
+    else:  # an option without its value: typer does not say of which command
+        names = [info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands]
+        command = f"nvcli {sys.argv[1]}" if sys.argv[1:2] and sys.argv[1] in names else "nvcli"
     return f"{text[:1].lower()}{text[1:]}\n  see: {command} --help"
 
 

@@ -22,6 +22,12 @@ class OutputGone(Exception):
     """Whoever read the command's standard output has gone."""
 
 
+def output_gone() -> OutputGone:
+    """Return the error of a command whose reader has gone, and let what is left in the buffer go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return OutputGone()
+
+
 def say(text: str) -> None:
     """Print one message to standard error."""
     typer.echo(f"nvcli: {text}", err=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from types import FrameType
 
-from nvcli.cli.messages import OutputGone
+from nvcli.cli.messages import output_gone
 
 _LESS = "FRX"
 """less: leave at once where all fits on the screen (F), show colours (R), and leave the text there (X)."""
@@ -63,8 +63,7 @@ def _print_plain(texts: Iterable[str]) -> None:
             sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
-        raise OutputGone from None
+        raise output_gone() from None
 
 
 @contextlib.contextmanager

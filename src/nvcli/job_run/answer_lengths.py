@@ -25,10 +25,15 @@ def bin_of(length: int) -> int:
     return _BINS_PER_OCTAVE * shift + (length >> shift)
 
 
+def bin_start(number: int) -> int:
+    """Return the smallest length in a bin, in tokens."""
+    shift = max(0, number // _BINS_PER_OCTAVE - 1)
+    return (number - _BINS_PER_OCTAVE * shift) << shift
+
+
 def bin_middle(number: int) -> float:
     """Return the length in the middle of a bin, in tokens."""
-    shift = max(0, number // _BINS_PER_OCTAVE - 1)
-    return ((number - _BINS_PER_OCTAVE * shift) << shift) + ((1 << shift) - 1) / 2
+    return (bin_start(number) + bin_start(number + 1) - 1) / 2
 
 
 class ClassTotals:

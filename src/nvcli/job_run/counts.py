@@ -6,14 +6,17 @@ from collections import Counter, defaultdict
 
 from nvcli.engine.request import EngineStats
 from nvcli.job_run.answer_lengths import AnswerLengths
+from nvcli.job_run.outcomes import Outcomes
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.jobs.job import JobResult
+from nvcli.sampling_params import SamplingParams
 
 
 class Counts:
     """Totals of finished rows, and the latest statistics of each replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, default_sampling: SamplingParams | None = None) -> None:
+        """`default_sampling` is that of a row which brings none."""
         self.rows_done = 0
         """Rows that this run finished, failed ones and duplicates included."""
         self.rows_resumed = 0
@@ -22,6 +25,8 @@ class Counts:
         """Rows that got the answer of an equal row."""
         self.errors: Counter[str] = Counter()
         """Failed rows by error type."""
+        self.outcomes = Outcomes(default_sampling)
+        """How these rows came out."""
         self.prompt_tokens = 0
         """Prompt tokens of rows that were computed; the next two count the same rows."""
         self.cached_tokens = 0
@@ -102,6 +107,7 @@ class Counts:
         """
         usage = result.usage
         self.rows_done += 1
+        self.outcomes.add(result, None if prepared is None else prepared.sampling)
         if result.error is not None:
             self.errors[result.error.type] += 1
         if computed:

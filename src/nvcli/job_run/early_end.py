@@ -1,4 +1,4 @@
-"""How a run ends before its job is done: by a signal, or by an error whose traceback is kept; and how to go on."""
+"""How a run ends before its job is done: by a signal, or by an error whose traceback is kept; and what to type next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from nvcli.end_signals import handle_end_signals
 from nvcli.errors import NvcliError, WorkerError, reworded
 from nvcli.jobs.files import STREAM, choose_output, expand_inputs
+from nvcli.jobs.job import RETRYABLE_ERRORS
 from nvcli.jobs.own_files import manifest_path, traceback_path
 from nvcli.jobs.shard import Shard
 from nvcli.versions import describe_versions
@@ -123,6 +124,32 @@ def resume_hint(
 def resume_command(argv: Sequence[str]) -> str:
     """Return this run's command, quoted for a shell, without the flags that would undo what it has done."""
     return _command([word for word in argv if word not in ("--overwrite", "--retry-errors")])
+
+
+def next_steps(argv: Sequence[str], *, output: str, errors: Collection[str]) -> dict[str, str]:
+    """Return what to type after a job that came to its end: commands, each with what it does.
+
+    `argv` is the command line of this run, `output` the output's name (`-`: standard output), and `errors` holds the
+    error types of its failed rows.
+    """
+    if output == STREAM or not Path(output).is_file():
+        return {}
+    program = _command(argv[:1])
+    name = shlex.quote(output)
+    if not errors:
+        return {f"{program} show {name}": "shows the answers"}
+    steps = {f"{program} show {name} --errors": "shows the failed rows"}
+    if not manifest_path(Path(output)).exists():
+        return steps
+    again, same = RETRYABLE_ERRORS.intersection(errors), set(errors) - RETRYABLE_ERRORS
+    if again:
+        kinds = ", ".join(sorted(again))
+        steps[f"{resume_command(argv)} --retry-errors"] = f"tries the failed rows again, as {kinds} may go away"
+    if same:
+        command = resume_command([word for word in argv if word != "--update"])
+        kinds = ", ".join(sorted(same))
+        steps[f"{command} --update"] = f"answers the rows of {kinds} once they are mended in the input"
+    return steps
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -26,7 +26,11 @@ from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_run
 from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
+from nvcli.job_run.report.build import build_report
+from nvcli.job_run.report.report_file import ReportFile
+from nvcli.job_run.report.timeline import Timeline
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
+from nvcli.job_run.settings import SetterOf, sampling_settings, unknown_setter
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.known_input import check_unchanged
@@ -35,6 +39,8 @@ from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.messages import EngineReady
+from nvcli.sampling_params import SamplingParams
+from nvcli.validation import convert
 
 
 def generate(
@@ -48,6 +54,8 @@ def generate(
     update: bool = False,
     limit: int | None = None,
     shard: Shard | None = None,
+    report: ReportFile | None = None,
+    setter_of: SetterOf = unknown_setter,
     start: StartEngine = start_engine,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
@@ -56,6 +64,7 @@ def generate(
     An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again,
     and `update` answers the rows of its inputs that have changed since.
     With a `shard` only its rows are answered, as they would be in the whole job; `limit` counts all rows.
+    `report` is written when the run is over, however it ends; `setter_of` names for it what set each key of `run`.
     `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
     before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError, InputChanged,
     OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal
@@ -85,12 +94,15 @@ def generate(
         for note in opened.notes:
             progress.note(note)
         if opened.finished is not None:
-            return summary_of_complete_job(job.output, opened.finished, time.monotonic() - started_at)
+            summary = summary_of_complete_job(job.output, opened.finished, time.monotonic() - started_at)
+            if report is not None:
+                report.write(build_report(job, summary, setter_of), progress.warn)
+            return summary
         plan = plan_run(job, opened.answered)
         if plan.why:
             progress.note(plan.why)
-        current = _JobRun(job, plan, opened, progress, started_at=started_at)
-        with contextlib.closing(progress), _rare_collections(), _stdout_aside():
+        current = _JobRun(job, plan, opened, progress, setter_of, started_at=started_at)
+        with current.reported(report), contextlib.closing(progress), _rare_collections(), _stdout_aside():
             current.run(start, interrupts.check)
     return current.summary()
 
@@ -99,16 +111,24 @@ class _JobRun:
     """One run of a job: the parts that carry its rows, and what they did."""
 
     def __init__(
-        self, job: ResolvedJob, plan: RunPlan, opened: JobOutput, progress: Progress, *, started_at: float
+        self,
+        job: ResolvedJob,
+        plan: RunPlan,
+        opened: JobOutput,
+        progress: Progress,
+        setter_of: SetterOf,
+        *,
+        started_at: float,
     ) -> None:
         """`started_at` is when the run began, by `time.monotonic`."""
         self._job = job
         self._plan = plan
         self._opened = opened
         self._progress = progress
+        self._setter_of = setter_of
         self._started_at = started_at
-        self._generated_at = started_at
-        self._counts = Counts()
+        self._generated_at: float | None = None
+        self._counts = Counts(convert(dict(job.sampling_defaults), SamplingParams))
         self._counts.rows_resumed = opened.answered.all.count
         self._reports: list[EngineReady] = []
         self._reader = job.make_reader(opened.answered, opened.digests)
@@ -121,6 +141,7 @@ class _JobRun:
         self._view = RunView(
             self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
         )
+        self._timeline = Timeline(self._counts, started_at=started_at)
 
     def run(self, start: StartEngine, check_interrupts: Callable[[], None]) -> None:
         """Answer all rows and finish the output. `check_interrupts` raises where a signal asks for the end.
@@ -155,23 +176,50 @@ class _JobRun:
     def summary(self) -> Summary:
         """Say what the run did. Call when it is over."""
         counts, feeder = self._counts, self._feeder
+        now = time.monotonic()
+        generating = (self._generated_at or now) - counts.started_at if counts.started_at is not None else 0.0
         startups = [report.seconds for report in self._reports]
         return Summary(
             output=self._job.output,
             rows=self._num_rows,
             errors=dict(self._opened.errors + counts.errors),
-            can_continue=self._job.can_continue and self._opened.can_continue,
             counts=counts,
+            sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of),
+            num_gpus=self._plan.num_gpus,
+            limit=None if self._reader.all_read else self._job.limit,
             row_warnings=self._reader.warnings.totals(),
             times=RunTimes(
-                total=time.monotonic() - self._started_at,
-                generating=self._generated_at - counts.started_at if counts.started_at is not None else 0.0,
+                total=now - self._started_at,
+                generating=generating,
                 startup=max(startups, key=lambda parts: sum(parts.values()), default={}),
                 loading_tokenizer=feeder.load_seconds,
                 reading=feeder.read_seconds,
                 tokenizing=feeder.tokenize_seconds,
             ),
         )
+
+    @contextlib.contextmanager
+    def reported(self, report: ReportFile | None) -> Iterator[None]:
+        """While entered, a run that ends, however it ends, is reported. None: no report is wanted."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if report is not None:
+                self._timeline.sample(is_last=True)
+                built = build_report(
+                    self._job,
+                    self.summary(),
+                    self._setter_of,
+                    error=error,
+                    plan=self._plan,
+                    ready=self._reports,
+                    timeline=self._timeline.points,
+                )
+                report.write(built, self._progress.warn)
 
     @property
     def _num_rows(self) -> int:
@@ -206,8 +254,9 @@ class _JobRun:
     def _each_round(self, check_interrupts: Callable[[], None]) -> None:
         check_interrupts()
         for warning in self._reader.warnings.take_new():
-            self._progress.note(warning)
+            self._progress.warn(warning)
         self._progress.update(self._view)
+        self._timeline.sample()
         self._check_errors()
 
     def _check_errors(self) -> None:
@@ -223,19 +272,21 @@ class _JobRun:
     def replica_ready(self, ready: EngineReady) -> None:
         """Tell the user of the first replica that is ready; the others are like it."""
         if not self._reports:
-            for note in describe_ready(self._job.run.model, ready):
-                self._progress.note(note)
+            title, *details = describe_ready(self._job.run.model, ready)
+            self._progress.note(title)
+            for detail in details:
+                self._progress.detail(detail)
         self._reports.append(ready)
 
     def replica_lost(self, error: NvcliError, num_rows: int) -> None:
         """Warn the user that a replica died and the others take over its rows."""
         error = keep_traceback(error, self._job.output)
         rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
-        self._progress.note(f"warning: a copy of the model died, and its {rows} to the others: {error}")
+        self._progress.warn(f"warning: a copy of the model died, and its {rows} to the others: {error}")
 
     def note(self, line: str) -> None:
-        """Tell the user what a replica has to say."""
-        self._progress.note(line)
+        """Warn the user of what a replica has to say."""
+        self._progress.warn(line)
 
 
 def _make_writer(opened: JobOutput, job: JobConfig, shard: Shard) -> ResultWriter:

@@ -45,6 +45,11 @@ class RunPlan:
         """The most requests that one replica runs at the same time."""
         return self.engine_configs[0].max_num_seqs
 
+    @property
+    def num_gpus(self) -> int:
+        """The GPUs of all replicas together; 0 on a CPU."""
+        return sum(config.num_ranks for config in self.engine_configs if config.device == "cuda")
+
 
 def plan_run(job: ResolvedJob, answered: AnsweredRows) -> RunPlan:
     """Decide what to start for the rows of a job that are not `answered` yet.

@@ -31,6 +31,13 @@ _INPUT_FORMATS: dict[str, InputFormat] = {
 _ROW_SUFFIXES = ("", ".jsonl", ".ndjson", ".json")
 """The suffixes of outputs that are JSONL, before that of a compression."""
 _KINDS = {"gz": "gzip data", "zst": "zstd data", "parquet": "a Parquet table", "arrow": "an Arrow table"}
+_UNREAD = {
+    b"PK\x03\x04": "a spreadsheet or another ZIP archive, which is not read; save it as CSV, or unpack it",
+    b"\xfd7zXZ\0": "xz data, which is not read; unpack it, or pack it with gzip or zstd",
+    b"BZh91A": "bzip2 data, which is not read; unpack it, or pack it with gzip or zstd",
+    b"FEA1": "a Feather file of version 1, which is not read; write it with pyarrow.feather.write_feather anew",
+}
+"""What files that begin so hold, and what to do with them."""
 _TABLE_KINDS = {"parquet": "Parquet", "arrow": "Arrow"}
 """Formats that pyarrow reads; they have a compression of their own."""
 
@@ -76,6 +83,8 @@ def check_input_format(path: Path) -> None:
             start = file.read(6)
     except OSError:
         return  # the reader says so, and how far it came
+    if unread := next((text for magic, text in _UNREAD.items() if start.startswith(magic)), None):
+        raise ConfigError(f"the input {path} holds {unread}")
     table = input_format(path.name)
     compression = compression_of(path.name)
     if table in _TABLE_KINDS and compression:

@@ -72,14 +72,20 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
 
 
 def _expand_folder(name: str, output: str | None) -> list[str]:
-    """Return the data files of a folder without the output and what lies beside it; the folder if it has none."""
+    """Return the data files of a folder; the folder if it has none.
+
+    The output and what lies beside it are left out, and so are files that would be the output of another file.
+    """
     try:
         found = list(map(str, folder_files(Path(name))))
     except OSError as error:
         raise ConfigError(f"the input {name} cannot be read: {error.strerror}") from None
     if found and output is None:
         raise ConfigError(f"name the output with -o FILE: it cannot follow from the folder {name}")
-    own = {os.path.realpath(path) for path in own_files(Path(output))} if output not in (None, STREAM) else set()
+    outputs = [choose_output([file], None) for file in found] + [
+        each for each in (output,) if each not in (None, STREAM)
+    ]
+    own = {os.path.realpath(path) for each in outputs for path in own_files(Path(each))}
     return [file for file in found if not _is_of_output(file, output, own)] or [name]
 
 

@@ -25,16 +25,9 @@ from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
 
-ROW_FAULTS = frozenset(
-    (
-        *("invalid_json", "not_an_object", "invalid_id", "duplicate_id", "line_too_long"),
-        *("invalid_utf8", "invalid_csv", "ragged_row"),
-        *("missing_prompt", "conflicting_prompts", "invalid_value", "missing_column", "invalid_sampling"),
-        *("unsupported_url", "unsupported_parameter", "empty_prompt", "prompt_too_long", "max_tokens_too_large"),
-        *("token_out_of_vocabulary", "special_token", "no_chat_template"),
-    )
-)
-"""The error types that no other try makes go away: the row has to be mended."""
+RETRYABLE_ERRORS = frozenset({"kv_cache_too_small", "non_finite_logits", "aborted"})
+"""Error types that may be gone when the same row is tried again: with more memory, in another batch. All others come
+from the row itself, the model or the configuration."""
 
 
 class RowForm(Enum):

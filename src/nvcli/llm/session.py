@@ -63,7 +63,7 @@ class Session:
         self._note = note
         self._needs_chat_template = needs_chat_template
         self._max_rows = window_rows(run, len(self._plan.engine_configs))
-        self.form = OutputForm(created=int(time.time()), model=run.model)
+        self.form = OutputForm(created=int(time.time()), model=run.model, text_field=run.job.text_field)
         self._queue = RowQueue()
         self._feeder = Feeder(
             self._queue,
@@ -218,7 +218,7 @@ class Session:
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
-            calls = list(self._calls)
+            calls = self._calls.copy()  # in one go: a call may be left, as garbage, at any time
         for call in calls:
             call.fail(failure)
 

@@ -70,7 +70,7 @@ def gpu_size(text: str | None) -> int | None:
     except ValueError:
         size = 0
     if size is not None and size < _LEAST_BYTES:
-        raise ConfigError(f"--gpu-memory is {text!r}; allowed: a size such as 80GiB, 80G or 80 (the same), or 85GB")
+        raise ConfigError(f"--gpu-memory {text}: allowed: a size such as 80GiB, 80G or 80 (the same), or 85GB")
     return size
 
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 ProgressMode = Literal["auto", "bar", "plain", "none"]
 
+Verbosity = Literal["quiet", "normal", "verbose"]
+"""quiet: errors and warnings alone; verbose: details of how the run works too."""
+
 PLAIN_SECONDS = 10.0
 BAR_SECONDS = 0.2
 BAR_WIDTH = 16
@@ -36,6 +39,13 @@ class Progress:
         self._stream.write(f"nvcli: {line}\n")
         self._stream.flush()
 
+    def warn(self, line: str) -> None:
+        """Show a line that begins with `warning:`, also where other notes are not wanted."""
+        self.note(line)
+
+    def detail(self, line: str) -> None:
+        """Show a line for those who look into how a run works. Displays leave it out unless they are verbose."""
+
     def update(self, view: RunView) -> None:
         """Show how the run stands. Calls may come as often as they like."""
 
@@ -49,6 +59,42 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Take note that the run is over. `error` is what ended it early, if anything did."""
+
+
+class Beside(Progress):
+    """The base of displays that stand beside another one, `shown`, and hand everything to it."""
+
+    def __init__(self, shown: Progress) -> None:
+        self._shown = shown
+
+    def note(self, line: str) -> None:
+        self._shown.note(line)
+
+    def warn(self, line: str) -> None:
+        self._shown.warn(line)
+
+    def detail(self, line: str) -> None:
+        self._shown.detail(line)
+
+    def update(self, view: RunView) -> None:
+        self._shown.update(view)
+
+    def close(self) -> None:
+        self._shown.close()
+
+
+class Verbose(Beside):
+    """A display that shows details as notes."""
+
+    def detail(self, line: str) -> None:
+        self._shown.note(line)
+
+
+class Quiet(Beside):
+    """A display that shows warnings, and no other notes."""
+
+    def note(self, line: str) -> None:
+        pass
 
 
 class PlainProgress(Progress):
@@ -126,19 +172,27 @@ class BarProgress(Progress):
 
 
 def make_progress(
-    mode: ProgressMode, stream: TextIO, *, beside_answers: bool = False, environ: Mapping[str, str] = os.environ
+    mode: ProgressMode,
+    stream: TextIO,
+    *,
+    beside_answers: bool = False,
+    verbosity: Verbosity = "normal",
+    environ: Mapping[str, str] = os.environ,
 ) -> Progress:
-    """Make a display. `auto` is a bar on a terminal whose cursor can be moved, else plain lines.
+    """Make a display. `auto` is a bar on a terminal whose cursor can be moved, else plain lines; quiet: neither.
 
     `beside_answers` says that answers are written to a terminal. There are plain lines then in place of a bar: answers
     would be written into the bar's line.
     """
+    if mode == "auto" and verbosity == "quiet":
+        mode = "none"
     if mode == "auto":
         mode = "bar" if stream.isatty() and environ.get("TERM", "").lower() not in _WITHOUT_CURSOR else "plain"
     if mode == "bar" and beside_answers and stream.isatty():
         mode = "plain"
     kinds: dict[str, type[Progress]] = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
-    return kinds[mode](stream)
+    shown = kinds[mode](stream)
+    return {"quiet": Quiet, "verbose": Verbose}[verbosity](shown) if verbosity != "normal" else shown
 
 
 def rows_text(status: RunStatus) -> str:

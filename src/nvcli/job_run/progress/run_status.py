@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from nvcli.errors import NvcliError
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.progress.forecast import Forecast, RunningSample, forecast, work_done
@@ -102,6 +103,16 @@ def bare_status(state: State, started: datetime.datetime, message: str | None = 
     return RunStatus(
         state=state, pid=os.getpid(), started_at=iso_time(started), updated_at=iso_time(now), message=message
     )
+
+
+def how_it_ended(error: BaseException | None) -> tuple[State, str | None]:
+    """Return the state of a run that `error` ended (None: it came to its end), and the message of a failure."""
+    if error is None:
+        return "done", None
+    if not isinstance(error, Exception):
+        return "interrupted", None
+    message = str(error) if isinstance(error, NvcliError) else repr(error)
+    return "failed", message.encode(errors="backslashreplace").decode()  # it may name a file whose name is no text
 
 
 class _Snapshot(NamedTuple):

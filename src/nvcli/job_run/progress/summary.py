@@ -1,17 +1,22 @@
-"""The summary of a run at its end: rows, errors by type, tokens, rates and where the time went."""
+"""The summary of a run at its end: how rows came out, tokens, speed, sampling, and what to do next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvcli.job_run.counts import Counts
-from nvcli.job_run.progress.display import format_seconds
-from nvcli.jobs.job import ROW_FAULTS
+from nvcli.job_run.outcomes import Example
+from nvcli.job_run.progress.display import Verbosity, format_seconds
+from nvcli.job_run.settings import DEFAULT, Setting, is_telling
 from nvcli.jobs.output.manifest import Finished
+from nvcli.terminal_text import one_line
+from nvcli.validation import show
 
 _SHOWN_SECONDS = 0.05
 """Parts of the start-up and of the loop that took less are left out."""
+_EXAMPLE_CHARS = 60
+_MESSAGE_CHARS = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,7 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The work of a finished run."""
+    """The work of a run."""
 
     output: str
     rows: int
@@ -42,16 +47,25 @@ class Summary:
     counts: Counts
     """The counts of this run."""
     times: RunTimes
+    sampling: Sequence[Setting] = ()
+    """The sampling of rows that bring none; empty where nothing was run."""
+    num_gpus: int = 0
+    """The GPUs that the run held; 0 on a CPU."""
+    limit: int | None = None
+    """The `--limit` that ended the job before the end of its inputs; None: they were read to their end."""
     row_warnings: Sequence[str] = ()
     """Warnings about rows of this run, with their counts."""
     was_complete: bool = False
     """The output was complete before, and there was nothing to do."""
-    can_continue: bool = True
-    """Whether another run can continue the output."""
 
     @property
     def rows_failed(self) -> int:
         return sum(self.errors.values())
+
+    @property
+    def gpu_hours(self) -> float:
+        """The GPUs that the run held, times its hours from the command to its end."""
+        return self.num_gpus * self.times.total / 3600
 
 
 def summary_of_complete_job(output: str, finished: Finished, seconds: float) -> Summary:
@@ -66,12 +80,28 @@ def summary_of_complete_job(output: str, finished: Finished, seconds: float) -> 
     )
 
 
-def format_summary(summary: Summary) -> str:
-    """Return the summary as a few lines of plain text."""
-    lines = [_first_line(summary), *_error_lines(summary)]
+def format_summary(
+    summary: Summary, *, verbosity: Verbosity = "normal", next_steps: Mapping[str, str] | None = None
+) -> str:
+    """Return the summary as a few lines of plain text; a quiet one is empty unless rows have failed.
+
+    `next_steps` are commands with what they do, as `early_end.next_steps` returns them.
+    """
+    if verbosity == "quiet":
+        return f"{summary.rows_failed:,} of {summary.rows:,} rows failed: {_by_type(summary)}" if summary.errors else ""
+    lines = [_first_line(summary)]
     if not summary.was_complete:
-        lines += [*_token_lines(summary), *_time_lines(summary), *_notes(summary.counts)]
-        lines += [f"  note      {warning}" for warning in summary.row_warnings]
+        lines += _row_lines(summary.counts)
+    lines += _error_lines(summary)
+    if not summary.was_complete:
+        lines += [*_token_lines(summary), *_sampling_lines(summary)]
+        if verbosity == "verbose":
+            lines += _time_lines(summary)
+        lines += [*_notes(summary.counts), *(f"  note      {warning}" for warning in summary.row_warnings)]
+    if summary.limit is not None:
+        lines.append(f"  note      these are the first {_rows(summary.limit)}; without --limit the others follow")
+    for number, (command, effect) in enumerate((next_steps or {}).items()):
+        lines.append(f"  {'' if number else 'next':<9} {command}  # {effect}")
     return "\n".join(lines)
 
 
@@ -85,18 +115,37 @@ def _first_line(summary: Summary) -> str:
     return line if summary.output == "-" else f"{line} → {summary.output}"
 
 
+def _row_lines(counts: Counts) -> Iterator[str]:
+    if counts.rows_deduplicated:
+        yield (
+            f"  equal     {_rows(counts.rows_deduplicated)} answered with the answer of an equal row "
+            f"({counts.deduplicated_tokens:,} tokens not computed)"
+        )
+    for reason, count in counts.outcomes.finish_reasons.most_common():
+        example = counts.outcomes.answer_examples[reason][0]
+        answers = "1 answer" if count == 1 else f"{count:,} answers"
+        why = " cut at `max_tokens`" if reason == "length" else ""
+        yield f'  {reason:<9} {answers}{why}, such as {_id(example)}: "{one_line(example.text, _EXAMPLE_CHARS)}"'
+
+
 def _error_lines(summary: Summary) -> Iterator[str]:
-    if summary.errors:
-        by_type = sorted(summary.errors.items(), key=lambda item: -item[1])
-        yield "  failed    " + ", ".join(f"{name} {count:,}" for name, count in by_type)
-        at_fault = sum(count for name, count in summary.errors.items() if name in ROW_FAULTS)
-        others = summary.rows_failed - at_fault
-        if others and summary.can_continue:
-            which = f"{others:,} of these rows" if at_fault else "these rows"
-            yield f"            --retry-errors tries {which} again"
-        if at_fault and summary.can_continue:
-            which = f"the other {at_fault:,}" if others else "these rows"
-            yield f"            mend {which} in the input: --update then answers what was mended"
+    examples = summary.counts.outcomes.error_examples
+    head = "failed"
+    for kind, count in sorted(summary.errors.items(), key=lambda item: -item[1]):
+        line = f"  {head:<9} {kind} {count:,}"
+        if kind in examples:
+            example = examples[kind][0]
+            line += f", such as {_id(example)}: {one_line(example.text, _MESSAGE_CHARS)}"
+        yield line
+        head = ""
+
+
+def _by_type(summary: Summary) -> str:
+    return ", ".join(f"{kind} {count:,}" for kind, count in sorted(summary.errors.items(), key=lambda item: -item[1]))
+
+
+def _id(example: Example) -> str:
+    return one_line(str(example.id), _EXAMPLE_CHARS)
 
 
 def _token_lines(summary: Summary) -> Iterator[str]:
@@ -106,18 +155,32 @@ def _token_lines(summary: Summary) -> Iterator[str]:
         share = counts.cached_tokens / counts.prompt_tokens
         cached = f" ({counts.cached_tokens:,} from the prefix cache, {share:.0%})"
     yield f"  tokens    prompt {counts.prompt_tokens:,}{cached}, generated {counts.completion_tokens:,}"
-    if counts.rows_deduplicated:
-        rows = "row" if counts.rows_deduplicated == 1 else "rows"
-        yield (
-            f"  equal     {counts.rows_deduplicated:,} {rows} answered with the answer of an equal row "
-            f"({counts.deduplicated_tokens:,} tokens not computed)"
-        )
     if seconds > 0:
         yield (
             f"  speed     {counts.completion_tokens / seconds:,.0f} generated and "
             f"{counts.prompt_tokens / seconds:,.0f} prompt tokens/s, "
-            f"{(summary.rows - counts.rows_resumed) / seconds:,.1f} rows/s"
+            f"{counts.rows_done / seconds:,.1f} rows/s"
         )
+    if summary.num_gpus:
+        gpus = "1 GPU" if summary.num_gpus == 1 else f"{summary.num_gpus} GPUs"
+        yield f"  GPUs      {summary.gpu_hours:.3g} GPU-hours ({gpus} for {format_seconds(summary.times.total)})"
+
+
+def _sampling_lines(summary: Summary) -> Iterator[str]:
+    """Yield the sampling of rows that bring none, by what set it, and how many rows bring their own."""
+    by_origin: dict[str, list[str]] = {}
+    for setting in summary.sampling:
+        if is_telling(setting):
+            name = setting.key.removeprefix("sampling.")
+            value = one_line(show(setting.value, _EXAMPLE_CHARS)) if setting.value is not None else "unset"
+            by_origin.setdefault(setting.origin, []).append(f"{name} {value}")
+    origins = sorted(by_origin, key=lambda origin: origin == DEFAULT)
+    parts = [f"{', '.join(by_origin[origin])} ({origin})" for origin in origins]
+    own = [f"{key} in {_rows(count)}" for key, count in summary.counts.outcomes.own_sampling.most_common()]
+    if own:
+        parts.append(f"{', '.join(own)} (the row's own)")
+    if parts:
+        yield f"  sampling  {'; '.join(parts)}"
 
 
 def _time_lines(summary: Summary) -> Iterator[str]:
@@ -147,3 +210,7 @@ def _notes(counts: Counts) -> Iterator[str]:
             f"  note      {counts.num_preemptions:,} preemptions: the KV cache was full; "
             "more memory or a smaller `max_num_seqs` avoids computing these twice"
         )
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"

@@ -33,7 +33,7 @@ class CsvSource(LineSource):
         """`known` is the input as it was when the job began, where that is to be checked."""
         super().__init__(name, known)
         self._records = _RecordLines()
-        self._at = ""
+        self._at = "line 0"
 
     def place(self, number: int) -> str:
         """Return the lines of the record that was yielded last; blank lines and the header are counted."""

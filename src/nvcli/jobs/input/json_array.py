@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from nvcli.jobs import line_splitter
+from nvcli.jobs.input.known_input import KnownInput
 from nvcli.jobs.input.line_source import BOM, DamagedInput, LineSource
 from nvcli.jobs.line_splitter import Line, LineSplitter
 
@@ -119,11 +120,15 @@ class JsonSplitter:
 class JsonSource(LineSource):
     """The rows of a `.json` file, once: the items of its array, or its lines."""
 
+    def __init__(self, name: str, known: KnownInput | None = None) -> None:
+        """`known` is the input as it was when the job began, where that is to be checked."""
+        super().__init__(name, known)
+        self._splitter = JsonSplitter()
+
     def place(self, number: int) -> str:
-        """Return the name of a row's place: an item of the array, or a line."""
+        """Return what messages call the place of the row that was yielded last: an item of the array, or a line."""
         is_array = isinstance(self._splitter.splitter, ArraySplitter)
         return f"item {number:,}" if is_array else super().place(number)
 
     def _make_splitter(self) -> JsonSplitter:
-        self._splitter = JsonSplitter()
         return self._splitter

@@ -142,7 +142,7 @@ class RowReader:
                     is_due = batch.add(row, num_bytes) if row is not None else bool(batch.rows)
                     if is_due:
                         yield batch.take()
-            except InputChanged:
+            except (InputChanged, ConfigError):
                 if batch.rows:
                     yield batch.take()
                 raise

@@ -24,6 +24,7 @@ _VERSION_KEYS = (
     "mtime", "modified", "created",
 )  # fmt: skip
 """What stores call the things that differ between two versions of a file."""
+_NOT_FOUND = 404
 _READ_SECONDS = 60
 """An HTTP server that sends nothing for so long has failed; a whole file may take as long as it likes."""
 
@@ -125,9 +126,11 @@ def _explained(url: str) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        problem = f"{first_line(error)}; install what such addresses need with: pip install 'nvcli[remote]'"
-    except FileNotFoundError:
-        problem = "there is no such file"
+        problem = f"{first_line(error)}; the extra `remote` of nvcli brings what https://, s3:// and gs:// need"
+    except FileNotFoundError as error:
+        cause = error.__cause__  # of HTTP, whatever it was
+        is_missing = cause is None or getattr(cause, "status", None) == _NOT_FOUND
+        problem = "there is no such file" if is_missing or cause is None else f"cannot be fetched: {first_line(cause)}"
     except (PermissionError, IsADirectoryError) as error:
         problem = str(error) or "no permission"
     except Exception as error:  # each store has its own exceptions

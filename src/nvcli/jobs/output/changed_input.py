@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.job import ROW_FAULTS
+from nvcli.jobs.job import RETRYABLE_ERRORS
 from nvcli.jobs.output.locked_file import LockedFile, in_chunks
 from nvcli.jobs.output.manifest import Manifest, save_manifest
 from nvcli.jobs.output.output_scan import OutputScan, scan_output, sound_lines
@@ -132,7 +132,7 @@ def _kept_lines(
         index = changes.index_of(row.index)
         if index is None or index not in shard or index in rows.repeated:
             continue
-        if row.error_type is not None and (row.error_type in ROW_FAULTS or index != row.index):
+        if row.error_type is not None and (row.error_type not in RETRYABLE_ERRORS or index != row.index):
             continue
         name = rows.name_of(index)
         is_same = index == row.index and (name is None or name == row.id)

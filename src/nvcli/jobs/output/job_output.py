@@ -96,11 +96,6 @@ class JobOutput:
         """Takes the digests of the rows that are read, where another run may continue the output."""
 
     @property
-    def can_continue(self) -> bool:
-        """Whether another run may continue the output."""
-        return self.digests is not None
-
-    @property
     def folder(self) -> Path | None:
         """The folder for temporary files of the output's size; None: the system's own."""
         return None

@@ -186,8 +186,10 @@ def _open_unwritten(path: Path) -> IO[bytes]:
     """Open an output for reading, with a lock that lets no run write to it. Raises ConfigError."""
     rows = rows_path(path)
     if not rows.is_file():
-        beside = f": {rows.name}, which holds its rows, is not beside it" if path.is_file() and rows != path else ""
-        raise ConfigError(f"{path} cannot be joined{beside or ': it is no file'}")
+        why = "it is no file"
+        if path.is_file():
+            why = f"{rows.name}, which holds its rows, is not beside it; copy it there, or start that shard anew"
+        raise ConfigError(f"{path} cannot be joined: {why}")
     try:
         file = rows.open("rb")
     except OSError as error:

@@ -1,0 +1,1 @@
+"""`--report`: what a run did, as one page for people and as JSON for programs."""

@@ -1,0 +1,141 @@
+"""The data of a report. Its JSON form is the one that jobs/README.md documents."""
+
+from __future__ import annotations
+
+import msgspec
+
+from nvcli.job_run.outcomes import Example
+from nvcli.job_run.progress.run_status import State
+from nvcli.job_run.report.lengths import Lengths
+from nvcli.job_run.report.timeline import TimePoint
+from nvcli.job_run.settings import Setting
+
+FORMAT = 1
+"""The version of the JSON form. It grows when a key changes its meaning or goes."""
+
+
+class OutputRows(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of the whole output, with those of earlier runs."""
+
+    rows: int
+    """Rows that are answered or have failed. Of a run that was cut short with `order: input`, this counts rows too
+    that were computed and still waited for their turn."""
+    answered: int
+    failed: int
+    errors: dict[str, int]
+    """Failed rows by error type."""
+    num_bytes: int | None
+    """The size of the output file; None where it is no regular file."""
+
+
+class RunRows(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of this run."""
+
+    done: int
+    """Rows that the run finished; failed and deduplicated ones are included."""
+    failed: int
+    deduplicated: int
+    """Rows that got the answer of an equal row."""
+    resumed: int
+    """Rows that earlier runs had finished, which are not among `done`."""
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of the rows that this run computed."""
+
+    prompt: int
+    cached: int
+    """Prompt tokens that were found in the prefix cache."""
+    generated: int
+    deduplicated: int
+    """Prompt and answer tokens of rows that got the answer of an equal row, and were not computed."""
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over the time from the first request to the last answer."""
+
+    generated_tokens_per_second: float
+    prompt_tokens_per_second: float
+    rows_per_second: float
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One finish reason, or one type of error, in this run."""
+
+    kind: str
+    count: int
+    """Answers with this finish reason, or rows with this error."""
+    examples: list[Example]
+    """The first of them that were finished, at most three."""
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes that computed, and what they took."""
+
+    device: str
+    dtype: str
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    gpus: list[str]
+    """The name of each GPU that the run held; empty on a CPU, or where nvidia-smi does not tell."""
+    why: str
+    """Why there are so many replicas on so many GPUs; empty where nothing was chosen."""
+    attention_backend: str | None
+    """This key and the next four are None, or empty, where no replica became ready."""
+    kv_cache_tokens: int | None
+    """Tokens that the KV cache of one replica holds."""
+    kv_cache_bytes: int | None
+    """Bytes of one rank's KV cache."""
+    weight_bytes: int | None
+    """Bytes of one rank's weights."""
+    startup_seconds: dict[str, float]
+    """The start-up of the slowest replica, by part."""
+    preemptions: int
+    """How often a request was set back because the KV cache was full."""
+    lost_replicas: int
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did."""
+
+    format: int = FORMAT
+    state: State
+    """`done`, `failed` or `interrupted`."""
+    message: str | None
+    """The error that ended the run, where `state` is `failed`."""
+    command: str
+    model: str
+    inputs: list[str]
+    output: str
+    started_at: str
+    """When the run began, in ISO 8601 and UTC; `ended_at` likewise."""
+    ended_at: str
+    seconds: float
+    """The time from the command to its end."""
+    generating_seconds: float
+    """The time from the first request to the last answer."""
+    gpu_hours: float | None
+    """GPUs times hours; None on a CPU."""
+    was_complete: bool
+    """Whether the output was complete before, so that this run had nothing to do."""
+    whole_output: OutputRows
+    rows: RunRows
+    tokens: Tokens
+    rates: Rates
+    finish_reasons: list[Outcome]
+    errors: list[Outcome]
+    prompt_lengths: Lengths
+    """Prompts of the rows that this run answered."""
+    answer_lengths: Lengths
+    """Answers that this run computed."""
+    timeline: list[TimePoint]
+    sampling: list[Setting]
+    """The sampling of a row that brings none."""
+    own_sampling: dict[str, int]
+    """Rows by each sampling parameter for which they brought another value."""
+    config: list[Setting]
+    engine: Engine | None
+    """None where nothing was started."""
+    versions: dict[str, str | None]
+    warnings: list[str]

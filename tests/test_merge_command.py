@@ -1,0 +1,93 @@
+"""Shards and their merge as commands: exit codes, what is said, and a merge that is killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fake_command import ENVIRON, nvcli_command
+from nvcli.jobs.output.manifest import Finished, save_manifest
+from nvcli.jobs.shard import Shard
+from output_jobs import JOB, plain_bytes
+
+
+def run(*arguments: object, cwd: Path, fakes: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        nvcli_command(*map(str, arguments), cwd=cwd, fakes=fakes),
+        cwd=cwd,
+        env={**ENVIRON, **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_shards_are_answered_and_joined(tmp_path: Path, model_folder: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"p{number}"} for number in range(9)]
+    rows[7] = {"promt": "x"}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    generate = ("generate", "in.jsonl", "-m", str(model_folder))
+    first = run(*generate, "--shard", "0/2", cwd=tmp_path, fakes="")
+    assert (first.returncode, "5 of 5 rows answered" in first.stderr) == (0, True)
+    missing = run("merge", "in.shard-0-of-2.out.jsonl", "-o", "all.jsonl", cwd=tmp_path)
+    assert missing.returncode == 1
+    assert "shard 1/2: all of its 4 rows" in missing.stderr
+    assert f"nvcli generate in.jsonl --model {model_folder} --shard 1/2 -o in.shard-1-of-2.out.jsonl" in missing.stderr
+    second = run(*generate, "--shard", "auto", cwd=tmp_path, fakes="", SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2")
+    assert second.returncode == 1
+    assert "answering shard 1/2, as Slurm counts its tasks" in second.stderr
+    joined = run("merge", "in.shard-*", "-o", "all.jsonl", cwd=tmp_path)
+    assert joined.returncode == 1
+    assert "joined 2 shards: 9 rows, 1 of them errors → all.jsonl" in joined.stderr
+    assert f"nvcli generate in.jsonl --model {model_folder} -o all.jsonl --retry-errors" in joined.stderr
+    assert [json.loads(line)["index"] for line in (tmp_path / "all.jsonl").read_text().splitlines()] == list(range(9))
+    printed = run("merge", "in.shard-*.out.jsonl", "-o", "-", cwd=tmp_path)
+    assert printed.stdout == (tmp_path / "all.jsonl").read_text()
+    whole = run(*generate, "-o", "all.jsonl", cwd=tmp_path, fakes="")
+    assert "all.jsonl is complete: 8 of 9 rows answered" in whole.stderr
+    wrong = run(*generate, "--shard", "2/2", cwd=tmp_path, fakes="")
+    assert (wrong.returncode, "allowed: 0/2 to 1/2" in wrong.stderr) == (2, True)
+
+
+def write_shards(folder: Path, count: int, num_rows: int) -> None:
+    """Outputs of shards, their rows in random order."""
+    rng = random.Random(0)
+    for shard in (Shard(number, count) for number in range(count)):
+        path = folder / f"in.shard-{shard.number}-of-{count}.out.jsonl"
+        rows = [*range(shard.number, num_rows, count)]
+        rng.shuffle(rows)
+        lines = [json.dumps({"id": f"r{row}", "index": row, "choices": [], "error": None}) for row in rows]
+        path.write_text("\n".join([*lines, ""]))
+        finished = Finished(
+            rows=len(rows), errors={}, all_read=True, output_bytes=path.stat().st_size, rows_read=num_rows
+        )
+        facts = {**JOB.facts, "shard": str(shard)}
+        save_manifest(path, msgspec.structs.replace(JOB, facts=facts, finished=finished))
+
+
+def test_a_merge_that_is_killed_goes_on(tmp_path: Path) -> None:
+    write_shards(tmp_path, 3, 60_000)
+    output = tmp_path / "all.jsonl.zst"
+    merge = nvcli_command("merge", "in.shard-*.out.jsonl", "-o", output.name, cwd=tmp_path)
+    sizes = [0]
+    for number in (signal.SIGKILL, signal.SIGINT):
+        process = subprocess.Popen(merge, cwd=tmp_path, env=ENVIRON, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (output.exists() and output.stat().st_size > sizes[-1]):
+            time.sleep(0.001)
+        process.send_signal(number)
+        assert process.wait() in (-number, 130)
+        sizes.append(output.stat().st_size)
+    last = run(*merge[3:], cwd=tmp_path)
+    assert last.returncode == 0
+    assert "rows are answered already" in last.stderr
+    rows = [json.loads(line)["index"] for line in plain_bytes(output).splitlines()]
+    assert rows == list(range(60_000))
+    assert sizes == sorted(sizes)
