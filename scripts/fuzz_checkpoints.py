@@ -146,7 +146,7 @@ class Outcome:
             wrong.append(f"{self.peak_bytes / 2**20:,.0f} MiB of memory")
         if (folder / _MODEL / CANARY).exists() or (folder / CANARY).exists():
             wrong.append("code of the checkpoint was run")
-        own = {_MODEL, _INPUT, _OUTPUT, f"{_OUTPUT}.manifest.json"}
+        own = {_MODEL, _INPUT, _OUTPUT, f"{_OUTPUT}.manifest.json", f"{_OUTPUT}.digests"}
         if strange := {path.name for path in folder.iterdir()} - own:
             wrong.append(f"files were left: {', '.join(sorted(strange))}")
         if self.code == 0 and (folder / _OUTPUT).exists() and len((folder / _OUTPUT).read_bytes().splitlines()) != 2:

@@ -34,7 +34,7 @@ def test_each_changes_one_field() -> None:
     ("text", "values", "named"),
     [
         ("", {}, "prefix-cache"),
-        ("speed", {}, "'speed' is unknown"),
+        ("speed", {}, "--ablate speed: allowed: one or more"),
         ("backend=auto", {}, "backend=triton"),
         ("overlap,overlap", {}, "twice"),
         ("graphs", {}, "on a CPU"),
