@@ -63,6 +63,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"sliding_window": 20, "rope_parameters": BY_LAYER_TYPE, "tie_word_embeddings": True, **FOUR_LAYERS},
     ),
+    "gemma 4, keys as values": (
+        "Gemma4Text",
+        {
+            "sliding_window": 20,
+            "rope_parameters": None,
+            "attention_k_eq_v": True,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+            **FOUR_LAYERS,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        },
+    ),
+    "gemma 4, values of their own": (
+        "Gemma4Text",
+        {"sliding_window": 20, "rope_parameters": None, "global_head_dim": 64, "hidden_size_per_layer_input": 0},
+    ),
     "phi 3": ("Phi3", {"sliding_window": 20, "rope_parameters": HALF}),
     "phi 4, longrope of short runs": (
         "Phi3",

@@ -7,6 +7,7 @@ import difflib
 from nvcli.models.families.cohere2 import COHERE2
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA2, GEMMA3
+from nvcli.models.families.gemma4 import GEMMA4
 from nvcli.models.families.glm import GLM, GLM4
 from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.llama import INTERNLM3, LLAMA
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL3,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     PHI3,
     OLMO2,
     OLMO3,
