@@ -65,6 +65,14 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert_same(write_tiny_model(tmp_path / "tiny", family), tp=2, rank=1)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_norms_that_are_kept_in_float32_and_those_of_all_heads(tp: int, tmp_path: Path) -> None:
+    for family in ("Gemma3Text", "Olmo3", "Granite"):
+        overrides = {"rope_parameters": None} if family == "Gemma3Text" else {}
+        path = write_tiny_model(tmp_path / family, family, layer_types=["full_attention"] * 2, **overrides)
+        assert_same(path, tp, rank=tp - 1)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages(is_tied: bool, tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "tiny", num_hidden_layers=5, tie_word_embeddings=is_tied)
