@@ -1,4 +1,4 @@
-"""What the attention of a model is on one rank: the kind of each layer, as attention backends and the KV cache take it."""
+"""The attention of a model on one rank: the kind of each layer, as attention backends and the KV cache take it."""
 
 from __future__ import annotations
 
