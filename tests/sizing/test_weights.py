@@ -87,7 +87,21 @@ def test_the_largest_stage(tmp_path: Path) -> None:
     assert largest_stage(model, 3) == Stage(0, 3), "two layers and the embedding"
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen3-0.6b", 0.60), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-0.6b", 0.60),
+        ("qwen3-8b", 8.19),
+        ("qwen3-32b", 32.76),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("gemma-2-9b", 9.24),
+        ("gemma-3-4b", 3.88),
+        ("gemma-3-12b", 11.77),
+        ("gemma-3-27b", 27.01),
+        ("phi-4", 14.66),
+    ],
+)
 def test_published_sizes(name: str, billions: float, tmp_path: Path) -> None:
     weights = weight_bytes(load_model_config(write_shape(name, tmp_path)), "bfloat16")
     assert sum(weights.values()) / 2e9 == pytest.approx(billions, abs=0.005)
