@@ -54,6 +54,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral3",
         {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "tie_word_embeddings": False},
     ),
+    "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh"}),
     "gemma 2": ("Gemma2", {"sliding_window": 20, "num_hidden_layers": 3, "attn_logit_softcapping": 2.0}),
     "gemma 3": (
         "Gemma3Text",

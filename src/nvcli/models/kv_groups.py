@@ -53,6 +53,7 @@ def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     )
 
 
+@lru_cache(maxsize=64)
 def block_bytes(
     config: ModelConfig, dtype: StoredDtype, *, block_size: int, tensor_parallel_size: int = 1, stage: Stage = WHOLE
 ) -> int:

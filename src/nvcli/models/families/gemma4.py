@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nvcli.models.families.family import Family
-from nvcli.models.families.gemma import GEMMA3, GEMMA_NORMS
+from nvcli.models.families.gemma import NORMS_ON_BOTH_SIDES
+from nvcli.models.families.gemma3 import GEMMA3
 from nvcli.models.families.reading import (
     FULL,
     SLIDING,
@@ -20,6 +21,7 @@ from nvcli.models.families.reading import (
     read_head_dim,
     read_mlp,
     read_num_kv_heads,
+    read_optional,
     read_window,
 )
 from nvcli.models.json_file import JsonFile
@@ -27,6 +29,8 @@ from nvcli.models.layer_config import AttentionConfig, DecoderConfig, LayerConfi
 from nvcli.models.rope_config import RopeConfig, read_rope
 from nvcli.validation import show
 
+_MOST_KINDS = 8
+"""More kinds of layers than any model has; KV groups are chosen by trying sizes for all of them."""
 _UNSUPPORTED = {
     "hidden_size_per_layer_input": "embeddings for each layer",
     "num_kv_shared_layers": "layers that share keys and values",
@@ -40,14 +44,15 @@ def read(config: JsonFile) -> DecoderConfig:
     for key, feature in _UNSUPPORTED.items():
         if config.values.get(key):
             raise config.error(key, f"{show(config.values[key])}: {feature} are not supported; supported: 0 or false")
+    layers = tuple(_layers(config))
+    if len(set(layers)) > _MOST_KINDS:
+        raise config.error("per_layer_config", f"describes more than {_MOST_KINDS} kinds of layers")
     return read_decoder(
         config,
-        _layers(config),
+        layers,
         embedding_scale=float(config.positive("hidden_size") ** 0.5),
         rounds_embedding_scale=True,
-        logit_soft_cap=config.positive_number("final_logit_softcapping")
-        if config.values.get("final_logit_softcapping") is not None
-        else None,
+        logit_soft_cap=read_optional(config, "final_logit_softcapping", None),
     )
 
 
@@ -57,7 +62,7 @@ def _layers(config: JsonFile) -> Iterator[LayerConfig]:
     kinds[-1] = FULL  # whatever the file says, as in transformers
     for number, kind in enumerate(kinds):
         attention = _attention(_of_layer(config, number, kind), kind)
-        yield LayerConfig(attention=attention, mlp=mlp, norms=GEMMA_NORMS, has_scalar=True)
+        yield LayerConfig(attention=attention, mlp=mlp, norms=NORMS_ON_BOTH_SIDES, has_scalar=True)
 
 
 def _of_layer(config: JsonFile, number: int, kind: str) -> JsonFile:
