@@ -114,6 +114,19 @@ def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
         ),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, ["`use_bidirectional_attention`"]),
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, ["`hidden_activation`", "relu", "gelu_pytorch_tanh"]),
+        (
+            "Gemma4ForCausalLM",
+            {
+                "hidden_size_per_layer_input": 0,
+                "attention_k_eq_v": True,
+                "num_hidden_layers": 6,
+                "rope_parameters": {
+                    FULL: {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                    SLIDING: {"rope_theta": 1e4},
+                },
+            },
+            ["`rope_parameters`", "keys are values"],
+        ),
         ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, ["`layer_types`", "mamba"]),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
         ("Cohere2ForCausalLM", {"logit_scale": -1}, ["`logit_scale`", "-1"]),

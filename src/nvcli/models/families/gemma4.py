@@ -83,7 +83,7 @@ def _of_layer(config: JsonFile, number: int, kind: str) -> JsonFile:
 
 def _attention(config: JsonFile, kind: str) -> AttentionConfig:
     bias = config.get("attention_bias", bool, False)
-    return read_attention(
+    attention = read_attention(
         config,
         default_theta=None,
         rope=lambda head_dim: _rope(config, kind, head_dim),
@@ -97,6 +97,11 @@ def _attention(config: JsonFile, kind: str) -> AttentionConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
+    rope = attention.rope
+    if attention.keys_are_values and rope is not None and rope.row_order(attention.head_dim) is not None:
+        # Ranks would keep the values' dimensions in the order of the keys', which is not that of o_proj.
+        raise config.error("rope_parameters", "a part of each head cannot be rotated where keys are values")
+    return attention
 
 
 def _rope(config: JsonFile, kind: str, head_dim: int) -> RopeConfig:
