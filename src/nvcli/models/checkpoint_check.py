@@ -10,7 +10,7 @@ from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors
+from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors, unused_tensors
 from nvcli.models.safetensors_header import TensorInfo
 
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
@@ -31,7 +31,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     that no stage knows.
     """
     _check_needed(model_tensors(config, config.dtype, stage), tensors, path)
-    known = {tensor.name for tensor in model_tensors(config, config.dtype)}
+    known = {tensor.name for tensor in model_tensors(config, config.dtype)} | set(unused_tensors(config))
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     if extra := [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]:
