@@ -79,6 +79,10 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
         attention = 3 * model.hidden_size + 2 * queries + 4 * keys
         mlp = 2 * model.hidden_size + layer.mlp.intermediate_size // size
         most = max(most, attention, mlp)
+    inputs = model.decoder.layer_inputs
+    if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
+        width = model.num_layers * inputs.size
+        most = max(most + width, 4 * width + model.hidden_size)
     angles = model.decoder.angles_per_position * 4  # cos and sin in float32
     return num_tokens * (most * DTYPE_BYTES[config.dtype] + angles)
 
