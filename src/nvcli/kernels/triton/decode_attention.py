@@ -108,7 +108,7 @@ def decode_attention_kernel(
         cache_offset = row_offset[:, None] + dims[None, :]
         key = tl.load(k_cache + cache_offset, mask=is_key[:, None], other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale_log2
-        if SOFT_CAP:
+        if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))

@@ -82,7 +82,7 @@ def _attend(
             key = tl.load(k_cache + cache_offset)
         scores = tl.dot(query, key.T, input_precision="ieee")
         unit = scale_log2
-        if SOFT_CAP:
+        if SOFT_CAP > 0:
             scores = soft_capped(scores * scale_log2, SOFT_CAP)
             unit = 1.0
         if MASKED:
