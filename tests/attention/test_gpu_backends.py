@@ -34,6 +34,8 @@ CASES = [
     ("triton", 256, 1, 8, 16, F16),
     ("triton", 256, 1, 1, 64, F32),
     ("triton", 32, 2, 2, 24, F32),
+    ("triton", 512, 4, 8, 64, BF16),
+    ("triton", 512, 1, 2, 16, F32),
     ("torch", 64, 2, 4, 16, F32),
     ("torch", 128, 8, 2, 64, BF16),
     ("torch", 256, 1, 8, 64, F16),
@@ -59,7 +61,12 @@ DRAFTS = BatchShape(decode_rows=12, tokens_per_row=4, prefill_rows=3, prefill_to
 
 
 def make_bench(
-    name: str, *shape: Any, num_tokens: int, max_num_seqs: int = 256, windows: tuple[int | None, ...] = (None,)
+    name: str,
+    *shape: Any,
+    num_tokens: int,
+    max_num_seqs: int = 256,
+    windows: tuple[int | None, ...] = (None,),
+    **options: Any,
 ) -> Bench:
     head_dim, num_kv_heads, ratio, block_size, dtype = shape
 
@@ -82,6 +89,7 @@ def make_bench(
         device="cuda",
         max_num_seqs=max_num_seqs,
         poison=float("nan") if name in ("triton", "torch") else 100.0,
+        **options,
     )
 
 
@@ -117,6 +125,19 @@ def test_windows(case: tuple[Any, ...], windows: tuple[int | None, ...]) -> None
     for _ in range(2):
         bench.step((a, 1), (b, 1), (c, 1), (d, 1), (e, 1))
     bench.step((e, 1))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] in (128, 256)], ids=str)
+def test_soft_caps_and_groups_of_other_head_sizes(case: tuple[Any, ...]) -> None:
+    """Scores that a cap bends, and blocks that hold keys of several shapes, so that they do not lie side by side."""
+    head_dim = case[1]
+    bench = make_bench(*case, num_tokens=20_000, windows=(100, None), head_dims=(head_dim // 2, head_dim), soft_cap=0.7)
+    bench.leave_garbage(100.0)
+    a, b, c, d = (History() for _ in range(4))
+    bench.step((a, 1), (b, 15), (c, 128), (d, 700))
+    bench.fill(d, 6000)
+    bench.step((d, 1), (a, 1), (b, 300), (c, 40))
+    bench.step((a, 1), (b, 1), (c, 1), (d, 1))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == 128], ids=str)

@@ -35,7 +35,7 @@ def assert_same(path: Path, tp: int, rank: int, stage: Stage = WHOLE, dtype: tor
     assert sum(planned.values()) == sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp": "MLP", "lm_head": "LM head"}
     for key, part in by_name.items():
-        found = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if key in n)
+        found = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if f".{key}." in f".{n}")
         assert planned.get(part, 0) == found, part
     specs = model.attention_layers
     kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
@@ -65,6 +65,14 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert_same(write_tiny_model(tmp_path / "tiny", family), tp=2, rank=1)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_norms_that_are_kept_in_float32_and_those_of_all_heads(tp: int, tmp_path: Path) -> None:
+    for family in ("Gemma3Text", "Olmo3", "Granite"):
+        overrides = {"rope_parameters": None} if family == "Gemma3Text" else {}
+        path = write_tiny_model(tmp_path / family, family, layer_types=["full_attention"] * 2, **overrides)
+        assert_same(path, tp, rank=tp - 1)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages(is_tied: bool, tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "tiny", num_hidden_layers=5, tie_word_embeddings=is_tied)
@@ -79,7 +87,21 @@ def test_the_largest_stage(tmp_path: Path) -> None:
     assert largest_stage(model, 3) == Stage(0, 3), "two layers and the embedding"
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen3-0.6b", 0.60), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-0.6b", 0.60),
+        ("qwen3-8b", 8.19),
+        ("qwen3-32b", 32.76),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("gemma-2-9b", 9.24),
+        ("gemma-3-4b", 3.88),
+        ("gemma-3-12b", 11.77),
+        ("gemma-3-27b", 27.01),
+        ("phi-4", 14.66),
+    ],
+)
 def test_published_sizes(name: str, billions: float, tmp_path: Path) -> None:
     weights = weight_bytes(load_model_config(write_shape(name, tmp_path)), "bfloat16")
     assert sum(weights.values()) / 2e9 == pytest.approx(billions, abs=0.005)

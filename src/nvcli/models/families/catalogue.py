@@ -1,0 +1,59 @@
+"""FAMILIES: all families that are served, and the look-up of an architecture's name."""
+
+from __future__ import annotations
+
+import difflib
+
+from nvcli.models.families.cohere2 import COHERE2
+from nvcli.models.families.family import Family
+from nvcli.models.families.gemma import GEMMA
+from nvcli.models.families.gemma2 import GEMMA2
+from nvcli.models.families.gemma3 import GEMMA3
+from nvcli.models.families.gemma4 import GEMMA4
+from nvcli.models.families.glm import GLM, GLM4
+from nvcli.models.families.granite import GRANITE, GRANITE4
+from nvcli.models.families.llama import INTERNLM3, LLAMA
+from nvcli.models.families.ministral import MINISTRAL, MINISTRAL3, MISTRAL3
+from nvcli.models.families.mistral import MISTRAL
+from nvcli.models.families.olmo import OLMO2, OLMO3
+from nvcli.models.families.phi3 import PHI3
+from nvcli.models.families.qwen import QWEN2, QWEN3
+from nvcli.models.families.seed_oss import SEED_OSS
+from nvcli.models.families.smollm3 import SMOLLM3
+
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    INTERNLM3,
+    SMOLLM3,
+    QWEN2,
+    QWEN3,
+    MISTRAL,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GEMMA4,
+    PHI3,
+    OLMO2,
+    OLMO3,
+    GLM,
+    GLM4,
+    GRANITE,
+    GRANITE4,
+    SEED_OSS,
+    COHERE2,
+)
+"""In the order in which `nvcli models` lists them."""
+
+
+def find_family(architecture: str) -> Family | None:
+    """Return the family of an architecture of config.json; None where it is not served."""
+    return next((family for family in FAMILIES if architecture in family.architectures), None)
+
+
+def nearest_architecture(architecture: str) -> str:
+    """Return the architecture that is served and whose name is most like this one."""
+    names = [name for family in FAMILIES for name in family.architectures]
+    return difflib.get_close_matches(architecture, names, n=1, cutoff=0.0)[0]

@@ -1,0 +1,133 @@
+"""Tiny models of every family beside Llama, Mistral and Qwen: transformers' names, and arguments of a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+HALF = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 9.0],
+}
+BY_LAYER_TYPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1000.0},
+    FULL: {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+}
+FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}
+LONGEST_SHORT_RUN = 70
+"""With longrope, longer runs take the long factors."""
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3, layers without rope": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3, windows where nothing rotates": (
+        "SmolLM3",
+        {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 20},
+    ),
+    "llama, dynamic rope": ("Llama", {"rope_parameters": {**DEFAULT, "rope_type": "dynamic", "factor": 6.0}}),
+    "ministral, windows by layer": ("Ministral", {"sliding_window": 20, **FOUR_LAYERS}),
+    "ministral 3, queries that grow": (
+        "Ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "mistral 3 with vision": (
+        "Mistral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "tie_word_embeddings": False},
+    ),
+    "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma 2": ("Gemma2", {"sliding_window": 20, "num_hidden_layers": 3, "attn_logit_softcapping": 2.0}),
+    "gemma 3": (
+        "Gemma3Text",
+        {"sliding_window": 20, "rope_parameters": BY_LAYER_TYPE, "query_pre_attn_scalar": 24, **FOUR_LAYERS},
+    ),
+    "gemma 3 with vision": (
+        "Gemma3",
+        {"sliding_window": 20, "rope_parameters": BY_LAYER_TYPE, "tie_word_embeddings": True, **FOUR_LAYERS},
+    ),
+    "gemma 4, keys as values": (
+        "Gemma4Text",
+        {
+            "sliding_window": 20,
+            "rope_parameters": None,
+            "attention_k_eq_v": True,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+            **FOUR_LAYERS,
+            "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+        },
+    ),
+    "gemma 4, values of their own": (
+        "Gemma4Text",
+        {"sliding_window": 20, "rope_parameters": None, "global_head_dim": 64, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma 4, inputs of each layer and shared keys": (
+        "Gemma4Text",
+        {
+            "sliding_window": 20,
+            "rope_parameters": None,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 97,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "num_hidden_layers": 6,
+            "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL],
+        },
+    ),
+    "phi 3": ("Phi3", {"sliding_window": 20, "rope_parameters": HALF}),
+    "phi 4, longrope of short runs": (
+        "Phi3",
+        {
+            "rope_parameters": LONG,
+            "original_max_position_embeddings": LONGEST_SHORT_RUN,
+            "hidden_size": 64,
+            "head_dim": 16,
+        },
+    ),
+    "olmo 2": ("Olmo2", {"num_hidden_layers": 3}),
+    "olmo 3": ("Olmo3", {"sliding_window": 20, **FOUR_LAYERS}),
+    "glm": ("Glm", {"rope_parameters": HALF}),
+    "glm 4": ("Glm4", {"rope_parameters": HALF}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.5,
+            "embedding_scale": 0.4,
+        },
+    ),
+    "granite 4": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
+    "cohere 2": (
+        "Cohere2",
+        {
+            "sliding_window": 20,
+            "hidden_size": 64,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.3,
+            **FOUR_LAYERS,
+        },
+    ),
+}
