@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_ROUTER_ROWS = 512
+"""The most rows of which a router's logits are computed in parts."""
+
 
 class _Launch(NamedTuple):
     """Tile sizes of a product."""
@@ -73,6 +76,13 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     assert out.is_contiguous()
     _launch(x, weight, out, _WHOLE, gated=False)
     return out
+
+
+def takes_parts(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_parts` serves these shapes and types, and a router's few features are not better left to
+    cuBLAS."""
+    num_features, in_features = weight.shape
+    return x.shape[0] <= _ROUTER_ROWS and weight.element_size() == 2 and num_features % 32 == in_features % 512 == 0
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
