@@ -115,8 +115,8 @@ CASES = (
 )
 LAUNCHES = {
     "measured": None,
-    "rows first": ExpertLaunch(16, Launch(32, 32, 3, 4, False), Launch(64, 64, 3, 4, False)),
-    "weight first": ExpertLaunch(32, Launch(64, 64, 3, 4, True), Launch(64, 32, 3, 4, True)),
+    "few rows": ExpertLaunch(16, Launch(32, 32, 3, 4), Launch(64, 64, 3, 4)),
+    "more rows": ExpertLaunch(32, Launch(64, 64, 3, 4), Launch(64, 32, 3, 4)),
 }
 
 
@@ -140,7 +140,7 @@ def test_biases_and_activations(activation: GatedActivation) -> None:
     routes, weights = routes_of(40, 4, 2), weights_of(4, 64, 32, dtype, biases=True)
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = reference.apply_experts(x.float(), routes, in_float32(weights), activation)
-    for launch in ("rows first", "weight first"):
+    for launch in ("few rows", "more rows"):
         actual = apply_experts(x.to(DEVICE), on_device(routes), on_device(weights), activation, LAUNCHES[launch])
         torch.testing.assert_close(actual.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

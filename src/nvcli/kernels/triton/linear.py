@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROUTER_ROWS = 512
-"""The most rows of which a router's logits are computed in parts."""
+_ROUTER_ROWS = 1024
+"""The most rows of which a router's logits are computed in parts. Measured on an H200 (128 experts, H 2048) in
+microseconds, in parts against cuBLAS: 2.7 against 4.9 for 1 row, 4.7 against 5.6 for 1,024 and 31 against 13 for
+8,192."""
 
 
 class _Launch(NamedTuple):
