@@ -77,8 +77,7 @@ def make_cache(num_blocks: int, block_size: int) -> KVCache:
     assert num_layers >= 2, "one layer would be timed in the L2 cache"
     spec = KVCacheSpec(
         group_layers=(tuple(range(num_layers)),),
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
+        group_heads=((NUM_KV_HEADS, HEAD_DIM),),
         block_size=block_size,
         dtype=DTYPE,
     )

@@ -72,8 +72,7 @@ class Bench:
         num_groups = len(windows)
         cache_spec = KVCacheSpec(
             group_layers=tuple((group, num_groups + group) for group in range(num_groups)),
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            group_heads=((num_kv_heads, head_dim),) * num_groups,
             block_size=block_size,
             dtype=dtype,
         )

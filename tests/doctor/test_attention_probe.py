@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from nvcli.attention.selection import BACKENDS
-from nvcli.doctor.attention_probe import AttentionTask, probe
+from nvcli.doctor.attention_probe import AttentionKind, AttentionTask, probe
 from nvcli.doctor.findings import Finding, Level
+
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 
 def check(device: Any, **changes: Any) -> dict[str, Finding]:
     fields = {
         "device": device,
         "dtype": "float32" if device == "cpu" else "bfloat16",
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
+        "kinds": (AttentionKind(**HEADS),),
         "block_size": 64,
         "max_num_seqs": 256,
         "choice": "auto",
@@ -34,7 +34,8 @@ def test_on_a_cpu() -> None:
 
 
 def test_the_model_s_windows_are_asked_for() -> None:
-    assert check("cpu", windows=(None, 64))["choice"].level == Level.OK
+    kinds = (AttentionKind(**HEADS), AttentionKind(**HEADS, window=64))
+    assert check("cpu", kinds=kinds)["choice"].level == Level.OK
 
 
 def test_a_choice_that_cannot_serve() -> None:
@@ -48,4 +49,4 @@ def test_on_a_gpu() -> None:
     findings = check("cuda")
     assert findings["triton"] == Finding(name="triton", level=Level.OK, found="works")
     assert "auto is triton" in findings["choice"].found
-    assert "head size 80" in check("cuda", head_dim=80)["triton"].found
+    assert "head size 80" in check("cuda", kinds=(AttentionKind(**{**HEADS, "head_dim": 80}),))["triton"].found

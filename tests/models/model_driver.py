@@ -40,13 +40,8 @@ class ModelDriver:
         self.model = build_model(config, self.group, dtype, stage=stage)
         self.num_bytes = load_weights(self.model, path, device)
         layers = self.model.attention_layers
-        cache_spec = KVCacheSpec(
-            group_layers=tuple(group.layers for group in kv_groups(config, stage)),
-            num_kv_heads=layers[0].num_kv_heads,
-            head_dim=layers[0].head_dim,
-            block_size=block_size,
-            dtype=dtype,
-        )
+        group_layers = tuple(group.layers for group in kv_groups(config, stage))
+        cache_spec = KVCacheSpec.of_layers(layers, group_layers, block_size=block_size, dtype=dtype)
         self.kv_cache = KVCache(cache_spec, num_blocks, device)
         self.blocks = Blocks(num_blocks)
         case = AttentionCase(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from checkpoints import tiny_model_config
+from model_facts import rope_of
 from nvcli.errors import LoadError
 from nvcli.models.checkpoint import INDEX_FILE, check_weight_files, read_tensors, weight_files
 from nvcli.models.config import load_model_config
@@ -105,7 +106,7 @@ def test_llama3_by_zero(tmp_path: Path, key: str) -> None:
 
 
 def test_yarn_takes_zero_for_the_usual_betas_as_transformers_does(tmp_path: Path) -> None:
-    rope = load_model_config(write_config(tmp_path, rope_parameters={**YARN, "beta_fast": 0, "beta_slow": 0})).rope
+    rope = rope_of(load_model_config(write_config(tmp_path, rope_parameters={**YARN, "beta_fast": 0, "beta_slow": 0})))
     assert (rope.beta_fast, rope.beta_slow) == (32.0, 1.0)
 
 

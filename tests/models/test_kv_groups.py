@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoints import tiny_model_config
+from model_facts import windows_of
 from nvcli.distributed.stage import Stage
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import KVGroup, block_bytes, blocks_needed, kv_groups
@@ -29,7 +30,7 @@ def model_of(path: Path, windows: list[int | None], **overrides: Any) -> ModelCo
     }
     (path / "config.json").write_text(json.dumps(values))
     config = load_model_config(path)
-    assert config.layer_windows == tuple(windows)
+    assert windows_of(config) == tuple(windows)
     return config
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from checkpoints import write_tiny_model
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.kernels.activation import Activation
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
@@ -35,10 +36,10 @@ class DoublingMethod(PlainLinearMethod):
         assert isinstance(layer.copy, Tensor)
         return x @ ((layer.weight + layer.copy) / 2).float().t()
 
-    def apply_gated(self, layer: ShardedLinear, x: Tensor) -> Tensor:
-        return LinearMethod.apply_gated(self, layer, x)
+    def apply_gated(self, layer: ShardedLinear, x: Tensor, activation: Activation) -> Tensor:
+        return LinearMethod.apply_gated(self, layer, x, activation)
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor) -> Tensor | None:
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor | None) -> Tensor | None:
         return LinearMethod.apply_for_sum(self, layer, x, residual)
 
 

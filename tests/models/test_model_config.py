@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from checkpoints import tiny_model_config
+from model_facts import attention_of, rope_of, windows_of
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
 
@@ -40,12 +41,15 @@ def assert_refused(path: Path, *parts: str) -> None:
 
 def test_shapes(tmp_path: Path) -> None:
     config = read(tmp_path, tie_word_embeddings=True)
-    assert (config.vocab_size, config.hidden_size, config.num_layers, config.intermediate_size) == (97, 32, 2, 48)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert (config.vocab_size, config.hidden_size, config.num_layers) == (97, 32, 2)
+    assert config.layers[0] is config.layers[1]
+    assert config.layers[0].mlp.intermediate_size == 48
+    attention = attention_of(config)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 16)
     assert config.tie_word_embeddings
-    assert not config.qkv_bias
-    assert not config.o_bias
-    assert config.layer_windows == (None, None)
+    assert not attention.qkv_bias
+    assert not attention.o_bias
+    assert windows_of(config) == (None, None)
     assert config.max_position_embeddings == 512
 
 
@@ -87,13 +91,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ids=["new", "new by layer type", "old", "older", "mixed"],
 )
 def test_old_and_new_rope_formats_mean_the_same(tmp_path: Path, keys: dict[str, Any]) -> None:
-    rope = read(tmp_path, **keys).rope
+    rope = rope_of(read(tmp_path, **keys))
     assert (rope.rope_type, rope.theta, rope.factor, rope.original_max_position_embeddings) == ("yarn", 5e5, 4.0, 128)
 
 
 @pytest.mark.parametrize("scaling", [None, ABSENT])
 def test_old_format_without_scaling(tmp_path: Path, scaling: object) -> None:
-    rope = read(tmp_path, rope_parameters=ABSENT, rope_theta=1000000, rope_scaling=scaling).rope
+    rope = rope_of(read(tmp_path, rope_parameters=ABSENT, rope_theta=1000000, rope_scaling=scaling))
     assert (rope.rope_type, rope.theta) == ("default", 1e6)
 
 
@@ -157,7 +161,7 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"hidden_size": True}, ["`hidden_size`", "true"]),
         ({"num_hidden_layers": 0}, ["`num_hidden_layers`", "0"]),
         ({"num_key_value_heads": 3}, ["`num_key_value_heads`", "3", "4"]),
-        ({"architectures": ["GPT2LMHeadModel"]}, ["`architectures`", "GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        ({"architectures": ["GPT2LMHeadModel"]}, ["`architectures`", "GPT2LMHeadModel", "nvcli models"]),
         ({"architectures": ABSENT}, ["`architectures`"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["`quantization_config`", "awq"]),
         ({"layer_types": ["full_attention"]}, ["`layer_types`", "1 layer", "2"]),
@@ -168,10 +172,12 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"hidden_act": "gelu"}, ["`hidden_act`", "gelu", "silu"]),
         ({"dtype": "float8_e4m3fn"}, ["`dtype`", "float8_e4m3fn", "bfloat16"]),
         ({"eos_token_id": "</s>"}, ["`eos_token_id`", "</s>"]),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, ["rope_parameters.rope_type", "longrope"]),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, ["rope_parameters.rope_type", "spiral"]),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, ["parameters.short_factor", "missing"]),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["`rope_parameters.factor`", "missing"]),
         ({"rope_parameters": ABSENT}, ["rope_theta", "missing"]),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}}, ["partial_rotary_factor", "1.5"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, ["partial_rotary_factor", "odd"]),
         ({"rms_norm_eps": NAN}, ["`rms_norm_eps`", "NaN"]),
         ({"rms_norm_eps": 0}, ["`rms_norm_eps`", "0"]),
         ({"rms_norm_eps": -1e-6}, ["`rms_norm_eps`", "-1e-06"]),
@@ -201,9 +207,9 @@ def test_sliding_window_that_no_layer_uses_is_fine(tmp_path: Path) -> None:
         {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
         {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0},  # no sequence is longer
     ):
-        assert read(tmp_path, **keys).layer_windows == (None, None)
+        assert windows_of(read(tmp_path, **keys)) == (None, None)
     absent = read(tmp_path, use_sliding_window=True, sliding_window=64, num_hidden_layers=29)
-    assert absent.layer_windows == (*[None] * 28, 64), "an absent `max_window_layers` is 28"
+    assert windows_of(absent) == (*[None] * 28, 64), "an absent `max_window_layers` is 28"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +224,7 @@ def test_sliding_window_that_no_layer_uses_is_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
 def test_windows_by_layer(tmp_path: Path, family: str, keys: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     config = read(tmp_path, architectures=[f"{family}ForCausalLM"], use_sliding_window=True, **keys)
-    assert config.layer_windows == windows
+    assert windows_of(config) == windows
 
 
 def test_families_differ_by_their_biases_norms_and_windows(tmp_path: Path) -> None:
@@ -226,25 +232,29 @@ def test_families_differ_by_their_biases_norms_and_windows(tmp_path: Path) -> No
 
     def traits(family: str) -> tuple[Any, ...]:
         config = read(tmp_path, architectures=[f"{family}ForCausalLM"], **keys)
-        return config.qk_norm, config.qkv_bias, config.o_bias, config.mlp_bias, config.layer_windows[0]
+        layer = config.layers[0]
+        attention = layer.attention
+        return attention.qk_norm, attention.qkv_bias, attention.o_bias, layer.mlp.bias, attention.window
 
-    assert traits("Llama") == (False, True, True, True, None)
-    assert traits("Mistral") == (False, False, False, False, 64)
-    assert traits("Qwen2") == (False, True, False, False, None)
-    assert traits("Qwen3") == (True, True, True, False, None)
+    assert traits("Llama") == (None, True, True, True, None)
+    assert traits("Mistral") == (None, False, False, False, 64)
+    assert traits("Qwen2") == (None, True, False, False, None)
+    assert traits("Qwen3") == ("head", True, True, False, None)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2"])
 def test_an_absent_head_dim_is_the_heads_share_of_the_hidden_size(tmp_path: Path, family: str) -> None:
     for absent in (None, ABSENT):
-        assert read(tmp_path, architectures=[f"{family}ForCausalLM"], head_dim=absent).head_dim == 8
+        config = read(tmp_path, architectures=[f"{family}ForCausalLM"], head_dim=absent)
+        assert attention_of(config).head_dim == 8
     write(tmp_path, architectures=[f"{family}ForCausalLM"], head_dim=None, hidden_size=30)
     assert_refused(tmp_path, "`head_dim`", "4 heads", "30")
 
 
 def test_llama_2_says_no_rope_theta(tmp_path: Path) -> None:
     config = read(tmp_path, architectures=["LlamaForCausalLM"], rope_parameters=ABSENT, rope_scaling=None)
-    assert (config.rope.rope_type, config.rope.theta) == ("default", 10_000.0)
+    rope = rope_of(config)
+    assert (rope.rope_type, rope.theta) == ("default", 10_000.0)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +273,7 @@ def test_windows_that_a_family_does_not_have_are_refused(tmp_path: Path, family:
 @pytest.mark.parametrize(("window", "expected"), [(64, 64), (None, None), (512, None)])
 def test_mistral_has_one_window_for_all_layers(tmp_path: Path, window: int | None, expected: int | None) -> None:
     config = read(tmp_path, architectures=["MistralForCausalLM"], sliding_window=window)
-    assert config.layer_windows == (expected, expected)
+    assert windows_of(config) == (expected, expected)
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1, True), (2, True), (3, False), (4, True), (8, False)])

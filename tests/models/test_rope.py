@@ -11,6 +11,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from checkpoints import tiny_model_config
+from model_facts import rope_of
 from nvcli.models.config import load_model_config
 from nvcli.models.rope import RotaryTable
 
@@ -35,7 +36,7 @@ def test_table_is_that_of_transformers(variant: str, head_dim: int, tmp_path: Pa
     theirs = Qwen3Config(**arguments, architectures=["Qwen3ForCausalLM"])
     theirs.save_pretrained(tmp_path)
     ours = load_model_config(tmp_path)
-    table = RotaryTable(ours.rope, head_dim, 512)
+    table = RotaryTable(rope_of(ours), head_dim, 512)
     table.derive(torch.device("cpu"))
     positions = torch.tensor([0, 1, 77, 300, 511], dtype=torch.int32)
     cos, sin = Qwen3RotaryEmbedding(theirs)(torch.empty(0), positions.unsqueeze(0))

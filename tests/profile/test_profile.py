@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from model_facts import with_windows
 from nvcli.bench.shapes import write_shape
 from nvcli.config import EngineConfig, RunConfig, load_run_config, parse_size
 from nvcli.job_run.resolve import resolve_engine_config
@@ -179,7 +179,7 @@ def test_a_cache_too_small_for_one_request_is_flagged(tmp_path: Path) -> None:
 def test_the_longest_request_of_a_cache(tmp_path: Path, window: int | None) -> None:
     config, model = setting(tmp_path, max_model_len=4096, max_num_batched_tokens=256)
     if window is not None:
-        model = dataclasses.replace(model, layer_windows=(window, None) * (model.num_layers // 2))
+        model = with_windows(model, (window, None) * (model.num_layers // 2))
     for num_blocks in range(200):
         longest = longest_request(num_blocks, config, model)
         assert longest == 0 or blocks_of_request(config, model, longest) <= num_blocks

@@ -46,7 +46,7 @@ def test_what_is_not(message: str) -> None:
 
 
 def test_ranks_that_start_anew_take_no_more_blocks_than_before() -> None:
-    spec = KVCacheSpec(group_layers=((0, 1),), num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
+    spec = KVCacheSpec(group_layers=((0, 1),), group_heads=((2, 64),), block_size=16, dtype=torch.float32)
     for before, expected in ((None, 101), (30, 31), (1000, 101)):
         config = engine_config(kv_cache_memory=101 * spec.block_bytes, max_num_seqs=64, kv_blocks_before=before)
         plan = plan_memory(
@@ -57,7 +57,7 @@ def test_ranks_that_start_anew_take_no_more_blocks_than_before() -> None:
 
 def test_ranks_that_start_anew_beside_others_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many blocks as before where nothing else has come; where something has, not all that is free."""
-    spec = KVCacheSpec(group_layers=((0, 1),), num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
+    spec = KVCacheSpec(group_layers=((0, 1),), group_heads=((2, 64),), block_size=16, dtype=torch.float32)
     total, held = 1000 * spec.block_bytes, 100 * spec.block_bytes
     sizes = {"weights": held, "buffers": 0, "activations": 10 * spec.block_bytes, "graphs": 0, "max_blocks": 1000}
 

@@ -35,7 +35,7 @@ def assert_same(path: Path, tp: int, rank: int, stage: Stage = WHOLE, dtype: tor
     assert sum(planned.values()) == sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp": "MLP", "lm_head": "LM head"}
     for key, part in by_name.items():
-        found = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if key in n)
+        found = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if f".{key}." in f".{n}")
         assert planned.get(part, 0) == found, part
     specs = model.attention_layers
     kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)

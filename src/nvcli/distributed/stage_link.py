@@ -57,6 +57,8 @@ class StageLink:
         rows[0].copy_(state.residual)
         if state.delta is not None:
             rows[1].copy_(state.delta)
+        elif self._num_tensors == 2:
+            rows[1].zero_()
         self._sending = dist.isend(rows, group=self._next, group_dst=1)
 
     def _rows(self, memory: Tensor, num_rows: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nvcli.kernels.norm import add_rms_norm
+from nvcli.kernels.norm import add_rms_norm, rms_norm, sum_rms_norm
 from nvcli.kernels.peer_memory import PeerMemory
 
 
@@ -65,17 +65,35 @@ class TensorParallelGroup:
         memory = self._peer_memory_for(part.shape, part.dtype)
         return self._all_reduce(part) if memory is None else memory.sum(part)
 
-    def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
+    ) -> Tensor:
         """Sum the ranks' parts, add the sum to `residual` in place, and norm the result. [T, H] each → [T, H].
 
         A lone rank may give float32 parts [P, T, H] instead, which are summed here. The result holds until the next
         call. `residual` may be read by the next call only: a rank updates the rows that it will read again, and maybe
         no others.
         """
+        memory = None if is_centered else self._peer_memory_for(part.shape, part.dtype)
+        if memory is None:
+            return add_rms_norm(self._all_reduce(part), residual, weight, eps, is_centered=is_centered)
+        return memory.add_rms_norm(part, residual, weight, eps)
+
+    def sum_rms_norm(self, part: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """Sum the ranks' parts and norm the sum: [T, H], or a lone rank's float32 parts [P, T, H] → [T, H] of `dtype`.
+
+        The result holds until the next sum.
+        """
+        if part.dim() == 3:
+            return sum_rms_norm(part, weight, eps, dtype)
         memory = self._peer_memory_for(part.shape, part.dtype)
         if memory is None:
-            return add_rms_norm(self._all_reduce(part), residual, weight, eps)
-        return memory.add_rms_norm(part, residual, weight, eps)
+            return rms_norm(self._all_reduce(part), weight, eps)
+        return memory.add_rms_norm(part, torch.zeros_like(part), weight, eps)
+
+    def sum_of_squares(self, squares: Tensor) -> Tensor:
+        """Sum float32 numbers over the ranks through the process group, in place. It is no sum of `PeerMemory`."""
+        return self._all_reduce(squares)
 
     def send_stage(self, delta: Tensor | None, residual: Tensor) -> StageState:
         """Make what the next stage needs, at the end of a stage that is not the last; not collective.

@@ -14,19 +14,25 @@ import msgspec
 from nvcli.doctor.findings import Finding, note, ok, problem
 
 
-class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
-    """An `attention.backend.AttentionCase` in plain values, and the backend that the configuration chooses."""
+class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
+    """An `attention.spec.AttentionSpec` in plain values."""
 
-    device: Literal["cpu", "cuda"]
-    dtype: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
+
+
+class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
+    """An `attention.spec.AttentionCase` in plain values, and the backend that the configuration chooses."""
+
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    kinds: tuple[AttentionKind, ...]
+    """The kinds of attention of the model's layers, each once."""
     block_size: int
     max_num_seqs: int
     choice: str
-    windows: tuple[int | None, ...] = (None,)
-    """The windows of the model's layers, each once; None: full attention."""
 
 
 def main(task: AttentionTask, control: Connection) -> None:
@@ -46,13 +52,13 @@ def probe(task: AttentionTask) -> list[Finding]:
         dtype=getattr(torch, task.dtype),
         specs=tuple(
             AttentionSpec(
-                num_heads=task.num_heads,
-                num_kv_heads=task.num_kv_heads,
-                head_dim=task.head_dim,
-                scale=task.head_dim**-0.5,
-                window=window,
+                num_heads=kind.num_heads,
+                num_kv_heads=kind.num_kv_heads,
+                head_dim=kind.head_dim,
+                scale=kind.head_dim**-0.5,
+                window=kind.window,
             )
-            for window in task.windows
+            for kind in task.kinds
         ),
         block_size=task.block_size,
         max_num_seqs=task.max_num_seqs,
@@ -64,7 +70,8 @@ def probe(task: AttentionTask) -> list[Finding]:
             findings.append(note(name, "; ".join(reasons)))
         else:
             findings.append(ok(name, f"works; auto leaves it out: {passed_over}" if passed_over else "works"))
-    shape = f"{task.num_heads} heads, {task.num_kv_heads} KV heads of {task.head_dim}, {task.dtype}"
+    shapes = [f"{kind.num_heads} heads, {kind.num_kv_heads} KV heads of {kind.head_dim}" for kind in task.kinds]
+    shape = f"{' and '.join(dict.fromkeys(shapes))}, {task.dtype}"
     try:
         backend, _ = select_backend(task.choice, case)
     except ConfigError as error:

@@ -11,7 +11,7 @@ import msgspec
 
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.doctor.all_reduce import check_all_reduce
-from nvcli.doctor.attention_probe import AttentionTask
+from nvcli.doctor.attention_probe import AttentionKind, AttentionTask
 from nvcli.doctor.device_probe import DeviceReport, GpuReport
 from nvcli.doctor.findings import Finding, Section, note, ok, problem
 from nvcli.doctor.fit import check_fit
@@ -34,10 +34,9 @@ from nvcli.job_run.resolve import (
     sampling_defaults,
 )
 from nvcli.models.config import ModelConfig
-from nvcli.models.kv_groups import kv_heads_per_rank
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
 
-_EXAMPLE_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+_EXAMPLE = AttentionKind(num_heads=32, num_kv_heads=8, head_dim=128)
 """The heads that attention backends are asked about where no model is given: those of Qwen3-8B."""
 
 
@@ -155,15 +154,10 @@ def _attention_task(
 ) -> AttentionTask:
     """Make the question that a rank of the run would ask."""
     model = files.config if files is not None else None
-    heads = _EXAMPLE_HEADS
+    kinds: tuple[AttentionKind, ...] = (_EXAMPLE,)
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     if model is not None and config is not None:
-        size = config.tensor_parallel_size
-        heads = {
-            "num_heads": model.num_heads // size,
-            "num_kv_heads": kv_heads_per_rank(model, size),
-            "head_dim": model.head_dim,
-        }
+        kinds = _attention_kinds(model, config.tensor_parallel_size)
         dtype = config.dtype
     return AttentionTask(
         device=device,
@@ -171,9 +165,22 @@ def _attention_task(
         block_size=run.block_size,
         max_num_seqs=run.max_num_seqs,
         choice=attention_choice(run.attention_backend),
-        windows=(None,) if model is None else tuple(dict.fromkeys(model.layer_windows)),
-        **heads,
+        kinds=kinds,
     )
+
+
+def _attention_kinds(model: ModelConfig, tensor_parallel_size: int) -> tuple[AttentionKind, ...]:
+    """Return the kinds of attention that one rank of the run computes, each once."""
+    kinds = (
+        AttentionKind(
+            num_heads=attention.num_heads // tensor_parallel_size,
+            num_kv_heads=attention.kv_heads_per_rank(tensor_parallel_size),
+            head_dim=attention.head_dim,
+            window=attention.window,
+        )
+        for attention in (layer.attention for layer in model.decoder.layer_kinds)
+    )
+    return tuple(dict.fromkeys(kinds))
 
 
 def _model_task(path: Path, files: ModelFiles) -> ModelTask:

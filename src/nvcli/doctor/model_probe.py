@@ -15,7 +15,6 @@ from nvcli.errors import LoadError, RowError
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.models import checkpoint_check
-from nvcli.models.checkpoint import read_tensors
 from nvcli.models.config import load_model_config
 
 _TEXT = "What is 17 times 7? It is 119."
@@ -82,7 +81,10 @@ def check_chat_template(tokenizer: Tokenizer) -> Finding:
 def check_tensors(path: Path) -> Finding:
     """Check that the checkpoint holds each tensor that the model has, in its shape, and no others."""
     try:
-        checkpoint_check.check_tensors(load_model_config(path), read_tensors(path), path)
+        config = load_model_config(path)
+        located = checkpoint_check.read_model_tensors(config, path)
+        checkpoint_check.check_tensors(config, located.tensors, path)
     except LoadError as error:
         return problem("tensors", str(error), "config.json and weights must be of one model: download both again")
-    return ok("tensors", "names and shapes are those that config.json describes")
+    found = "names and shapes are those that config.json describes"
+    return ok("tensors", found if located.note is None else f"{found}; {located.note}")

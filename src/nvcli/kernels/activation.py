@@ -1,17 +1,41 @@
-"""Activations of gated MLPs. Plain torch is the reference; CUDA tensors take the Triton kernel that is held to it."""
+"""Activations of gated MLPs. Plain torch is the reference; CUDA tensors take the Triton kernel that is held to it.
+
+The gate and what it multiplies stand side by side in the last dimension: [T, 2 I] → [T, I].
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
+Activation = Literal["silu", "gelu_tanh"]
+"""The function on the gate; `gelu_tanh` is GELU in its tanh approximation."""
+
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) × up (SwiGLU; Shazeer, 2020), the two side by side in the last dimension. [T, 2 I] → [T,
-    I]."""
+    """Compute silu(gate) × up (SwiGLU; Shazeer, 2020). [T, 2 I] → [T, I]."""
     if gate_up.is_cuda:
         from nvcli.kernels.triton import activation
 
         return activation.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """Compute gelu(gate) × up (GEGLU) with GELU's tanh approximation. [T, 2 I] → [T, I]."""
+    if gate_up.is_cuda:
+        from nvcli.kernels.triton import activation
+
+        return activation.gelu_tanh_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+ACTIVATE_AND_MUL: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+}

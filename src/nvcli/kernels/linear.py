@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 
 _SMALL_WEIGHT = 8 << 20
 """Elements. Qwen3-0.6B's largest layer has 6.3 M, and gains; Qwen3-8B's smallest has 16.8 M, and does not."""
@@ -33,8 +33,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = 
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def linear_for_sum(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
-    """x Wᵀ, for the residual sum behind it. residual: [T, out], contiguous.
+def linear_for_sum(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor | None:
+    """x Wᵀ, for the residual sum behind it. residual: [T, out], contiguous; None: the product must not be added yet.
 
     The result is what is still to be added to `residual`: [T, out], or float32 parts [P, T, out] that add up to it, as
     `add_rms_norm` takes them. None means that the product has been added already: of many rows, where its way through
@@ -44,23 +44,23 @@ def linear_for_sum(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None
         from nvcli.kernels.triton import linear as kernels
 
         return kernels.linear_parts(x, weight)
-    if x.is_cuda and x.shape[0] >= _MANY_ROWS:
+    if residual is not None and x.is_cuda and x.shape[0] >= _MANY_ROWS:
         residual.addmm_(x, weight.t())
         return None
     return F.linear(x, weight)
 
 
-def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. weight: [2 × out, in] → [T, out]."""
+def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. weight: [2 × out, in] → [T, out]."""
     if _is_small(x, weight):
         from nvcli.kernels.triton import linear as kernels
 
-        return kernels.gated_linear(x, weight)
+        return kernels.gated_linear(x, weight, is_gelu=activation == "gelu_tanh")
     if _has_many_rows(x, weight):
         from nvcli.kernels.triton import gated_linear as many_rows
 
-        return many_rows.gated_linear(x, weight)
-    return silu_and_mul(F.linear(x, weight))
+        return many_rows.gated_linear(x, weight, is_gelu=activation == "gelu_tanh")
+    return ACTIVATE_AND_MUL[activation](F.linear(x, weight))
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:

@@ -24,7 +24,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 def qk_norm_rope_store(
     qkv: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -36,11 +36,12 @@ def qk_norm_rope_store(
     eps: float,
     keep_keys: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cut the fused projection into q, k and v; norm each head of q and k where there are weights; rotate q and k;
-    store k and v in the cache.
+    """Cut the fused projection into q, k and v; norm each head of q and k where there are weights; rotate q and k where
+    there are angles; store k and v in the cache.
 
     qkv: [T, (num_heads + 2 num_kv_heads) × D], used up: what it holds afterwards is undefined, but for the views below;
-    cos_sin: [T, D] float32; caches: [num_blocks, block_size, num_kv_heads, D], contiguous; slot_mapping: [T] int64,
+    cos_sin: [T, D] float32 or None; caches: [num_blocks, block_size, num_kv_heads, D], contiguous within each block;
+    slot_mapping: [T] int64,
     block id × block_size + offset of each token (several padding tokens may share one of the null block); weights: [D]
     → q [T, num_heads, D], contiguous; k and v [T, num_kv_heads, D], which may be views of qkv. Without `keep_keys` k is
     None: rotated keys are in the cache alone, which saves the GPU a write to memory.
@@ -61,14 +62,25 @@ def qk_norm_rope_store(
             eps=eps,
             keep_keys=keep_keys,
         )
-    head_dim = cos_sin.shape[-1]
+    head_dim = k_cache.shape[-1]
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps)
-    q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v.to(v_cache.dtype))
-    return q, k if keep_keys else None, v
+    if cos_sin is not None:
+        q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
+    _store(k_cache, slot_mapping, k)
+    _store(v_cache, slot_mapping, v)
+    return q.contiguous(), k if keep_keys else None, v
+
+
+def _store(cache: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
+    """Write rows [T, num_kv_heads, D] to their places in the cache."""
+    rows = rows.to(cache.dtype)
+    if cache.is_contiguous():
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+    else:
+        block_size = cache.shape[1]
+        cache[slot_mapping // block_size, slot_mapping % block_size] = rows

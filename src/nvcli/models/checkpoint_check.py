@@ -7,6 +7,8 @@ from pathlib import Path
 
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.errors import LoadError
+from nvcli.models.checkpoint import read_tensors
+from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors
 from nvcli.models.safetensors_header import TensorInfo
@@ -17,8 +19,13 @@ TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
+def read_model_tensors(config: ModelConfig, path: Path) -> LocatedTensors:
+    """Read which tensors of a model a checkpoint folder has, and where. Raises LoadError."""
+    return locate_tensors(config.decoder.layout, read_tensors(path), model_tensors(config, config.dtype))
+
+
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: Path, *, stage: Stage = WHOLE) -> None:
-    """Raise LoadError unless `tensors`, those of the checkpoint `path`, are the model's.
+    """Raise LoadError unless `tensors`, those that `read_model_tensors` found in `path`, are the model's.
 
     Every tensor that the stage needs must be there, in its shape and a type that can be read, and there must be none
     that no stage knows.
@@ -28,7 +35,8 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     if extra := [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]:
-        raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', extra)}")
+        names = [tensors[name].name for name in extra]
+        raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', names)}")
 
 
 def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo], path: Path) -> None:
@@ -38,12 +46,12 @@ def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo
         found = tensors[tensor.name]
         if found.shape != tensor.shape:
             raise LoadError(
-                f"{found.file}: tensor {tensor.name} has shape {list(found.shape)}, config.json asks for "
+                f"{found.file}: tensor {found.name} has shape {list(found.shape)}, config.json asks for "
                 f"{list(tensor.shape)}"
             )
         if found.dtype not in _FLOAT_DTYPES:
             raise LoadError(
-                f"{found.file}: tensor {tensor.name} is stored as {found.dtype}; supported: "
+                f"{found.file}: tensor {found.name} is stored as {found.dtype}; supported: "
                 f"{', '.join(sorted(_FLOAT_DTYPES))}"
             )
 

@@ -7,14 +7,15 @@ cannot be served is refused here, by name, before any process is started or weig
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nvcli.errors import ConfigError
-from nvcli.models.families import FAMILIES, MAX_LAYERS
+from nvcli.models.families.catalogue import find_family, nearest_architecture
+from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
-from nvcli.models.rope_config import RopeConfig, read_rope
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -23,6 +24,8 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_EOS_IDS = 64
 """The most end-of-sequence ids; a message to the ranks has room for as many."""
+_TEXT, _TIED = "text_config", "tie_word_embeddings"
+_LIST_OF_MODELS = "`nvcli models` lists what is supported"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -31,23 +34,10 @@ class ModelConfig:
     """The shapes and settings of a decoder-only model: of the whole model, not of one rank."""
 
     architecture: str
+    decoder: DecoderConfig
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
     tie_word_embeddings: bool
-    qk_norm: bool
-    """Whether each head of the queries and keys is normed."""
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    layer_windows: tuple[int | None, ...]
-    """For each layer how many tokens a token attends to: itself and those right before it; None: all before it."""
-    rope: RopeConfig
     max_position_embeddings: int
     dtype: CheckpointDtype
     """The type that the weights are stored in, or are meant to be used in."""
@@ -57,16 +47,18 @@ class ModelConfig:
     """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. They are
     not checked: a run may do without them (`generation_config: none`)."""
 
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.num_layers
+
+    @property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """Each layer's kind, in the order of the layers."""
+        return self.decoder.layers
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError where the model cannot be cut over `size` ranks."""
-        problems = []
-        if self.num_heads % size:
-            problems.append(f"{self.num_heads} attention heads do not divide by {size}")
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            problems.append(f"{self.num_kv_heads} KV heads neither divide by {size} nor divide it")
-        if self.intermediate_size % size:
-            problems.append(f"intermediate size {self.intermediate_size} does not divide by {size}")
-        if problems:
+        if problems := self._problems_of_cut(size):
             possible = [n for n in range(1, 17) if self.divides_by(n)]
             raise ConfigError(
                 f"tensor_parallel_size {size} does not fit this model: {'; '.join(problems)}. "
@@ -83,79 +75,88 @@ class ModelConfig:
 
     def divides_by(self, size: int) -> bool:
         """Whether the model can be cut over `size` ranks."""
-        kv_fits = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
-        return kv_fits and self.num_heads % size == 0 and self.intermediate_size % size == 0
+        return not self._problems_of_cut(size)
+
+    def _problems_of_cut(self, size: int) -> list[str]:
+        """Say why the model cannot be cut over `size` ranks; nothing if it can."""
+        problems = []
+        for layer in self.decoder.layer_kinds:
+            attention, intermediate_size = layer.attention, layer.mlp.intermediate_size
+            if attention.num_heads % size:
+                problems.append(f"{attention.num_heads} attention heads do not divide by {size}")
+            if attention.num_kv_heads % size and size % attention.num_kv_heads:
+                problems.append(f"{attention.num_kv_heads} KV heads neither divide by {size} nor divide it")
+            if intermediate_size % size:
+                problems.append(f"intermediate size {intermediate_size} does not divide by {size}")
+        return list(dict.fromkeys(problems))
 
 
 def load_model_config(path: Path) -> ModelConfig:
     """Read the config files of a checkpoint folder. Raises LoadError that names the file and the key."""
     config = JsonFile.read(path / CONFIG_FILE)
     generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
-    architecture = _architecture(config)
-    _refuse_unsupported(config)
-    traits = FAMILIES[architecture](config)
+    architecture, family = _family(config)
+    _refuse_quantised(config)
+    text = _text_config(config, family)
+    decoder = family.read(text)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=config.positive("vocab_size"),
-        hidden_size=config.positive("hidden_size"),
-        num_layers=config.positive("num_hidden_layers", most=MAX_LAYERS),
-        num_heads=config.positive("num_attention_heads"),
-        num_kv_heads=_num_kv_heads(config),
-        head_dim=traits.head_dim,
-        intermediate_size=config.positive("intermediate_size"),
-        rms_norm_eps=config.positive_number("rms_norm_eps"),
-        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-        qk_norm=traits.qk_norm,
-        qkv_bias=traits.qkv_bias,
-        o_bias=traits.o_bias,
-        mlp_bias=traits.mlp_bias,
-        layer_windows=traits.layer_windows,
-        rope=read_rope(config, default_theta=traits.default_rope_theta),
-        max_position_embeddings=config.positive("max_position_embeddings", least=2),  # a prompt and its answer
-        dtype=_dtype(config),
-        eos_token_ids=_eos_token_ids(generation, config),
+        decoder=replace(decoder, layout=replace(decoder.layout, is_part=text.section != "")),
+        vocab_size=text.positive("vocab_size"),
+        hidden_size=text.positive("hidden_size"),
+        tie_word_embeddings=_ties_embeddings(config, text, family),
+        max_position_embeddings=text.positive("max_position_embeddings", least=2),  # a prompt and its answer
+        dtype=_dtype(config, text),
+        eos_token_ids=_eos_token_ids(generation, config, text),
         generation_defaults=_generation_defaults(generation),
     )
 
 
-def _architecture(config: JsonFile) -> str:
-    supported = ", ".join(sorted(FAMILIES))
+def _family(config: JsonFile) -> tuple[str, Family]:
+    """Return the architecture, and the family that it belongs to."""
     names = config.values.get("architectures") or []
     if not isinstance(names, list) or not names:
-        raise config.error("architectures", f"{show(names)} names no architecture; supported: {supported}")
+        raise config.error("architectures", f"{show(names)} names no architecture; {_LIST_OF_MODELS}")
     for name in names:
-        if isinstance(name, str) and name in FAMILIES:
-            return name
+        family = find_family(name) if isinstance(name, str) else None
+        if family is not None:
+            return name, family
     name = show(names[0]).strip('"')
-    raise config.error("architectures", f"{name} is not supported; supported: {supported}")
+    raise config.error(
+        "architectures",
+        f"{name} is not supported; the nearest supported one is {nearest_architecture(name)}; {_LIST_OF_MODELS}",
+    )
 
 
-def _refuse_unsupported(config: JsonFile) -> None:
-    values = config.values
-    quantization = values.get("quantization_config")
+def _text_config(config: JsonFile, family: Family) -> JsonFile:
+    """Return the settings of the text model: a section of their own where the checkpoint holds more than text."""
+    found = config.values.get(_TEXT)
+    if found is None:
+        return JsonFile(config.path, {**family.defaults, **config.values})
+    if not isinstance(found, dict):
+        raise config.error(_TEXT, f"{show(found)} is not an object")
+    return JsonFile(config.path, {**family.defaults, **found}, section=f"{_TEXT}.")
+
+
+def _refuse_quantised(config: JsonFile) -> None:
+    quantization = config.values.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise config.error(
             "quantization_config",
             f"quantised weights ({show(method)}) are not supported; use the model's bfloat16 or float16 checkpoint",
         )
-    activation = values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise config.error("hidden_act", f"{show(activation)} is not supported; supported: silu")
 
 
-def _num_kv_heads(config: JsonFile) -> int:
-    num_heads = config.positive("num_attention_heads")
-    if config.values.get("num_key_value_heads") is None:
-        return num_heads
-    num_kv_heads = config.positive("num_key_value_heads")
-    if num_heads % num_kv_heads:
-        raise config.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} attention heads")
-    return num_kv_heads
+def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:
+    """Read `tie_word_embeddings`, of the whole model if that says it."""
+    return config.get(_TIED, bool, text.get(_TIED, bool, family.ties_embeddings))
 
 
-def _dtype(config: JsonFile) -> CheckpointDtype:
-    key = "dtype" if config.values.get("dtype") is not None else "torch_dtype"  # the older name
+def _dtype(*files: JsonFile) -> CheckpointDtype:
+    """Read the type of the weights, from the first of the files that has it."""
+    spelled = [(file, key) for file in files for key in ("dtype", "torch_dtype")]  # the latter is the older name
+    config, key = next(((file, key) for file, key in spelled if file.values.get(key) is not None), spelled[0])
     name = config.get(key, str, "float32").removeprefix("torch.")
     for dtype in get_args(CheckpointDtype):
         if name == dtype:

@@ -1,11 +1,13 @@
-"""DenseForCausalLM: the decoder of every family in `families.py` (Llama, Mistral, Qwen2, Qwen3).
+"""DenseForCausalLM: the decoder of every family in `families/`.
 
-Pre-norm layers of grouped-query attention with rotary positions, and a gated MLP. Which biases and norms a layer has is
-said by the model's tensors, and its window by the attention kind.
+What a layer consists of, and where its norms stand, is said by its `LayerConfig`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
@@ -14,35 +16,83 @@ from nvcli.distributed.tensor_parallel import StageState
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD
-from nvcli.models.kv_groups import kv_groups, kv_heads_per_rank
-from nvcli.models.layers import Attention, GatedMLP, RMSNorm
+from nvcli.models.kv_groups import kv_groups
+from nvcli.models.layer_config import LayerConfig, NormConfig
+from nvcli.models.layers import Angles, Attention, GatedMLP, InputNorm, ResultNorm, RotaryTables
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
-from nvcli.models.rope import RotaryTable
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
 
 
 class DenseLayer(nn.Module):
     """One decoder layer. It takes and gives the residual stream as `layers.py` describes."""
 
-    def __init__(self, build: BuildContext, path: str, spec: AttentionSpec, cache_layer: int, eps: float) -> None:
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: LayerConfig,
+        norm: NormConfig,
+        spec: AttentionSpec,
+        cache_layer: int,
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(build, f"{path}.input_layernorm", eps)
-        self.self_attn = Attention(build, f"{path}.self_attn", spec, cache_layer, eps)
-        self.post_attention_layernorm = RMSNorm(build, f"{path}.post_attention_layernorm", eps)
-        self.mlp = GatedMLP(build, f"{path}.mlp")
+        self.is_parallel = config.norms.is_parallel
+
+        def before(name: str | None, behind: str | None) -> InputNorm | None:
+            """The norm of a block's input; `behind` is the norm of the result that comes in."""
+            return None if name is None else InputNorm(build, f"{path}.{name}", norm, is_summed=behind is not None)
+
+        def after(name: str | None) -> ResultNorm | None:
+            return None if name is None else ResultNorm(build, f"{path}.{name}", norm)
+
+        norms = config.norms
+        self.before_attention = before(norms.before_attention, norms.after_mlp)
+        self.self_attn = Attention(build, f"{path}.self_attn", config.attention, norm, spec, cache_layer)
+        self.after_attention = after(norms.after_attention)
+        self.before_mlp = before(norms.before_mlp, norms.after_attention)
+        self.mlp = GatedMLP(build, f"{path}.mlp", config.mlp)
+        self.after_mlp = after(norms.after_mlp)
+        self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
 
     def forward(
-        self, delta: Tensor | None, residual: Tensor, cos_sin: Tensor, batch: ForwardBatch, rows: Tensor | None
+        self, delta: Tensor | None, residual: Tensor, angles: Angles, batch: ForwardBatch, rows: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
         """Give the next `delta` and `residual`: [T, H] each, or [N, H] where only the tokens `rows` [N] go on behind
         the attention."""
-        attended = self.self_attn(self.input_layernorm(delta, residual), cos_sin, batch)
+        x = _input(self.before_attention, delta, residual)
+        attended = self.self_attn(x, angles, batch)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
+            x = x[rows] if self.is_parallel else x
             if len(rows) == 0:
                 return residual, residual
-        delta = self.self_attn.o_proj(attended, residual)
+        if self.is_parallel:
+            return _add_part(self.mlp(x, None), self.self_attn.o_proj.part(attended)), residual
+        delta = self.self_attn.o_proj(attended, residual if self.after_attention is None else None)
         del attended  # the MLP can have its memory
-        return self.mlp(self.post_attention_layernorm(delta, residual), residual), residual
+        if self.after_attention is not None:
+            delta = self.after_attention(delta, residual)
+        x = _input(self.before_mlp, delta, residual)
+        delta = self.mlp(x, residual if self.after_mlp is None else None)
+        if self.after_mlp is not None:
+            delta = self.after_mlp(delta, residual)
+        return (delta, residual) if self.scalar is None else (None, self.scalar(delta, residual))
+
+
+class Scalar(WeightModule):
+    """Adds `delta` to `residual` and multiplies it by one number, in place. [T, H] → [T, H]."""
+
+    def __init__(self, build: BuildContext, path: str) -> None:
+        super().__init__()
+        self.tensor = build.tensors[path]
+        self.weight = empty_parameter(self.tensor, *self.tensor.shape)
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        everything = self.tensor.shard(0, 1)
+        yield WeightSource(tensor=self.tensor, read=everything, parameter="weight", write=everything)
+
+    def forward(self, delta: Tensor, residual: Tensor) -> Tensor:
+        return residual.add_(delta).mul_(self.weight)
 
 
 class DenseModel(nn.Module):
@@ -51,34 +101,47 @@ class DenseModel(nn.Module):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         self.group = build.group
-        stage, eps = build.stage, config.rms_norm_eps
+        stage, decoder, layers = build.stage, config.decoder, config.layers
         self.embed_tokens = VocabParallelEmbedding(build, EMBEDDING) if stage.is_first else None
-        self.rotary = RotaryTable(config.rope, config.head_dim, build.max_positions)
+        self.embedding_scale = decoder.embedding_scale
+        if decoder.rounds_embedding_scale:
+            dtype = getattr(torch, build.dtype)
+            self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
+        numbers = stage.layers(config.num_layers)
+        self.rotary = RotaryTables((layers[number].attention for number in numbers), build.max_positions)
         specs = attention_specs(config, build)
         self.layers = nn.ModuleDict(
             {
-                str(number): DenseLayer(build, f"model.layers.{number}", spec, cache_layer, eps)
-                for cache_layer, (number, spec) in enumerate(zip(stage.layers(config.num_layers), specs, strict=True))
+                str(number): DenseLayer(
+                    build, f"model.layers.{number}", layers[number], decoder.norm, spec, cache_layer
+                )
+                for cache_layer, (number, spec) in enumerate(zip(numbers, specs, strict=True))
             }
         )
-        self.norm = RMSNorm(build, "model.norm", eps) if stage.is_last else None
+        # Behind a norm of the result, `delta` is alike on all ranks and need not be summed.
+        self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
+        self.norm = InputNorm(build, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
 
     def forward(self, batch: ForwardBatch, received: StageState | None) -> Tensor | StageState:
         delta: Tensor | None = None
         if self.embed_tokens is not None:
             residual: Tensor = self.embed_tokens(batch.input_ids)
+            if self.embedding_scale != 1.0:
+                residual.mul_(self.embedding_scale)
         else:
             assert received is not None
             delta, residual = self.group.recv_stage(received)
-        cos_sin = self.rotary(batch.positions)
+        angles = self.rotary(batch.positions)
         *layers, last_layer = self.layers.values()
         for layer in layers:
-            delta, residual = layer(delta, residual, cos_sin, batch, None)
+            delta, residual = layer(delta, residual, angles, batch, None)
         # Behind the last attention only rows that need logits are of use. Several ranks may share out the rows of the
         # residual stream among them, by the number of rows: there all rows go on.
         is_cut = self.norm is not None and self.group.size == 1
-        delta, residual = last_layer(delta, residual, cos_sin, batch, batch.logits_rows if is_cut else None)
+        delta, residual = last_layer(delta, residual, angles, batch, batch.logits_rows if is_cut else None)
         if self.norm is None:
+            if self.is_summed and delta is not None:
+                residual, delta = residual.add_(delta), None
             return self.group.send_stage(delta, residual)
         if len(residual) == 0:
             return residual
@@ -106,20 +169,38 @@ class DenseForCausalLM(CausalLM):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         assert self.lm_head is not None
         logits: Tensor = self.lm_head(hidden)
-        return logits
+        cap = self.config.decoder.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def attention_specs(config: ModelConfig, build: BuildContext) -> tuple[AttentionSpec, ...]:
-    """The attention kind of each layer of this rank. Layers of one KV group have equal ones."""
+    """The attention kind of each layer of this rank. Layers of one KV group have equal ones, but for the scale."""
+    numbers = build.stage.layers(config.num_layers)
+    layers, size = config.layers, build.group.size
     by_layer = {}
-    for number, group in enumerate(kv_groups(config, build.stage)):
-        spec = AttentionSpec(
-            num_heads=config.num_heads // build.group.size,
-            num_kv_heads=kv_heads_per_rank(config, build.group.size),
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            window=group.window,
-            kv_group=number,
-        )
-        by_layer.update(dict.fromkeys(group.layers, spec))
+    for kv_group, group in enumerate(kv_groups(config, build.stage)):
+        for layer in group.layers:
+            attention = layers[numbers[layer]].attention
+            by_layer[layer] = AttentionSpec(
+                num_heads=attention.num_heads // size,
+                num_kv_heads=attention.kv_heads_per_rank(size),
+                head_dim=attention.head_dim,
+                scale=attention.scale,
+                window=attention.window,
+                kv_group=kv_group,
+            )
     return tuple(by_layer[layer] for layer in sorted(by_layer))
+
+
+def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Tensor:
+    """Make a block's input: `delta` and `residual` added up, normed where there is a norm."""
+    if norm is not None:
+        x: Tensor = norm(delta, residual)
+        return x
+    return residual if delta is None else residual.add_(delta)
+
+
+def _add_part(delta: Tensor, part: Tensor) -> Tensor:
+    """Add this rank's part [T, H] of one block's result to another's: [T, H], or float32 parts [P, T, H]."""
+    (delta[0] if delta.dim() == 3 else delta).add_(part)
+    return delta

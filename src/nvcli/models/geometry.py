@@ -15,6 +15,7 @@ from typing import Literal
 
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
+from nvcli.models.layer_config import AttentionConfig, LayerConfig, MLPConfig, NormConfig
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[StoredDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,6 +53,11 @@ class TensorSpec:
     part: Part
     max_shards: int | None = None
     """The most pieces that it can be cut into: with more ranks, neighbours hold the same piece. None: no limit."""
+    row_order: tuple[int, ...] | None = None
+    """The order in which ranks keep the rows of each head (`RopeConfig.row_order`); None: that of the checkpoint."""
+    offset: float = 0.0
+    factor: float = 1.0
+    """Ranks keep (the checkpoint's values + offset) × factor."""
 
     def shard(self, rank: int, size: int) -> tuple[slice, ...]:
         """Which part rank `rank` of `size` has. It may be empty where a vocabulary is smaller than its padding."""
@@ -101,48 +107,84 @@ def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE)
 
 
 def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[TensorSpec]:
-    hidden, head_dim, intermediate = config.hidden_size, config.head_dim, config.intermediate_size
-    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-
-    def matrix(name: str, shape: tuple[int, int], cut: Cut, part: Part, max_shards: int | None = None) -> TensorSpec:
-        return TensorSpec(name=f"{name}.weight", shape=shape, cut=cut, dtype=dtype, part=part, max_shards=max_shards)
-
-    def norm(name: str, size: int, part: Part = "norms") -> TensorSpec:
-        return TensorSpec(name=f"{name}.weight", shape=(size,), cut=Cut.REPLICATED, dtype=dtype, part=part)
-
-    def linear(weight: TensorSpec, *, bias: bool) -> Iterator[TensorSpec]:
-        """A projection's weight, and its bias [out] where it has one."""
-        yield weight
-        if bias:
-            cut = Cut.ROWS if weight.cut is Cut.ROWS else Cut.REPLICATED
-            yield replace(weight, name=weight.name.replace(".weight", ".bias"), shape=weight.shape[:1], cut=cut)
-
-    def layer(path: str) -> Iterator[TensorSpec]:
-        attention, mlp = f"{path}.self_attn", f"{path}.mlp"
-        q_shape, kv_shape, o_shape = (query_size, hidden), (kv_size, hidden), (hidden, query_size)
-        up_shape, down_shape = (intermediate, hidden), (hidden, intermediate)
-        kv_heads = config.num_kv_heads
-        yield norm(f"{path}.input_layernorm", hidden)
-        yield from linear(matrix(f"{attention}.q_proj", q_shape, Cut.ROWS, "attention"), bias=config.qkv_bias)
-        for name in ("k_proj", "v_proj"):
-            weight = matrix(f"{attention}.{name}", kv_shape, Cut.ROWS, "attention", max_shards=kv_heads)
-            yield from linear(weight, bias=config.qkv_bias)
-        yield from linear(matrix(f"{attention}.o_proj", o_shape, Cut.COLUMNS, "attention"), bias=config.o_bias)
-        if config.qk_norm:
-            yield norm(f"{attention}.q_norm", head_dim, "attention")
-            yield norm(f"{attention}.k_norm", head_dim, "attention")
-        yield norm(f"{path}.post_attention_layernorm", hidden)
-        for name in ("gate_proj", "up_proj"):
-            yield from linear(matrix(f"{mlp}.{name}", up_shape, Cut.ROWS, "MLP"), bias=config.mlp_bias)
-        yield from linear(matrix(f"{mlp}.down_proj", down_shape, Cut.COLUMNS, "MLP"), bias=config.mlp_bias)
-
+    decoder, hidden = config.decoder, config.hidden_size
     if stage.is_first:
-        yield matrix(EMBEDDING, (config.vocab_size, hidden), Cut.VOCAB, "embeddings")
+        yield _matrix(EMBEDDING, (config.vocab_size, hidden), Cut.VOCAB, dtype, "embeddings")
+    layers = decoder.layers
     for number in stage.layers(config.num_layers):
-        yield from layer(f"model.layers.{number}")
+        yield from _layer(f"model.layers.{number}", layers[number], decoder.norm, hidden, dtype)
     if stage.is_last:
-        yield norm("model.norm", hidden)
+        yield _norm("model.norm", hidden, decoder.norm, dtype, factor=decoder.logit_scale)
         if not config.tie_word_embeddings:
-            yield matrix(HEAD, (config.vocab_size, hidden), Cut.VOCAB, "LM head")
+            yield _matrix(HEAD, (config.vocab_size, hidden), Cut.VOCAB, dtype, "LM head")
         elif not stage.is_first:
-            yield matrix(EMBEDDING, (config.vocab_size, hidden), Cut.VOCAB, "LM head")
+            yield _matrix(EMBEDDING, (config.vocab_size, hidden), Cut.VOCAB, dtype, "LM head")
+
+
+def _layer(path: str, layer: LayerConfig, norm: NormConfig, hidden: int, dtype: StoredDtype) -> Iterator[TensorSpec]:
+    """The tensors of one layer. A norm's name says nothing of its place, and all norms of the layer are alike."""
+    yield from _attention(f"{path}.self_attn", layer.attention, norm, hidden, dtype)
+    yield from _mlp(f"{path}.mlp", layer.mlp, hidden, dtype)
+    for name in layer.norms.names():
+        yield _norm(f"{path}.{name}", hidden, norm, dtype)
+    if layer.has_scalar:
+        yield TensorSpec(name=f"{path}.layer_scalar", shape=(1,), cut=Cut.REPLICATED, dtype=dtype, part="norms")
+
+
+def _attention(
+    path: str, attention: AttentionConfig, norm: NormConfig, hidden: int, dtype: StoredDtype
+) -> Iterator[TensorSpec]:
+    head_dim, kv_heads = attention.head_dim, attention.num_kv_heads
+    query_size, kv_size = attention.num_heads * head_dim, kv_heads * head_dim
+    order = None if attention.rope is None else attention.rope.row_order(head_dim)
+    q_proj = _matrix(f"{path}.q_proj", (query_size, hidden), Cut.ROWS, dtype, "attention")
+    yield from _linear(replace(q_proj, row_order=order), bias=attention.qkv_bias)
+    for name in ("k_proj",) if attention.keys_are_values else ("k_proj", "v_proj"):
+        weight = _matrix(f"{path}.{name}", (kv_size, hidden), Cut.ROWS, dtype, "attention")
+        weight = replace(weight, max_shards=kv_heads, row_order=order if name == "k_proj" else None)
+        yield from _linear(weight, bias=attention.qkv_bias)
+    o_proj = _matrix(f"{path}.o_proj", (hidden, query_size), Cut.COLUMNS, dtype, "attention")
+    yield from _linear(o_proj, bias=attention.o_bias)
+    if attention.qk_norm == "head":
+        for name in ("q_norm", "k_norm"):
+            yield replace(_norm(f"{path}.{name}", head_dim, norm, dtype, "attention"), row_order=order)
+    elif attention.qk_norm == "row":
+        q_norm = _norm(f"{path}.q_norm", query_size, norm, dtype, "attention")
+        k_norm = _norm(f"{path}.k_norm", kv_size, norm, dtype, "attention")
+        yield replace(q_norm, cut=Cut.ROWS, row_order=order)
+        yield replace(k_norm, cut=Cut.ROWS, row_order=order, max_shards=kv_heads)
+
+
+def _mlp(path: str, mlp: MLPConfig, hidden: int, dtype: StoredDtype) -> Iterator[TensorSpec]:
+    up_shape, down_shape = (mlp.intermediate_size, hidden), (hidden, mlp.intermediate_size)
+    for name in ("gate_proj", "up_proj"):
+        yield from _linear(_matrix(f"{path}.{name}", up_shape, Cut.ROWS, dtype, "MLP"), bias=mlp.bias)
+    yield from _linear(_matrix(f"{path}.down_proj", down_shape, Cut.COLUMNS, dtype, "MLP"), bias=mlp.bias)
+
+
+def _matrix(name: str, shape: tuple[int, int], cut: Cut, dtype: StoredDtype, part: Part) -> TensorSpec:
+    return TensorSpec(name=f"{name}.weight", shape=shape, cut=cut, dtype=dtype, part=part)
+
+
+def _linear(weight: TensorSpec, *, bias: bool) -> Iterator[TensorSpec]:
+    """A projection's weight, and its bias [out] where it has one."""
+    yield weight
+    if bias:
+        cut = Cut.ROWS if weight.cut is Cut.ROWS else Cut.REPLICATED
+        yield replace(weight, name=weight.name.replace(".weight", ".bias"), shape=weight.shape[:1], cut=cut)
+
+
+def _norm(
+    name: str, size: int, norm: NormConfig, dtype: StoredDtype, part: Part = "norms", *, factor: float = 1.0
+) -> TensorSpec:
+    """A norm's weight. One that is changed when it is loaded is kept in float32, so that nothing is rounded."""
+    kept: StoredDtype = dtype if norm.weight_offset == 0.0 and factor == 1.0 else "float32"
+    return TensorSpec(
+        name=f"{name}.weight",
+        shape=(size,),
+        cut=Cut.REPLICATED,
+        dtype=kept,
+        part=part,
+        offset=norm.weight_offset,
+        factor=factor,
+    )

@@ -1,9 +1,10 @@
 """KV groups: which layers of a model keep the same KV blocks, and how large those blocks are. Torch-free.
 
 A sequence has a list of blocks for each group. Layers of full attention keep the blocks of the whole sequence; layers
-with a window free those that the window has left behind, so layers with different windows are in different groups. All
-groups have equally many layers, as nearly as they can, so that one pool of equally large blocks serves them all (as in
-vLLM's hybrid KV cache manager, vllm/v1/core/kv_cache_utils.py).
+with a window free those that the window has left behind, so layers with different windows are in different groups, and
+so are layers whose keys have other shapes. All groups take equally many bytes for a token, as nearly as they can, so
+that one pool of equally large blocks serves them all (as in vLLM's hybrid KV cache manager,
+vllm/v1/core/kv_cache_utils.py).
 """
 
 from __future__ import annotations
@@ -29,28 +30,41 @@ class KVGroup(NamedTuple):
     """Their numbers in the stage, from 0, in ascending order. A stage may have none of a group."""
 
 
+class _Kind(NamedTuple):
+    """What layers of one group have in common."""
+
+    window: int | None
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def elements(self) -> int:
+        """The elements of one token's keys and values in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
 @lru_cache(maxsize=64)  # plans ask for the same few stages many times
 def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     """The KV groups of a stage. Every stage has the same groups in the same order, each with the layers it holds."""
     held = stage.layers(config.num_layers)
     return tuple(
-        KVGroup(window, tuple(number - held.start for number in numbers if number in held))
-        for window, numbers in _whole_groups(config.layer_windows)
+        KVGroup(kind.window, tuple(number - held.start for number in numbers if number in held))
+        for kind, numbers in _whole_groups(config)
     )
 
 
 def block_bytes(
     config: ModelConfig, dtype: StoredDtype, *, block_size: int, tensor_parallel_size: int = 1, stage: Stage = WHOLE
 ) -> int:
-    """The bytes of one KV block on one rank: keys and values of `block_size` tokens in each layer of a group."""
-    num_layers = max(len(group.layers) for group in kv_groups(config, stage))
-    per_layer = 2 * kv_heads_per_rank(config, tensor_parallel_size) * config.head_dim * DTYPE_BYTES[dtype]
-    return num_layers * block_size * per_layer
-
-
-def kv_heads_per_rank(config: ModelConfig, tensor_parallel_size: int) -> int:
-    """How many KV heads each rank has. With fewer KV heads than ranks, neighbouring ranks hold the same one."""
-    return max(1, config.num_kv_heads // tensor_parallel_size)
+    """The bytes of one KV block on one rank: keys and values of `block_size` tokens in each layer of a group, of the
+    group that needs most."""
+    layers = config.layers
+    most = 0
+    for (_, numbers), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
+        attention = layers[numbers[0]].attention
+        heads = attention.kv_heads_per_rank(tensor_parallel_size)
+        most = max(most, len(group.layers) * 2 * heads * attention.head_dim)
+    return most * block_size * DTYPE_BYTES[dtype]
 
 
 def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chunk: int) -> int:
@@ -68,29 +82,34 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
     return total
 
 
-def _whole_groups(windows: tuple[int | None, ...]) -> list[tuple[int | None, tuple[int, ...]]]:
-    """(window, layers) of each group of the whole model, kinds in the order of their first layers."""
-    kinds: dict[int | None, list[int]] = {}
-    for number, window in enumerate(windows):
-        kinds.setdefault(window, []).append(number)
-    size = _group_size({window: len(numbers) for window, numbers in kinds.items()})
+@lru_cache(maxsize=64)
+def _whole_groups(config: ModelConfig) -> tuple[tuple[_Kind, tuple[int, ...]], ...]:
+    """(kind, layers) of each group of the whole model, kinds in the order of their first layers."""
+    kinds: dict[_Kind, list[int]] = {}
+    for number, layer in enumerate(config.layers):
+        attention = layer.attention
+        kinds.setdefault(_Kind(attention.window, attention.num_kv_heads, attention.head_dim), []).append(number)
+    size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()})
     groups = []
-    for window, numbers in kinds.items():
-        count = -(-len(numbers) // size)
+    for kind, numbers in kinds.items():
+        count = -(-len(numbers) // (size // kind.elements))
         # Every count-th layer: so each stage of a pipeline has about as many layers of each group.
-        groups += [(window, tuple(numbers[first::count])) for first in range(count)]
-    return groups
+        groups += [(kind, tuple(numbers[first::count])) for first in range(count)]
+    return tuple(groups)
 
 
-def _group_size(counts: dict[int | None, int]) -> int:
-    """How many layers a group has: few groups, and few places in them that no layer fills."""
+def _block_elements(counts: dict[_Kind, int]) -> int:
+    """How many elements a block has for each token: few groups, and little room in them that no layer fills."""
+    least = min(kind.elements for kind in counts)
 
-    def cost(size: int) -> int:
-        total = 0
-        for window, count in counts.items():
-            num_groups = -(-count // size)
-            padding = num_groups * size - count
-            total += num_groups + padding * (_FULL_PADDING_COST if window is None else 1)
+    def cost(size: int) -> float:
+        total = 0.0
+        for kind, count in counts.items():
+            num_groups = -(-count // (size // kind.elements))
+            padding = (num_groups * size - count * kind.elements) / least
+            total += num_groups + padding * (_FULL_PADDING_COST if kind.window is None else 1)
         return total
 
-    return min(range(max(counts.values()), 0, -1), key=cost)
+    largest = max(kind.elements for kind in counts)
+    sizes = {kind.elements * number for kind, count in counts.items() for number in range(1, count + 1)}
+    return min(sorted((size for size in sizes if size >= largest), reverse=True), key=cost)

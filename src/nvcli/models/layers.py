@@ -4,30 +4,36 @@ Residual stream: a block takes `delta`, this rank's part of what the block befor
 one rank maybe over parts of its own, it adds up), and `residual`, the stream; its first norm sums the one over the
 ranks, adds it to the other (in place) and norms the result in one go. A lone rank's product may also add itself to the
 stream, and give no `delta`. So nothing but a norm reads `delta`, and nothing but a norm and such a product touches
-`residual`; see `TensorParallelGroup.add_rms_norm`. Shapes: T tokens, H hidden, D head_dim.
+`residual`; see `TensorParallelGroup.add_rms_norm`. Where a norm stands behind the block (`ResultNorm`), that one sums
+the ranks' parts, and `delta` is its result, alike on all ranks. Shapes: T tokens, H hidden, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
-from nvcli.kernels.norm import rms_norm
+from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import qk_norm_rope_store
+from nvcli.models.layer_config import AttentionConfig, MLPConfig, NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
+from nvcli.models.qkv import QKVPreparation, QueryScaleTable
+from nvcli.models.rope import RotaryTable
+from nvcli.models.rope_config import RopeConfig
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
 
 
-class RMSNorm(WeightModule):
-    """Adds the ranks' `delta` to `residual` in place (None: there is nothing to add) and norms it. [T, H] → [T, H]."""
+class Norm(WeightModule):
+    """The weight of a norm, which every rank has whole."""
 
-    def __init__(self, build: BuildContext, path: str, eps: float) -> None:
+    def __init__(self, build: BuildContext, path: str, config: NormConfig) -> None:
         super().__init__()
         self.group = build.group
-        self.eps = eps
+        self.eps = config.eps
+        self.is_centered = config.kind == "layer"
         self.tensor = build.tensors[f"{path}.weight"]
         self.weight = empty_parameter(self.tensor, *self.tensor.shape)
 
@@ -35,50 +41,114 @@ class RMSNorm(WeightModule):
         everything = self.tensor.shard(0, 1)
         yield WeightSource(tensor=self.tensor, read=everything, parameter="weight", write=everything)
 
+
+class InputNorm(Norm):
+    """Adds `delta` to `residual` in place (None: there is nothing to add) and norms it. [T, H] → [T, H].
+
+    `delta` is this rank's part of a sum, or where `is_summed` the sum itself.
+    """
+
+    def __init__(self, build: BuildContext, path: str, config: NormConfig, *, is_summed: bool = False) -> None:
+        super().__init__(build, path, config)
+        self.is_summed = is_summed
+
     def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
         if delta is None:
-            return rms_norm(residual, self.weight, self.eps)
-        return self.group.add_rms_norm(delta, residual, self.weight, self.eps)
+            return rms_norm(residual, self.weight, self.eps, is_centered=self.is_centered)
+        add = add_rms_norm if self.is_summed else self.group.add_rms_norm
+        return add(delta, residual, self.weight, self.eps, is_centered=self.is_centered)
+
+
+class ResultNorm(Norm):
+    """Sums the ranks' parts of a block's result and norms the sum: [T, H] or parts [P, T, H] → [T, H], like `x`."""
+
+    def forward(self, part: Tensor, x: Tensor) -> Tensor:
+        assert not self.is_centered, "no family has one"
+        return self.group.sum_rms_norm(part, self.weight, self.eps, x.dtype)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) × up(x)), cut over the ranks by intermediate size. [T, H] → `delta` for `residual` [T, H]."""
+    """down(activation(gate(x)) × up(x)), cut over the ranks by intermediate size. [T, H] → `delta` for `residual`
+    [T, H], which is None where it is not to be added yet."""
 
-    def __init__(self, build: BuildContext, path: str) -> None:
+    def __init__(self, build: BuildContext, path: str, config: MLPConfig) -> None:
         super().__init__()
+        self.activation = config.activation
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        delta: Tensor | None = self.down_proj(self.gate_up_proj.gated(x), residual)
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+        delta: Tensor | None = self.down_proj(self.gate_up_proj.gated(x, self.activation), residual)
         return delta
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, cut over the ranks by heads. [T, H] → [T, H], this rank's part.
+RopeKey = tuple[RopeConfig, int]
+"""The settings of a rotation and the head size, on which a table of angles depends."""
 
-    Queries and keys are normed where the model has tensors for it. With fewer KV heads than ranks, neighbouring ranks
-    hold the same KV head.
+
+class Angles:
+    """The cosines and sines of a step's tokens, for each rotation of the model."""
+
+    def __init__(self, by_rope: Mapping[RopeKey, Tensor]) -> None:
+        self._by_rope = by_rope
+
+    def of(self, attention: AttentionConfig) -> Tensor | None:
+        """Return those of one kind of attention, [T, D] float32; None where it does not rotate."""
+        return None if attention.rope is None else self._by_rope[attention.rope, attention.head_dim]
+
+
+class RotaryTables(nn.Module):
+    """The tables of angles of a stage, one for each rotation of its layers."""
+
+    def __init__(self, kinds: Iterator[AttentionConfig], max_positions: int) -> None:
+        super().__init__()
+        keys: dict[RopeKey, None] = {(kind.rope, kind.head_dim): None for kind in kinds if kind.rope is not None}
+        self.keys = tuple(keys)
+        self.tables = nn.ModuleList(RotaryTable(rope, head_dim, max_positions) for rope, head_dim in keys)
+
+    def forward(self, positions: Tensor) -> Angles:
+        return Angles({key: table(positions) for key, table in zip(self.keys, self.tables, strict=True)})
+
+
+class Attention(nn.Module):
+    """Grouped-query attention, cut over the ranks by heads. [T, H] → [T, this rank's heads × D].
+
+    With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
     """
 
-    def __init__(self, build: BuildContext, path: str, spec: AttentionSpec, cache_layer: int, eps: float) -> None:
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: AttentionConfig,
+        norm: NormConfig,
+        spec: AttentionSpec,
+        cache_layer: int,
+    ) -> None:
         """`cache_layer` is the layer's number in the KV cache of this rank."""
         super().__init__()
+        self.config = config
         self.spec = spec
         self.cache_layer = cache_layer
-        self.eps = eps
-        self.qkv_proj = ColumnParallelLinear(build, f"{path}.qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        self.eps = norm.eps
+        projections = ("q_proj", "k_proj") if config.keys_are_values else ("q_proj", "k_proj", "v_proj")
+        self.qkv_proj = ColumnParallelLinear(build, f"{path}.qkv_proj", projections)
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
-        has_norms = f"{path}.q_norm.weight" in build.tensors
-        self.q_norm = RMSNorm(build, f"{path}.q_norm", eps) if has_norms else None
-        self.k_norm = RMSNorm(build, f"{path}.k_norm", eps) if has_norms else None
+        norms_heads = config.qk_norm == "head"
+        self.q_norm = Norm(build, f"{path}.q_norm", norm) if norms_heads else None
+        self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads else None
+        self.prepare = QKVPreparation(build, path, config, norm.eps) if QKVPreparation.is_needed(config) else None
+        scaling = config.query_scaling
+        scales = scaling is not None and build.max_positions > scaling.length
+        self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
 
-    def forward(self, x: Tensor, cos_sin: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
+        qkv = self.qkv_proj(x)
         q, k, v = qk_norm_rope_store(
-            self.qkv_proj(x),
-            cos_sin,
+            qkv if self.prepare is None else self.prepare(qkv),
+            angles.of(self.config),
             k_cache,
             v_cache,
             batch.slot_mapping[self.spec.kv_group],
@@ -89,4 +159,6 @@ class Attention(nn.Module):
             eps=self.eps,
             keep_keys=batch.backend.reads_new_keys,
         )
+        if self.query_scales is not None:
+            q = (q * self.query_scales(batch.positions)).to(q.dtype)
         return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch).flatten(1)

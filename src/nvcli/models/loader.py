@@ -7,7 +7,7 @@ files and threads. Only this rank's slices are read, straight into the parameter
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from nvcli.errors import LoadError
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.checkpoint import read_tensors
-from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors
+from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
+from nvcli.models.geometry import TensorSpec
 from nvcli.models.safetensors_header import TensorInfo
 from nvcli.models.weights import DerivedModule, WeightModule, WeightSource
 
@@ -43,14 +43,19 @@ class _Assignment:
         return self.target.numel() * self.target.element_size()
 
 
-def load_weights(model: CausalLM, path: Path, device: torch.device) -> int:
+def load_weights(
+    model: CausalLM, path: Path, device: torch.device, *, say: Callable[[str], object] = lambda note: None
+) -> int:
     """Give `model` memory on `device` and fill it from the checkpoint folder `path`.
 
-    Returns the bytes of this rank's parameters. Raises LoadError before any memory is taken where the checkpoint does
-    not fit the model, and for files that cannot be read.
+    Returns the bytes of this rank's parameters, and tells `say` what stays on disk. Raises LoadError before any memory
+    is taken where the checkpoint does not fit the model, and for files that cannot be read.
     """
-    tensors = read_tensors(path)
+    located = read_model_tensors(model.config, path)
+    tensors = located.tensors
     check_tensors(model.config, tensors, path, stage=model.stage)
+    if located.note is not None:
+        say(located.note)
     _check_tied_head(model, tensors)
     materialize(model, device)
     with torch.no_grad():
@@ -103,21 +108,21 @@ def _check_tied_head(model: CausalLM, tensors: Mapping[str, TensorInfo]) -> None
         return
     head, embedding = tensors[TIED_HEAD], tensors[TIED_TO]
     mine = model.tensors[TIED_TO].shard(model.group.rank, model.group.size)
-    if not _are_equal(head, TIED_HEAD, embedding, TIED_TO, mine):
+    if not _are_equal(head, embedding, mine):
         raise LoadError(
-            f"{head.file}: tensor {TIED_HEAD} is not the same as {TIED_TO}, though config.json says "
-            f"`tie_word_embeddings: true`; write `false` there, or take {TIED_HEAD} out of the file"
+            f"{head.file}: tensor {head.name} is not the same as {embedding.name}, though config.json says "
+            f"`tie_word_embeddings: true`; write `false` there, or take {head.name} out of the file"
         )
 
 
-def _are_equal(one: TensorInfo, name: str, other: TensorInfo, other_name: str, part: tuple[slice, ...]) -> bool:
+def _are_equal(one: TensorInfo, other: TensorInfo, part: tuple[slice, ...]) -> bool:
     """Whether two tensors hold the same values, as far as some rows of `part` show."""
     if one.shape != other.shape:
         return False
     rows, columns = part
     try:
         with safe_open(one.file, framework="pt") as file, safe_open(other.file, framework="pt") as other_file:
-            values, other_values = file.get_slice(name), other_file.get_slice(other_name)
+            values, other_values = file.get_slice(one.name), other_file.get_slice(other.name)
             for start in range(rows.start, rows.stop, max(1, (rows.stop - rows.start) // _COMPARED_PLACES)):
                 piece = slice(start, min(start + _COMPARED_ROWS, rows.stop)), columns
                 found = values[piece]
@@ -139,7 +144,7 @@ def _zero_padding(model: nn.Module, assignments: Iterable[_Assignment]) -> None:
 
 
 def _read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo]) -> None:
-    tasks: list[tuple[Path, list[_Assignment]]] = []
+    tasks: list[tuple[Path, list[_Assignment], Mapping[str, TensorInfo]]] = []
     by_file: dict[Path, list[_Assignment]] = {}
     for a in assignments:
         if a.target.numel() > 0:
@@ -147,7 +152,7 @@ def _read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo])
     for file, items in by_file.items():
         total = sum(a.num_bytes for a in items)
         parts = min(_MAX_THREADS, max(1, math.ceil(total / _BYTES_PER_TASK)), len(items))
-        tasks += [(file, items[part::parts]) for part in range(parts)]
+        tasks += [(file, items[part::parts], tensors) for part in range(parts)]
     if len(tasks) == 1:
         _read_task(*tasks[0])
         return
@@ -156,11 +161,23 @@ def _read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo])
             future.result()
 
 
-def _read_task(file: Path, assignments: list[_Assignment]) -> None:
+def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str, TensorInfo]) -> None:
     try:
         # The mode is a thread's own, and parameters made in inference mode may be written in it alone.
         with torch.inference_mode(), safe_open(file, framework="pt", device="cpu") as handle:
             for a in assignments:
-                a.target.copy_(handle.get_slice(a.source.tensor.name)[a.source.read])
+                info, (rows, *columns) = tensors[a.source.tensor.name], a.source.read
+                rows = slice(info.first_row + rows.start, info.first_row + rows.stop)
+                a.target.copy_(_as_kept(handle.get_slice(info.name)[rows, *columns], a.source.tensor))
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
+
+
+def _as_kept(values: Tensor, tensor: TensorSpec) -> Tensor:
+    """Turn what was read of a tensor into what ranks keep of it."""
+    if tensor.row_order is not None:
+        order = torch.tensor(tensor.row_order, device="cpu")
+        values = values.view(-1, len(order), *values.shape[1:])[:, order].flatten(0, 1)
+    if tensor.offset != 0.0 or tensor.factor != 1.0:
+        values = (values.float() + tensor.offset) * tensor.factor
+    return values

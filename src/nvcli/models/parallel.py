@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from nvcli.distributed.stage import Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
-from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
-from nvcli.models.geometry import TensorSpec
+from nvcli.models.geometry import StoredDtype, TensorSpec
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
 
@@ -73,13 +73,13 @@ class LinearMethod(ABC):
     def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
         """Multiply: [T, columns] → [T, rows] of this rank."""
 
-    def apply_gated(self, layer: ShardedLinear, x: Tensor) -> Tensor:
-        """Compute silu(gate) × up, for a layer that fuses the two. [T, columns] → [T, rows / 2]."""
-        return silu_and_mul(self.apply(layer, x, with_bias=True))
+    def apply_gated(self, layer: ShardedLinear, x: Tensor, activation: Activation) -> Tensor:
+        """Compute activation(gate) × up, for a layer that fuses the two. [T, columns] → [T, rows / 2]."""
+        return ACTIVATE_AND_MUL[activation](self.apply(layer, x, with_bias=True))
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor) -> Tensor | None:
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor | None) -> Tensor | None:
         """Multiply for the residual sum: [T, columns] → what is to be added to `residual` [T, rows], as [T, rows] or
-        float32 parts [P, T, rows], or None where it has been added in place."""
+        float32 parts [P, T, rows], or None where it has been added in place. Without a `residual` it never is."""
         return self.apply(layer, x, with_bias=True)
 
     def apply_into(self, layer: ShardedLinear, x: Tensor, out: Tensor, *, with_bias: bool) -> Tensor:
@@ -117,10 +117,12 @@ class PlainLinearMethod(LinearMethod):
     def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
         return linear(x, layer.weight, layer.bias if with_bias else None)
 
-    def apply_gated(self, layer: ShardedLinear, x: Tensor) -> Tensor:
-        return gated_linear(x, layer.weight) if layer.bias is None else super().apply_gated(layer, x)
+    def apply_gated(self, layer: ShardedLinear, x: Tensor, activation: Activation) -> Tensor:
+        if layer.bias is None:
+            return gated_linear(x, layer.weight, activation)
+        return super().apply_gated(layer, x, activation)
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor) -> Tensor | None:
+    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor | None) -> Tensor | None:
         if layer.bias is not None:
             return super().apply_for_sum(layer, x, residual)
         return linear_for_sum(x, layer.weight, residual)
@@ -146,6 +148,8 @@ class BuildContext:
     """Rotary tables cover positions below it."""
     stage: Stage
     """The part of the model that is built."""
+    dtype: StoredDtype
+    """The model's type."""
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -154,9 +158,9 @@ class ColumnParallelLinear(ShardedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.method.apply(self, x, with_bias=True)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """Compute silu(first projection) × second: [T, in] → [T, this rank's outputs / 2]."""
-        return self.method.apply_gated(self, x)
+    def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
+        """Compute activation(first projection) × second: [T, in] → [T, this rank's outputs / 2]."""
+        return self.method.apply_gated(self, x, activation)
 
 
 class RowParallelLinear(ShardedLinear):
@@ -171,8 +175,8 @@ class RowParallelLinear(ShardedLinear):
         super().__init__(build, path, (path.rpartition(".")[2],))
         self.out_features = self.pieces[0].weight.shape[0]
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """`residual` is the stream [T, out] that the projection belongs to."""
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+        """`residual` is the stream [T, out] that the projection belongs to; None: it is not to be added yet."""
         if self.group.size == 1:
             return self.method.apply_for_sum(self, x, residual)
         with_bias = self.group.rank == 0  # every rank holds it, one adds it: it must enter the sum once
@@ -180,6 +184,10 @@ class RowParallelLinear(ShardedLinear):
         if buffer is None:
             return self.method.apply(self, x, with_bias=with_bias)
         return self.method.apply_into(self, x, buffer, with_bias=with_bias)
+
+    def part(self, x: Tensor) -> Tensor:
+        """Compute this rank's part [T, out] in memory of its own, for a sum that another layer's part belongs to."""
+        return self.method.apply(self, x, with_bias=self.group.rank == 0)
 
 
 class VocabShard(WeightModule):

@@ -38,12 +38,14 @@ def build_model(
 
     config.check_tensor_parallel(group.size)
     config.check_pipeline_parallel(stage.count)
+    stored_dtype = _stored_dtype(dtype)
     build = BuildContext(
         group=group,
-        tensors={tensor.name: tensor for tensor in model_tensors(config, _stored_dtype(dtype), stage)},
+        tensors={tensor.name: tensor for tensor in model_tensors(config, stored_dtype, stage)},
         linear_method=linear_method or plain_linear_method,
         max_positions=max_positions or config.max_position_embeddings,
         stage=stage,
+        dtype=stored_dtype,
     )
     with torch.device("meta"):
         return DenseForCausalLM(config, build)

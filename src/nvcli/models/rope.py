@@ -1,7 +1,7 @@
 """Rotary angles: the frequencies of each rope type, and the table of cosines and sines made from them.
 
-The formulas are those of transformers' `modeling_rope_utils.py` (default, linear, llama3, and YaRN after
-https://arxiv.org/abs/2309.00071), in float32 and in the same order, so that float32 logits agree.
+The formulas are those of transformers' `modeling_rope_utils.py` (default, linear, llama3, longrope, proportional, and
+YaRN after https://arxiv.org/abs/2309.00071), in float32 and in the same order, so that float32 logits agree.
 """
 
 from __future__ import annotations
@@ -15,22 +15,37 @@ from nvcli.models.rope_config import RopeConfig
 from nvcli.models.weights import DerivedModule
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Compute (inverse frequencies [D/2] float32 on the CPU, the factor on cosines and sines)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    """Compute (inverse frequencies [rotary_dim / 2] float32 on the CPU, the factor on cosines and sines).
+
+    `max_positions` is the length of the longest sequence of the run, by which longrope chooses its factors. Up to a
+    model's own length, which no run exceeds, dynamic rope is the default.
+    """
+    dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    if rope.rope_type == "longrope":
+        is_long = max_positions > rope.original_max_position_embeddings
+        factors = torch.tensor(rope.long_factors if is_long else rope.short_factors, dtype=torch.float32, device="cpu")
+        return 1.0 / (factors * rope.theta**exponents), rope.attention_factor
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
+        return inv_freq / rope.factor, 1.0
+    if rope.rope_type == "proportional":
+        inv_freq[int(rope.partial_rotary_factor * head_dim // 2) :] = 0.0
         return inv_freq / rope.factor, 1.0
     if rope.rope_type == "llama3":
         return _llama3(rope, inv_freq), 1.0
     if rope.rope_type == "yarn":
-        return _yarn(rope, head_dim), rope.yarn_attention_factor
-    assert rope.rope_type == "default"
+        return _yarn(rope, dim), rope.attention_factor
+    assert rope.rope_type in ("default", "dynamic")
     return inv_freq, 1.0
 
 
 class RotaryTable(DerivedModule):
-    """Cosines and sines of every position: positions [T] → [T, D] float32, D/2 cosines then D/2 sines."""
+    """Cosines and sines of every position: positions [T] → [T, D] float32, D/2 cosines then D/2 sines.
+
+    They stand in the order of `RopeConfig.row_order`; dimensions that do not turn have an angle of 0.
+    """
 
     table: Tensor
 
@@ -41,13 +56,16 @@ class RotaryTable(DerivedModule):
         self.register_buffer("table", torch.empty(max_positions, head_dim, dtype=torch.float32), persistent=False)
 
     def derive(self, device: torch.device) -> None:
-        inv_freq, attention_factor = rope_frequencies(self.rope, self.head_dim)
-        positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=device)
+        num_positions = self.table.shape[0]
+        inv_freq, attention_factor = rope_frequencies(self.rope, self.head_dim, num_positions)
+        positions = torch.arange(num_positions, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inv_freq.to(device))
         table = torch.empty(self.table.shape, dtype=self.table.dtype, device=device)  # see `materialize` in loader.py
-        first, second = table.chunk(2, dim=-1)
-        torch.mul(angles.cos(), attention_factor, out=first)
-        torch.mul(angles.sin(), attention_factor, out=second)
+        turned = len(inv_freq)
+        cosines, sines = table.chunk(2, dim=-1)
+        cosines[:, turned:], sines[:, turned:] = 1.0, 0.0
+        torch.mul(angles.cos(), attention_factor, out=cosines[:, :turned])
+        torch.mul(angles.sin(), attention_factor, out=sines[:, :turned])
         self.table = table
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -65,20 +83,20 @@ def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
     return torch.where(~is_high & ~is_low, smoothed, scaled)
 
 
-def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
+def _yarn(rope: RopeConfig, dim: int) -> Tensor:
     def dimension_of(rotations: float) -> float:
         """The dimension whose angle turns that often over the original length."""
         length = rope.original_max_position_embeddings
-        return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001  # the ramp would be infinitely steep
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
-    pos_freqs = rope.theta ** (torch.arange(0, head_dim, 2, device="cpu").to(torch.float32) / head_dim)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    pos_freqs = rope.theta ** (torch.arange(0, dim, 2, device="cpu").to(torch.float32) / dim)
     extrapolated, interpolated = 1.0 / pos_freqs, 1.0 / (rope.factor * pos_freqs)
     keep = 1 - ramp
     return interpolated * (1 - keep) + extrapolated * keep

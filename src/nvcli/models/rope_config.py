@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from nvcli.models.json_file import JsonFile
 from nvcli.validation import show
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
+
+_ALIASES = {"su": "longrope", "mrope": "default"}
+"""Older names. With text alone, the three positions of multimodal rope are one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,78 +22,163 @@ class RopeConfig:
 
     rope_type: RopeType
     theta: float
+    partial_rotary_factor: float = 1.0
+    """The share of each head that is rotated; of type `proportional`, the share of its frequencies that are not 0."""
+    is_interleaved: bool = False
+    """Whether neighbouring dimensions of a head turn together; else dimension i turns with i + half of those that
+    turn."""
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    """The context length before llama3 or yarn stretched it."""
+    """The context length before llama3, yarn or longrope stretched it."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    yarn_attention_factor: float = 1.0
-    """The factor on cosines and sines; transformers' rule derives it where the file does not give it."""
+    short_factors: tuple[float, ...] = ()
+    """For longrope, the divisor of each frequency in runs of up to `original_max_position_embeddings` tokens."""
+    long_factors: tuple[float, ...] = ()
+    """The same for runs of longer sequences."""
+    attention_factor: float = 1.0
+    """The factor on cosines and sines of yarn and longrope; transformers' rule derives it where the file does not give
+    it."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head turn: an even number."""
+        return head_dim if self.rope_type == "proportional" else int(head_dim * self.partial_rotary_factor)
+
+    def row_order(self, head_dim: int) -> tuple[int, ...] | None:
+        """The order of a head's dimensions in which dimension i turns with i + head_dim / 2; None: as they are.
+
+        Scores do not change when the dimensions of queries and keys change places together, so ranks keep their
+        projections in this order, and one rotation serves all.
+        """
+        half, turned = head_dim // 2, self.rotary_dim(head_dim)
+        if self.is_interleaved:
+            first, second = range(0, turned, 2), range(1, turned, 2)
+        else:
+            first, second = range(turned // 2), range(turned // 2, turned)
+        middle = turned + half - turned // 2
+        order = (*first, *range(turned, middle), *second, *range(middle, head_dim))
+        return None if order == tuple(range(head_dim)) else order
 
 
-def read_rope(config: JsonFile, *, default_theta: float | None) -> RopeConfig:
+def read_rope(
+    config: JsonFile,
+    *,
+    head_dim: int,
+    default_theta: float | None,
+    layer_type: str = "full_attention",
+    is_interleaved: bool = False,
+    default_partial: float = 1.0,
+) -> RopeConfig:
     """Read the rope settings of config.json, as old and new versions of transformers write them.
 
     transformers 5 has everything in `rope_parameters`, for some families by layer type. Before, `rope_theta` was at the
     top level, and the rest, if any, in `rope_scaling`. `default_theta` stands for a theta that the file does not give;
-    where it is None too, that is a LoadError.
+    where it is None too, that is a LoadError. `default_partial` stands likewise for `partial_rotary_factor`.
     """
-    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
-    found = config.values.get(key) or {}
-    if not isinstance(found, dict):
-        raise config.error(key, f"{show(found)} is not an object")
-    if isinstance(found.get("full_attention"), dict):
-        found = found["full_attention"]
-    values = {name: value for name, value in found.items() if value is not None}
-    values.setdefault("rope_theta", config.values.get("rope_theta"))
-    rope = JsonFile(config.path, values, section=f"{key}.")
-
-    partial = values.get("partial_rotary_factor", config.values.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise rope.error("partial_rotary_factor", f"{show(partial)} is not supported; supported: 1.0")
+    rope = rope_section(config, layer_type)
     rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
-    theta = rope.positive_number("rope_theta", default_theta)
+    rope_type = _ALIASES.get(rope_type, rope_type)
+    settings: dict[str, Any] = {
+        "theta": rope.positive_number("rope_theta", default_theta),
+        "partial_rotary_factor": _partial(rope, config, default_partial, head_dim),
+        "is_interleaved": is_interleaved,
+    }
+    if rope_type == "proportional":
+        return RopeConfig(rope_type="proportional", factor=rope.positive_number("factor", 1.0), **settings)
+    _check_even(rope, int(head_dim * settings["partial_rotary_factor"]))
     if rope_type == "default":
-        return RopeConfig(rope_type="default", theta=theta)
-    if rope_type == "linear":
-        return RopeConfig(rope_type="linear", theta=theta, factor=rope.positive_number("factor"))
-    if rope_type not in ("llama3", "yarn"):
+        return RopeConfig(rope_type="default", **settings)
+    if rope_type in ("linear", "dynamic"):
+        return RopeConfig(rope_type=rope_type, factor=rope.positive_number("factor"), **settings)  # type: ignore[arg-type]
+    if rope_type not in ("llama3", "yarn", "longrope"):
         raise rope.error("rope_type", f"{show(rope_type)} is not supported; supported: {', '.join(get_args(RopeType))}")
 
     max_positions = config.positive("max_position_embeddings")
     top_level = config.values.get("original_max_position_embeddings")
-    if top_level is not None:
-        values["original_max_position_embeddings"] = top_level
-    values.setdefault("original_max_position_embeddings", max_positions)
+    found = top_level if top_level is not None else rope.values.get("original_max_position_embeddings", max_positions)
+    rope = JsonFile(rope.path, {**rope.values, "original_max_position_embeddings": found}, section=rope.section)
     original = rope.positive("original_max_position_embeddings")
+    settings["original_max_position_embeddings"] = original
     if rope_type == "llama3":
-        low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
-        if low >= high:
-            raise rope.error("high_freq_factor", f"{high:g} is not above `low_freq_factor`, which is {low:g}")
-        return RopeConfig(
-            rope_type="llama3",
-            theta=theta,
-            factor=rope.positive_number("factor"),
-            original_max_position_embeddings=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    if theta == 1.0:
-        raise rope.error("rope_theta", f"{show(theta)} is no base for YaRN, which divides by its logarithm")
+        return RopeConfig(rope_type="llama3", **settings, **_llama3_settings(rope))
+    if rope_type == "longrope":
+        rotary_dim = int(head_dim * settings["partial_rotary_factor"])
+        return RopeConfig(rope_type="longrope", **settings, **_longrope_settings(rope, rotary_dim, max_positions))
+    if settings["theta"] == 1.0:
+        raise rope.error("rope_theta", f"{show(settings['theta'])} is no base for YaRN, which divides by its logarithm")
     factor = rope.positive_number("factor", max_positions / original)
     return RopeConfig(
         rope_type="yarn",
-        theta=theta,
         factor=factor,
-        original_max_position_embeddings=original,
         beta_fast=_beta(rope, "beta_fast", 32.0),
         beta_slow=_beta(rope, "beta_slow", 1.0),
         truncate=rope.get("truncate", bool, True),
-        yarn_attention_factor=_yarn_attention_factor(rope, factor),
+        attention_factor=_yarn_attention_factor(rope, factor),
+        **settings,
     )
+
+
+def rope_section(config: JsonFile, layer_type: str = "full_attention") -> JsonFile:
+    """Return the settings of a layer type, with `rope_theta` among them wherever the file has it."""
+    key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
+    found = config.values.get(key) or {}
+    if not isinstance(found, dict):
+        raise config.error(key, f"{show(found)} is not an object")
+    section = f"{config.section}{key}."
+    if any(isinstance(value, dict) for value in found.values()):  # by layer type
+        section += f"{layer_type}." if isinstance(found.get(layer_type), dict) else ""
+        nested = found.get(layer_type)
+        found = nested if isinstance(nested, dict) else {}
+    values = {name: value for name, value in found.items() if value is not None}
+    values.setdefault("rope_theta", config.values.get("rope_theta"))
+    return JsonFile(config.path, values, section=section)
+
+
+def _partial(rope: JsonFile, config: JsonFile, default: float, head_dim: int) -> float:
+    values: Mapping[str, Any] = {"partial_rotary_factor": config.values.get("partial_rotary_factor"), **rope.values}
+    partial = JsonFile(rope.path, values, section=rope.section).positive_number("partial_rotary_factor", default)
+    if partial > 1.0 or int(head_dim * partial) < 2:
+        raise rope.error(
+            "partial_rotary_factor", f"{show(partial)} of {head_dim} dimensions cannot be rotated; allowed: up to 1.0"
+        )
+    return partial
+
+
+def _check_even(rope: JsonFile, rotary_dim: int) -> None:
+    if rotary_dim % 2:
+        raise rope.error("partial_rotary_factor", f"{rotary_dim} dimensions of a head are rotated, an odd number")
+
+
+def _llama3_settings(rope: JsonFile) -> dict[str, Any]:
+    low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
+    if low >= high:
+        raise rope.error("high_freq_factor", f"{high:g} is not above `low_freq_factor`, which is {low:g}")
+    return {"factor": rope.positive_number("factor"), "low_freq_factor": low, "high_freq_factor": high}
+
+
+def _longrope_settings(rope: JsonFile, rotary_dim: int, max_positions: int) -> dict[str, Any]:
+    original = rope.positive("original_max_position_embeddings", least=2)
+    factor = rope.positive_number("factor", max_positions / original)
+    derived = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return {
+        "factor": factor,
+        "short_factors": _factors(rope, "short_factor", rotary_dim // 2),
+        "long_factors": _factors(rope, "long_factor", rotary_dim // 2),
+        "attention_factor": rope.positive_number("attention_factor", derived),
+    }
+
+
+def _factors(rope: JsonFile, key: str, count: int) -> tuple[float, ...]:
+    values = rope.values.get(key)
+    if not isinstance(values, list):
+        raise rope.error(key, "missing" if values is None else f"{show(values)} is not a list of numbers")
+    if len(values) != count:
+        raise rope.error(key, f"has {len(values)} numbers, and {count} frequencies are rotated")
+    numbers = JsonFile(rope.path, {str(i): value for i, value in enumerate(values)}, section=f"{rope.section}{key}.")
+    return tuple(numbers.positive_number(str(i)) for i in range(count))
 
 
 def _beta(rope: JsonFile, key: str, default: float) -> float:

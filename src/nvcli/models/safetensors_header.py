@@ -26,13 +26,17 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """A tensor in a safetensors file, as its header describes it."""
+    """A tensor in a safetensors file, as its header describes it, or some of its rows."""
 
     file: Path
+    name: str
+    """Its name in the file."""
     shape: tuple[int, ...]
     dtype: str
     """safetensors' name: F32, BF16, …"""
     num_bytes: int
+    first_row: int = 0
+    """Where the rows begin in the file's tensor."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -69,7 +73,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 f"{file}: corrupt or truncated: its header places tensor {show(name)} at bytes {begin:,} to {end:,} of "
                 f"the data, and the file has {size - 8 - length:,}; download it again"
             )
-        tensors[name] = TensorInfo(file=file, shape=entry.shape, dtype=entry.dtype, num_bytes=end - begin)
+        tensors[name] = TensorInfo(file=file, name=name, shape=entry.shape, dtype=entry.dtype, num_bytes=end - begin)
         expected = max(expected, 8 + length + end)
     if size < expected:
         raise LoadError(f"{file}: truncated: {size:,} of {expected:,} bytes; download it again")

@@ -79,9 +79,12 @@ def plan_memory(
     return plan
 
 
-def check_positions_fit(config: EngineConfig, head_dim: int, device: torch.device) -> None:
-    """Raise CapacityError if the table of rotary positions takes more memory than is free, while it is computed."""
-    num_bytes = 2 * config.max_model_len * head_dim * torch.float32.itemsize
+def check_positions_fit(config: EngineConfig, angles_per_position: int, device: torch.device) -> None:
+    """Raise CapacityError if the tables of rotary positions take more memory than is free, while they are computed.
+
+    `angles_per_position` counts the cosines and sines of one position in all tables.
+    """
+    num_bytes = 2 * config.max_model_len * angles_per_position * torch.float32.itemsize
     free = available_ram() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if num_bytes > free:
         raise CapacityError(

@@ -140,11 +140,12 @@ class ModelRunner:
     def _load_weights(self) -> None:
         with self._phase("load weights"):
             check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
-            check_positions_fit(self.config, self.model_config.head_dim, self.device)
+            check_positions_fit(self.config, self.model_config.decoder.angles_per_position, self.device)
             if self.config.load_format == "random":
                 self._weight_bytes = init_random_weights(self.model, self.device)
             else:
-                self._weight_bytes = load_weights(self.model, self.config.model_path, self.device)
+                say = self._notes.append
+                self._weight_bytes = load_weights(self.model, self.config.model_path, self.device, say=say)
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self._world.meet("weights are loaded")
 
@@ -162,13 +163,8 @@ class ModelRunner:
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
         self._kv_groups = kv_groups(self.model_config, self.stage)
-        self._kv_spec = KVCacheSpec(
-            group_layers=tuple(group.layers for group in self._kv_groups),
-            num_kv_heads=layers[0].num_kv_heads,
-            head_dim=layers[0].head_dim,
-            block_size=config.block_size,
-            dtype=self.dtype,
-        )
+        group_layers = tuple(group.layers for group in self._kv_groups)
+        self._kv_spec = KVCacheSpec.of_layers(layers, group_layers, block_size=config.block_size, dtype=self.dtype)
 
     def _choose_graphs(self) -> None:
         """Choose the shapes of steps that are captured; there are none on a CPU."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
-from nvcli.models.kv_groups import kv_heads_per_rank
+from nvcli.models.layer_config import AttentionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +59,28 @@ def model_costs(
     tensors = {tensor.name: tensor for tensor in model_tensors(model, dtype, stage)}
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
     layers = [tensor for tensor in tensors.values() if tensor.part in ("attention", "MLP")]
-    kv_elements = 2 * kv_heads_per_rank(model, tensor_parallel_size) * model.head_dim
-    query_size = model.num_heads // tensor_parallel_size * model.head_dim
-    counts = Counter(model.layer_windows[number] for number in stage.layers(model.num_layers))
+    kinds = model.decoder.layer_kinds
+    counts = Counter(model.decoder.kind_of_layer[number] for number in stage.layers(model.num_layers))
     return ModelCosts(
         layers=_matrices(layers, tensor_parallel_size),
         lm_head=_matrices([] if head is None else [head], tensor_parallel_size),
         attention=tuple(
-            AttentionCosts(
-                window=window,
-                kv_bytes_per_token=num_layers * kv_elements * DTYPE_BYTES[dtype],
-                flops_per_pair=num_layers * 4 * query_size,
-            )
-            for window, num_layers in counts.items()
+            _attention_costs(kinds[kind].attention, num_layers, dtype, tensor_parallel_size)
+            for kind, num_layers in counts.items()
         ),
+    )
+
+
+def _attention_costs(
+    attention: AttentionConfig, num_layers: int, dtype: StoredDtype, tensor_parallel_size: int
+) -> AttentionCosts:
+    """Count what one rank computes in `num_layers` layers of one kind."""
+    kv_elements = 2 * attention.kv_heads_per_rank(tensor_parallel_size) * attention.head_dim
+    query_size = attention.num_heads // tensor_parallel_size * attention.head_dim
+    return AttentionCosts(
+        window=attention.window,
+        kv_bytes_per_token=num_layers * kv_elements * DTYPE_BYTES[dtype],
+        flops_per_pair=num_layers * 4 * query_size,
     )
 
 

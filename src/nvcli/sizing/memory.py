@@ -11,7 +11,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES
-from nvcli.models.kv_groups import kv_groups, kv_heads_per_rank
+from nvcli.models.kv_groups import kv_groups
 from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -71,12 +71,16 @@ def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
 def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
     """The peak of a batch, in attention or in the MLP. Gate and up are multiplied in one kernel; without it they take
     three times as much."""
-    queries = model.num_heads * model.head_dim // config.tensor_parallel_size
-    keys = kv_heads_per_rank(model, config.tensor_parallel_size) * model.head_dim
-    attention = 3 * model.hidden_size + 2 * queries + 4 * keys
-    mlp = 2 * model.hidden_size + model.intermediate_size // config.tensor_parallel_size
-    rotary = model.head_dim * 4  # cos and sin in float32
-    return num_tokens * (max(attention, mlp) * DTYPE_BYTES[config.dtype] + rotary)
+    size = config.tensor_parallel_size
+    most = 0
+    for layer in model.decoder.layer_kinds:
+        queries = layer.attention.num_heads * layer.attention.head_dim // size
+        keys = layer.attention.kv_heads_per_rank(size) * layer.attention.head_dim
+        attention = 3 * model.hidden_size + 2 * queries + 4 * keys
+        mlp = 2 * model.hidden_size + layer.mlp.intermediate_size // size
+        most = max(most, attention, mlp)
+    angles = model.decoder.angles_per_position * 4  # cos and sin in float32
+    return num_tokens * (most * DTYPE_BYTES[config.dtype] + angles)
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:
@@ -107,4 +111,5 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
     ends = 2 - stage.is_first - stage.is_last if stage is not None else min(2, config.pipeline_parallel_size - 1)
     tensors = 1 if config.tensor_parallel_size == 1 else 2
     links = ends * tensors * config.max_padded_tokens * row_bytes
-    return tokens + tables + sums + links + config.max_model_len * model.head_dim * 4 + _WORKSPACE_BYTES
+    angles = config.max_model_len * model.decoder.angles_per_position * 4
+    return tokens + tables + sums + links + angles + _WORKSPACE_BYTES

@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nvcli.kernels.triton.activation import activate
+
 
 class Launch(NamedTuple):
     """The tile sizes of a product and how its programs work."""
@@ -70,6 +72,7 @@ def _gated_linear_kernel(
     OUT_TILE: tl.constexpr,
     IN_TILE: tl.constexpr,
     ROWS_TOGETHER: tl.constexpr,
+    GELU: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Program i takes tiles i, i + number of programs and so on."""
@@ -90,14 +93,14 @@ def _gated_linear_kernel(
         # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
         dtype: tl.constexpr = out.dtype.element_ty
         gate = gate.to(dtype).to(tl.float32)
-        product = gate * tl.sigmoid(gate) * up.to(dtype).to(tl.float32)
+        product = activate(gate, GELU) * up.to(dtype).to(tl.float32)
         rows = row + tl.arange(0, ROW_TILE)
         features = feature + tl.arange(0, OUT_TILE)
         target = out + rows[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
         tl.store(target, product.to(dtype), mask=(rows < num_rows)[:, None])
 
 
-def gated_linear(x: Tensor, weight: Tensor, launch: Launch | None = None) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, launch: Launch | None = None, *, is_gelu: bool = False) -> Tensor:
     """See `nvcli.kernels.linear.gated_linear`. x, weight: contiguous; `in` and `out` are multiples of the tile's
     features, and rows of both tensors begin at multiples of 16 bytes. Without `launch` the measured one is taken."""
     num_rows, in_features = x.shape
@@ -120,6 +123,7 @@ def gated_linear(x: Tensor, weight: Tensor, launch: Launch | None = None) -> Ten
         OUT_TILE=launch.out_tile,
         IN_TILE=launch.in_tile,
         ROWS_TOGETHER=launch.rows_together,
+        GELU=is_gelu,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

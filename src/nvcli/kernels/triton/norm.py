@@ -24,9 +24,11 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     NUM_PARTS: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):
     """Program (row). out = norm(x) × weight; with ADD: residual += x, rounded as it is stored, and the norm is that of
-    the sum. x is the sum of NUM_PARTS parts. BLOCK is the next power of two of SIZE."""
+    the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it is normed. BLOCK is the
+    next power of two of SIZE."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -41,27 +43,39 @@ def _rms_norm_kernel(
         total = (tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptrs, total, mask=inside)
         x = total.to(tl.float32)
+    if CENTERED:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     mean_square = tl.sum(x * x, axis=0) / SIZE
     normed = x * tl.rsqrt(mean_square + eps) * weight
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
     """See `nvcli.kernels.norm.rms_norm`. x: [..., H], its last dimension dense → [..., H], contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(rows.unsqueeze(0), rows, weight, out, eps, add=False)
+    _launch(rows.unsqueeze(0), rows, weight, out, eps, add=False, is_centered=is_centered)
     return out
 
 
-def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
     """See `nvcli.kernels.norm.add_rms_norm`. The last dimensions are dense → [T, H], contiguous."""
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    _launch(delta if delta.dim() == 3 else delta.unsqueeze(0), residual, weight, out, eps, add=True)
+    parts = delta if delta.dim() == 3 else delta.unsqueeze(0)
+    _launch(parts, residual, weight, out, eps, add=True, is_centered=is_centered)
     return out
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool) -> None:
+def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_centered: bool = False) -> Tensor:
+    """See `nvcli.kernels.norm.sum_rms_norm`. The last dimension is dense → [T, H], contiguous."""
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    _launch(parts, out, weight, out, eps, add=False, is_centered=is_centered)
+    return out
+
+
+def _launch(
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool, is_centered: bool
+) -> None:
     num_parts, num_rows, size = x.shape
     assert x.stride(-1) == residual.stride(-1) == 1
     block = triton.next_power_of_2(size)
@@ -78,5 +92,6 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float
         BLOCK=block,
         ADD=add,
         NUM_PARTS=num_parts,
+        CENTERED=is_centered,
         num_warps=min(max(block // (32 * _THREAD_ELEMENTS), 1), 16),
     )

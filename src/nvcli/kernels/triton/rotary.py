@@ -14,16 +14,22 @@ keys go to the cache alone; 43.7 for 8,192 where qkv holds them, too. With 32 an
 
 @triton.jit
 def _norm_and_turn(
-    first, second, weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
-):
-    """Both halves of some heads: [heads, D/2] float32 each → the same, normed where NORM and turned by the angles."""
+    first, second, weight_ptr, cos, sin, eps, halves, inside,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Both halves of some heads: [heads, D/2] float32 each → the same, normed where NORM, and turned by the angles
+    where ROTATE."""
     if NORM:
         mean_square = tl.sum(first * first + second * second, axis=1) / HEAD_DIM
         scale = tl.rsqrt(mean_square + eps)[:, None]
         weight = weight_ptr + halves
         first = first * scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
         second = second * scale * tl.load(weight + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return first * cos - second * sin, second * cos + first * sin
+    if ROTATE:
+        turned = first * cos - second * sin
+        second = second * cos + first * sin
+        first = turned
+    return first, second
 
 
 @triton.jit
@@ -39,6 +45,7 @@ def _qk_norm_rope_store_kernel(
     eps,
     qkv_row_stride,
     cache_slot_stride,
+    cache_block_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -46,6 +53,8 @@ def _qk_norm_rope_store_kernel(
     HEADS_PER_PROGRAM: tl.constexpr,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    ROTATE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # slots of a block that lies apart from the next; 0: blocks lie one behind the other
     KEEP_KEYS: tl.constexpr,  # rotated keys go back into qkv as well
 ):
     """Program (token, group of heads); groups of q come first, then those of k and v."""
@@ -63,9 +72,14 @@ def _qk_norm_rope_store_kernel(
         offsets = heads[:, None] * HEAD_DIM + halves[None, :]
         first = tl.load(qkv_row + offsets, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(qkv_row + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
-        cos = tl.load(angles, mask=inside, other=0.0)[None, :]
-        sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
-        first, second = _norm_and_turn(first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_Q)
+        if ROTATE:
+            cos = tl.load(angles, mask=inside, other=0.0)[None, :]
+            sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
+        else:
+            cos, sin = 1.0, 0.0
+        first, second = _norm_and_turn(
+            first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_Q, ROTATE
+        )
         target = q_out_ptr + token * (NUM_HEADS * HEAD_DIM) + offsets
         tl.store(target, first.to(q_out_ptr.dtype.element_ty), mask=mask)
         tl.store(target + HALF, second.to(q_out_ptr.dtype.element_ty), mask=mask)
@@ -77,10 +91,18 @@ def _qk_norm_rope_store_kernel(
         source = qkv_row + (NUM_HEADS + heads)[:, None] * HEAD_DIM + halves[None, :]
         first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        cos = tl.load(angles, mask=inside, other=0.0)[None, :]
-        sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
+        if ROTATE:
+            cos = tl.load(angles, mask=inside, other=0.0)[None, :]
+            sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
+        else:
+            cos, sin = 1.0, 0.0
         slot = tl.load(slot_mapping_ptr + token)
-        k_first, k_second = _norm_and_turn(first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_K)
+        place = slot * cache_slot_stride
+        if BLOCK_SIZE:
+            place = slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_slot_stride
+        k_first, k_second = _norm_and_turn(
+            first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_K, ROTATE
+        )
         # Rounded once, to the model's type; the cache may hold another.
         stored_first = tl.where(is_key[:, None], k_first, first).to(qkv_ptr.dtype.element_ty)
         stored_second = tl.where(is_key[:, None], k_second, second).to(qkv_ptr.dtype.element_ty)
@@ -88,14 +110,14 @@ def _qk_norm_rope_store_kernel(
             tl.store(source, stored_first, mask=mask & is_key[:, None])
             tl.store(source + HALF, stored_second, mask=mask & is_key[:, None])
         cache = tl.where(is_key, k_cache_ptr, v_cache_ptr)[:, None]
-        cached = cache + (slot * cache_slot_stride + heads % NUM_KV_HEADS * HEAD_DIM)[:, None] + halves[None, :]
+        cached = cache + (place + heads % NUM_KV_HEADS * HEAD_DIM)[:, None] + halves[None, :]
         tl.store(cached, stored_first.to(k_cache_ptr.dtype.element_ty), mask=mask)
         tl.store(cached + HALF, stored_second.to(k_cache_ptr.dtype.element_ty), mask=mask)
 
 
 def qk_norm_rope_store(
     qkv: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -108,18 +130,20 @@ def qk_norm_rope_store(
     keep_keys: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`; kept keys are rotated in place."""
-    num_tokens, head_dim = cos_sin.shape
+    num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
+    block_size = k_cache.shape[1]
+    is_dense = k_cache.stride(0) == block_size * k_cache.stride(1)
     assert qkv.stride(1) == 1
-    assert cos_sin.is_contiguous()
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
+    assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim)
+    assert k_cache.stride() == v_cache.stride()
+    assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     heads_per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     num_groups = triton.cdiv(num_heads, heads_per_program) + triton.cdiv(2 * num_kv_heads, heads_per_program)
     block_half = triton.next_power_of_2(head_dim // 2)
     _qk_norm_rope_store_kernel[(num_tokens, num_groups)](
         qkv,
-        cos_sin,
+        qkv if cos_sin is None else cos_sin,
         qkv if q_weight is None else q_weight,
         qkv if k_weight is None else k_weight,
         q,
@@ -129,6 +153,7 @@ def qk_norm_rope_store(
         eps,
         qkv.stride(0),
         k_cache.stride(1),
+        k_cache.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -136,6 +161,8 @@ def qk_norm_rope_store(
         HEADS_PER_PROGRAM=heads_per_program,
         NORM_Q=q_weight is not None,
         NORM_K=k_weight is not None,
+        ROTATE=cos_sin is not None,
+        BLOCK_SIZE=0 if is_dense else block_size,
         KEEP_KEYS=keep_keys,
         num_warps=max(1, heads_per_program * block_half // 256),  # 16 elements a thread
     )

@@ -1,0 +1,136 @@
+"""CheckpointLayout: how a family's published files name and fuse the tensors of its decoder. Torch-free.
+
+The decoder's tensors have one set of names (`geometry.py`), which are those of a Llama checkpoint wherever that has the
+tensor. A layout says what a family's files have instead, and nothing else knows: loader and checks see a checkpoint's
+tensors under the decoder's names (`locate_tensors`), each of them maybe some rows of a tensor in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from nvcli.errors import LoadError
+from nvcli.models.safetensors_header import TensorInfo
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Projections that files may hold as one tensor, whose rows are those of the projections one after the other."""
+
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("lm_head.", "lm_head."),
+)
+"""What stands before the names of the text model in a checkpoint of more than text, in older and newer files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLayout:
+    """What tells a family's files from the decoder's own names."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of names: (in the file, in the decoder)."""
+    is_part: bool = False
+    """Whether the checkpoint holds more than the text model. The rest is left on disk."""
+
+    def decoder_name(self, stored: str) -> str | None:
+        """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
+        name: str | None = stored
+        if self.is_part:
+            matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
+            name = next(matches, None)
+        for found, wanted in self.renamed if name is not None else ():
+            assert name is not None
+            name = name.replace(found, wanted)
+        return name
+
+
+PLAIN_LAYOUT = CheckpointLayout()
+"""The decoder's own names, whether projections are fused or not."""
+
+
+class Wanted(Protocol):
+    """A tensor of the decoder, as far as it matters here."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocatedTensors:
+    """The tensors of a checkpoint, as the decoder names them."""
+
+    tensors: Mapping[str, TensorInfo]
+    left: tuple[str, ...] = ()
+    """The names in the files of tensors that are not the text model's."""
+    left_bytes: int = 0
+
+    @property
+    def note(self) -> str | None:
+        """What to tell the user about tensors that stay on disk; None: there are none."""
+        if not self.left:
+            return None
+        parts = ", ".join(dict.fromkeys(_part(name) for name in self.left))
+        return (
+            f"only the text part of the model is loaded: {len(self.left):,} tensors ({self.left_bytes / 2**30:,.1f} "
+            f"GiB) of other parts ({parts}) are left on disk"
+        )
+
+
+def locate_tensors(
+    layout: CheckpointLayout, stored: Mapping[str, TensorInfo], wanted: Iterable[Wanted]
+) -> LocatedTensors:
+    """Find the tensors of a checkpoint (`stored`, by the names in its files) under the decoder's names.
+
+    `wanted` are the tensors of the whole decoder. Raises LoadError where a fused tensor is not as long as its parts.
+    """
+    found: dict[str, TensorInfo] = {}
+    left: dict[str, TensorInfo] = {}
+    for name, info in stored.items():
+        decoder_name = layout.decoder_name(name)
+        if decoder_name is None:
+            left[name] = info
+        else:
+            found[decoder_name] = info
+    num_rows = {tensor.name: tensor.shape[0] for tensor in wanted}
+    for name in [name for name in found if name not in num_rows and _projections(name)]:
+        _split(found, name, num_rows)
+    return LocatedTensors(tensors=found, left=tuple(left), left_bytes=sum(info.num_bytes for info in left.values()))
+
+
+def _projections(name: str) -> tuple[str, ...]:
+    """Return the names of the tensors that are fused in the tensor `name`; none where it is no fused one."""
+    parent, _, kind = name.rpartition(".")
+    parent, _, last = parent.rpartition(".")
+    return tuple(f"{parent}.{part}.{kind}" for part in FUSED.get(last, ()))
+
+
+def _split(found: dict[str, TensorInfo], name: str, num_rows: Mapping[str, int]) -> None:
+    """Replace a fused tensor by its parts. One whose parts the decoder does not know stays as it is."""
+    parts = [part for part in _projections(name) if part in num_rows]
+    if not parts:
+        return
+    info = found.pop(name)
+    expected = sum(num_rows[part] for part in parts)
+    if not info.shape or info.shape[0] != expected:
+        raise LoadError(
+            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {expected} rows "
+            f"({' + '.join(str(num_rows[part]) for part in parts)})"
+        )
+    first = 0
+    for part in parts:
+        rows = num_rows[part]
+        num_bytes = info.num_bytes * rows // expected
+        found[part] = replace(info, shape=(rows, *info.shape[1:]), first_row=first, num_bytes=num_bytes)
+        first += rows
+
+
+def _part(name: str) -> str:
+    """Return the part of a model that a tensor belongs to: the first word of its name that says something."""
+    words = name.split(".")
+    return words[1] if words[0] == "model" and len(words) > 1 else words[0]

@@ -1,0 +1,29 @@
+"""Family: a line of models that are read alike, and what `nvcli models` says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nvcli.models.json_file import JsonFile
+from nvcli.models.layer_config import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models that one function reads."""
+
+    name: str
+    architectures: tuple[str, ...]
+    """The names in `architectures` of config.json."""
+    features: str
+    """What sets the family apart, in a few words."""
+    examples: tuple[str, ...]
+    """Ids on the Hugging Face hub."""
+    read: Callable[[JsonFile], DecoderConfig]
+    """Reads config.json, or its `text_config` where it describes more than text."""
+    ties_embeddings: bool = False
+    """What an absent `tie_word_embeddings` stands for."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What absent keys stand for, for a family whose published files leave keys out."""

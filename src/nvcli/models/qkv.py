@@ -1,0 +1,101 @@
+"""What some families do to the fused projection before heads are normed and rotated: in plain torch, as few need it.
+
+Shapes: T tokens, D head_dim, KV heads of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nvcli.models.layer_config import AttentionConfig, QueryScaling
+from nvcli.models.parallel import BuildContext
+from nvcli.models.weights import DerivedModule, WeightModule, WeightSource, empty_parameter, length
+
+
+class QKVPreparation(nn.Module):
+    """Norms whole rows of queries and keys, and makes values of keys, where a layer wants it.
+
+    [T, (heads + KV heads, or 2 KV heads) × D] → [T, (heads + 2 KV heads) × D].
+    """
+
+    def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, eps: float) -> None:
+        super().__init__()
+        self.attention = attention
+        self.eps = eps
+        size = build.group.size
+        self.query_size = attention.num_heads // size * attention.head_dim
+        self.kv_size = attention.kv_heads_per_rank(size) * attention.head_dim
+        self.row_norm = QKRowNorm(build, path, attention, eps) if attention.qk_norm == "row" else None
+
+    @staticmethod
+    def is_needed(attention: AttentionConfig) -> bool:
+        return attention.qk_norm == "row" or attention.keys_are_values or attention.norms_values
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        if self.attention.keys_are_values:
+            qkv = torch.cat((qkv, qkv[:, self.query_size :]), dim=1)
+        q, k, v = torch.split(qkv, [self.query_size, self.kv_size, self.kv_size], dim=1)
+        if self.row_norm is not None:
+            self.row_norm(q, k)
+        if self.attention.norms_values:
+            heads = v.view(len(v), -1, self.attention.head_dim)
+            values = heads.float()
+            mean_square = values.square().mean(-1, keepdim=True)
+            heads.copy_(values * torch.rsqrt(mean_square + self.eps))
+        return qkv
+
+
+class QKRowNorm(WeightModule):
+    """RMSNorm of all heads of a token together, of the queries and of the keys, in place. The ranks have some heads
+    each, and sum up their squares."""
+
+    q_weight: nn.Parameter
+    k_weight: nn.Parameter
+
+    def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, eps: float) -> None:
+        super().__init__()
+        self.group = build.group
+        self.eps = eps
+        self.tensors = {name: build.tensors[f"{path}.{name}_norm.weight"] for name in ("q", "k")}
+        size = self.group.size
+        for name, tensor in self.tensors.items():
+            setattr(self, f"{name}_weight", empty_parameter(tensor, *tensor.kept_shape(size)))
+        # Where ranks share a KV head, each of its squares is counted once for each of them.
+        kv_heads = attention.kv_heads_per_rank(size) * size
+        self.widths = (attention.num_heads * attention.head_dim, kv_heads * attention.head_dim)
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        for name, tensor in self.tensors.items():
+            read = tensor.shard(self.group.rank, self.group.size)
+            write = (slice(0, length(read[0])),)
+            yield WeightSource(tensor=tensor, read=read, parameter=f"{name}_weight", write=write)
+
+    def forward(self, q: Tensor, k: Tensor) -> None:
+        rows = (q.float(), k.float())
+        squares = torch.stack([row.square().sum(-1) for row in rows])  # [2, T]
+        squares = self.group.sum_of_squares(squares)
+        for target, row, weight, square, width in zip(
+            (q, k), rows, (self.q_weight, self.k_weight), squares, self.widths, strict=True
+        ):
+            target.copy_(row * torch.rsqrt(square / width + self.eps).unsqueeze(-1) * weight)
+
+
+class QueryScaleTable(DerivedModule):
+    """The factor of a query at every position: positions [T] → [T, 1, 1] float32."""
+
+    table: Tensor
+
+    def __init__(self, scaling: QueryScaling, max_positions: int) -> None:
+        super().__init__()
+        self.scaling = scaling
+        self.register_buffer("table", torch.empty(max_positions, dtype=torch.float32), persistent=False)
+
+    def derive(self, device: torch.device) -> None:
+        positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=device)
+        self.table = 1 + self.scaling.beta * torch.log(1 + torch.floor(positions / self.scaling.length))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.table.index_select(0, positions).view(-1, 1, 1)
