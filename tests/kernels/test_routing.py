@@ -7,7 +7,7 @@ import torch
 
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import routing as reference
-from nvcli.kernels.expert_types import Routing
+from nvcli.kernels.expert_settings import Routing
 from nvcli.kernels.triton import routing
 
 ROUTINGS = {

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.kernels.expert_types import ExpertWeights, GatedActivation, Routes
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_types import ExpertWeights, Routes
 
 
 class ExpertGroups(NamedTuple):
@@ -31,25 +32,32 @@ def group_by_expert(experts: Tensor, num_experts: int) -> ExpertGroups:
     return ExpertGroups(flat.argsort(stable=True).int(), flat.bincount(minlength=num_experts))
 
 
-def apply_experts(x: Tensor, routes: Routes, weights: ExpertWeights, activation: GatedActivation) -> Tensor:
-    """Compute each pair's result times its weight: [T, H] → [k, T, H], which a token's sum over k is still to be taken
-    of. `add_rms_norm` takes it as it is."""
+def apply_experts(
+    x: Tensor, routes: Routes, weights: ExpertWeights, activation: GatedActivation, out: Tensor | None = None
+) -> Tensor:
+    """Compute each pair's result times its weight: [T, H] → [k, T, H], in `out` (contiguous) if that is given.
+
+    A token's sum over k is still to be taken of it. `add_rms_norm` takes it as it is.
+    """
+    num_tokens, experts_per_token = routes.experts.shape
+    if out is None:
+        out = torch.empty(experts_per_token, num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
     if x.is_cuda:
         from nvcli.kernels.triton import experts as kernels
 
-        return kernels.apply_experts(x, routes, weights, activation)
-    num_experts, _, hidden = weights.gate_up.shape
-    num_tokens, experts_per_token = routes.experts.shape
-    order, counts = group_by_expert(routes.experts, num_experts)
-    parts = torch.empty(experts_per_token, num_tokens, hidden, dtype=x.dtype, device=x.device)
+        kernels.apply_experts(x, routes, weights, activation, out)
+        return out
+    order, counts = group_by_expert(routes.experts, len(weights.gate_up))
     for expert, pairs in enumerate(torch.split(order.long(), counts.tolist())):
         if len(pairs) == 0:
             continue
         token, choice = pairs // experts_per_token, pairs % experts_per_token
         gate_up = F.linear(x[token], weights.gate_up[expert], _of_expert(weights.gate_up_bias, expert))
         down = F.linear(_activate(gate_up, activation), weights.down[expert], _of_expert(weights.down_bias, expert))
-        parts[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
-    return parts
+        out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
+    return out
 
 
 def _activate(gate_up: Tensor, activation: GatedActivation) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.kernels.expert_types import TINY, Routes, Routing
+from nvcli.kernels.expert_settings import TINY, Routing
+from nvcli.kernels.expert_types import Routes
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:

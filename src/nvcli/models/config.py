@@ -81,13 +81,14 @@ class ModelConfig:
         """Say why the model cannot be cut over `size` ranks; nothing if it can."""
         problems = []
         for layer in self.decoder.layer_kinds:
-            attention, intermediate_size = layer.attention, layer.mlp.intermediate_size
+            attention = layer.attention
             if attention.num_heads % size:
                 problems.append(f"{attention.num_heads} attention heads do not divide by {size}")
             if attention.num_kv_heads % size and size % attention.num_kv_heads:
                 problems.append(f"{attention.num_kv_heads} KV heads neither divide by {size} nor divide it")
-            if intermediate_size % size:
-                problems.append(f"intermediate size {intermediate_size} does not divide by {size}")
+            for intermediate_size in layer.intermediate_sizes:
+                if intermediate_size % size:
+                    problems.append(f"intermediate size {intermediate_size} does not divide by {size}")
         return list(dict.fromkeys(problems))
 
 

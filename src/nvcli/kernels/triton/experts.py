@@ -23,7 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nvcli.kernels.expert_types import ExpertWeights, GatedActivation, Routes
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_types import ExpertWeights, Routes
+from nvcli.kernels.triton.activation import activate
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 
 
@@ -65,16 +67,11 @@ def choose_launch(num_pairs: int, num_experts: int) -> ExpertLaunch:
 @triton.jit
 def _activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """See `GatedActivation`. float32."""
-    if KIND == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate * tl.sigmoid(2 * inner)  # (1 + tanh z) / 2 = sigmoid(2 z)
-    elif KIND == "clamped_swiglu":
+    if KIND == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
-        gate = gate * tl.sigmoid(ALPHA * gate)
-    else:
-        gate = gate * tl.sigmoid(gate)
-    return gate * up
+        return gate * tl.sigmoid(ALPHA * gate) * up
+    return activate(gate, KIND == "gelu_tanh") * up
 
 
 @triton.jit
@@ -188,16 +185,17 @@ def apply_experts(
     routes: Routes,
     weights: ExpertWeights,
     activation: GatedActivation,
+    out: Tensor,
     launch: ExpertLaunch | None = None,
-) -> Tensor:
-    """See `nvcli.kernels.experts.apply_experts`. Rows of all tensors are dense and begin at multiples of 16 bytes.
-    Without `launch` the measured one is taken."""
+) -> None:
+    """See `nvcli.kernels.experts.apply_experts`, for at least one token. Rows of all tensors are dense and begin at
+    multiples of 16 bytes. Without `launch` the measured one is taken."""
     num_experts = weights.gate_up.shape[0]
     if launch is None:
         launch = choose_launch(routes.experts.numel(), num_experts)
     work = group_by_expert(routes.experts, num_experts, launch.row_tile)
     hidden = gate_up(x, routes, weights, activation, work, launch.gate_up)
-    return down(hidden, routes, weights, work, launch.down)
+    down(hidden, routes, weights, work, launch.down, out)
 
 
 def gate_up(
@@ -234,12 +232,12 @@ def gate_up(
     return out
 
 
-def down(hidden: Tensor, routes: Routes, weights: ExpertWeights, work: WorkList, launch: Launch) -> Tensor:
+def down(hidden: Tensor, routes: Routes, weights: ExpertWeights, work: WorkList, launch: Launch, out: Tensor) -> None:
     """Compute the down projection of every pair, times its weight: [T × k, I], sorted by expert → [k, T, H]."""
     assert weights.down.is_contiguous()
+    assert out.is_contiguous()
     out_features, in_features = weights.down.shape[1:]
     num_tokens, experts_per_token = routes.experts.shape
-    out = torch.empty(experts_per_token, num_tokens, out_features, dtype=hidden.dtype, device=hidden.device)
     _down_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
         TensorDescriptor.from_tensor(hidden, [work.row_tile, launch.in_tile]),
         TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [launch.out_tile, launch.in_tile]),
@@ -261,4 +259,3 @@ def down(hidden: Tensor, routes: Routes, weights: ExpertWeights, work: WorkList,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    return out

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.expert_types import TINY, Routes, Routing
+from nvcli.kernels.expert_settings import TINY, Routing
+from nvcli.kernels.expert_types import Routes
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _index_of(ranked):
     return (2147483647 - (ranked & 0xFFFFFFFF)).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride"])
 def _route_kernel(
     logits_ptr,  # [NUM_PARTS, T, NUM_EXPERTS] float32, parts part_stride apart
     bias_ptr,  # [NUM_EXPERTS] float32, with HAS_BIAS

@@ -8,8 +8,9 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.llama import LLAMA
 from nvcli.models.families.mistral import MISTRAL
 from nvcli.models.families.qwen import QWEN2, QWEN3
+from nvcli.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE)
 """In the order in which `nvcli models` lists them."""
 
 
