@@ -9,6 +9,21 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """The families that `write_tiny_model` writes, by the names of transformers' classes."""
 
 
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Gemma3": ("Gemma3Text", "SiglipVision", _VISION),
+    "Mistral3": ("Ministral3", "PixtralVision", {**_VISION, "head_dim": 8}),
+}
+"""Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""
+
+
 def tiny_model_config(**overrides: Any) -> dict[str, Any]:
     """Arguments of a transformers configuration; two layers, about 60,000 parameters."""
     return {
@@ -24,6 +39,7 @@ def tiny_model_config(**overrides: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "eos_token_id": 1,
+        "pad_token_id": 0,
         **overrides,
     }
 
@@ -35,9 +51,11 @@ def write_tiny_model(
     seed: int = 0,
     dtype: str = "float32",
     max_shard_size: str = "1GB",
+    embedding_scale: float | None = None,
     **overrides: Any,
 ) -> Path:
-    """A random checkpoint of a family, `save_pretrained` into `path`. `overrides`: its configuration's arguments.
+    """A random checkpoint of a family, `save_pretrained` into `path`. `overrides`: its configuration's arguments; for a
+    model of more than text, those of its text part.
 
     The weights are large enough for the logits to differ clearly, and no norm weight or bias is trivial.
     """
@@ -48,16 +66,32 @@ def write_tiny_model(
     arguments = tiny_model_config(**overrides)
     if family == "Qwen2" and "head_dim" not in overrides:
         del arguments["head_dim"]  # its files have none
-    config = getattr(transformers, f"{family}Config")(**arguments)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = _make_model(transformers, family, arguments)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.2
             parameter.copy_(noise * scale + (1.0 if "norm" in name else 0.0))
-        model.model.embed_tokens.weight.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.1 * torch.randn(1, generator=generator))
+        model.get_input_embeddings().weight.mul_(3.0 if embedding_scale is None else embedding_scale)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     return path
+
+
+def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
+    """A model of transformers with its initial weights. `family` is a name of `WITH_VISION` or of a text model."""
+    if family not in WITH_VISION:
+        config = getattr(transformers, f"{family}Config")(**arguments)
+        return getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+    text_name, vision_name, vision_arguments = WITH_VISION[family]
+    text = getattr(transformers, f"{text_name}Config")(**arguments)
+    vision = getattr(transformers, f"{vision_name}Config")(**vision_arguments)
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=arguments["tie_word_embeddings"]
+    )
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config)
 
 
 def set_weights(path: Path, name: str, value: float, row: int | slice = slice(None)) -> None:
@@ -77,9 +111,24 @@ def write_tiny_qwen3(path: Path, **settings: Any) -> Path:
 
 def reference_logits(path: Path, ids: list[int]) -> Any:
     """[len(ids), vocab_size] float32: transformers' logits at every position."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    return reference_logits_of(path, [ids])[0]
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+def reference_logits_of(path: Path, prompts: list[list[int]]) -> list[Any]:
+    """transformers' logits at every position of each prompt: [length, vocab_size] float32 each."""
+    import torch
+
+    model = reference_model(path)
     with torch.inference_mode():
-        return model(torch.tensor([ids])).logits[0]
+        return [model(torch.tensor([ids])).logits[0] for ids in prompts]
+
+
+def reference_model(path: Path) -> Any:
+    """transformers' own model of a checkpoint, in float32."""
+    import json
+
+    import torch
+    import transformers
+
+    (name,) = json.loads((path / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(path, dtype=torch.float32).eval()

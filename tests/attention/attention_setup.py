@@ -50,20 +50,25 @@ class Bench:
         block_size: int = 16,
         num_tokens: int = 1024,
         windows: tuple[int | None, ...] = (None,),
+        soft_cap: float | None = None,
+        head_dims: tuple[int, ...] | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         max_num_seqs: int = 256,
         poison: float = float("nan"),
     ) -> None:
+        """`head_dims`: the head size of each group's layers, instead of `head_dim` for all."""
         self.device, self.dtype = torch.device(device), dtype
+        head_dims = head_dims or (head_dim,) * len(windows)
         num_blocks = len(windows) * (num_tokens // block_size + 64)
         self.specs = tuple(
             AttentionSpec(
                 num_heads=num_kv_heads * ratio,
                 num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
+                head_dim=head_dims[group],
                 scale=SCALE * (1 + group),
                 window=window,
+                soft_cap=soft_cap,
                 kv_group=group,
             )
             for group, window in enumerate(windows)
@@ -72,7 +77,7 @@ class Bench:
         num_groups = len(windows)
         cache_spec = KVCacheSpec(
             group_layers=tuple((group, num_groups + group) for group in range(num_groups)),
-            group_heads=((num_kv_heads, head_dim),) * num_groups,
+            group_heads=tuple((num_kv_heads, size) for size in head_dims),
             block_size=block_size,
             dtype=dtype,
         )
@@ -80,7 +85,7 @@ class Bench:
         self.kv_cache = KVCache(cache_spec, num_blocks, self.device)
         self.blocks = Blocks(num_blocks)
         self.poison_block = self.blocks.free.pop()
-        self.kv_cache.data[:, :, self.poison_block] = poison
+        self.fill_blocks([self.poison_block], poison)
         self.case = AttentionCase(
             device=self.device,
             dtype=dtype,
@@ -94,21 +99,24 @@ class Bench:
 
     def leave_garbage(self, value: float) -> None:
         """Fill all blocks but the null block, as if earlier owners had left that."""
-        self.kv_cache.data[:, :, 1 : self.poison_block] = value
-        self.kv_cache.data[:, :, self.poison_block + 1 :] = value
+        self.fill_blocks([block for block in range(1, self.kv_cache.num_blocks) if block != self.poison_block], value)
+
+    def fill_blocks(self, blocks: list[int], value: float) -> None:
+        for layer in range(2 * len(self.specs)):
+            for cache in self.kv_cache.layer(layer):
+                cache[blocks] = value
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
 
-    def random_qkv(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    def random_qkv(self, num_tokens: int, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         """Strided views of one buffer, as the fused projection gives them."""
-        spec = self.specs[0]
         heads = self.random(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         return heads[:, : spec.num_heads], heads[:, spec.num_heads : -spec.num_kv_heads], heads[:, -spec.num_kv_heads :]
 
     def store(self, group: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         for cache, rows in zip(self.kv_cache.layer(self.layers[group]), (k, v), strict=True):
-            cache.view(-1, *rows.shape[1:])[places] = rows
+            cache[places // self.case.block_size, places % self.case.block_size] = rows
 
     def fill(self, history: History, count: int) -> None:
         """Put `count` more tokens into the cache without attending."""
@@ -118,7 +126,7 @@ class Bench:
             group, table = spec.kv_group, state.tables[spec.kv_group]
             self.blocks.grow(table, state.length + count, block_size)
             places = [table[i // block_size] * block_size + i % block_size for i in positions]
-            _, k, v = self.random_qkv(count)
+            _, k, v = self.random_qkv(count, spec)
             self.store(group, torch.tensor(places, device=self.device), k, v)
             history.keys[group].append(k)
             history.values[group].append(v)
@@ -147,7 +155,7 @@ class Bench:
         inputs = []
         for spec in self.specs:
             group = spec.kv_group
-            q, k, v = self.random_qkv(batch.num_tokens)
+            q, k, v = self.random_qkv(batch.num_tokens, spec)
             self.store(group, batch.slot_mapping[group], k, v)
             for (history, count), start in zip(work, starts, strict=True):
                 history.keys[group].append(k[start : start + count].clone())
@@ -227,6 +235,8 @@ def written_out(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) ->
         if spec.window is not None:
             hidden |= key < position - spec.window + 1
         scores = torch.einsum("nkgd,mkd->kgnm", q[rows], keys) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
         parts.append(torch.einsum("kgnm,mkd->nkgd", weights, values).flatten(1, 2))
     return torch.cat(parts)

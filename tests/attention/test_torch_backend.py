@@ -121,3 +121,14 @@ def test_decode_rows_of_several_tokens(windows: tuple[int | None, ...]) -> None:
     bench.step((a, 4), (b, 4), shape=BatchShape(decode_rows=2, tokens_per_row=4))
     shape = BatchShape(decode_rows=4, tokens_per_row=4, prefill_rows=2, prefill_tokens=30)
     bench.step((a, 4), (b, 4), (c, 25), shape=shape)
+
+
+def test_soft_caps_and_groups_of_other_head_sizes() -> None:
+    """Scores that a cap bends, and blocks that hold keys of several shapes, so that they do not lie side by side."""
+    bench = Bench(num_kv_heads=2, ratio=2, windows=(40, None), head_dims=(32, 64), soft_cap=0.7, num_tokens=2000)
+    assert not bench.kv_cache.spec.is_uniform
+    a, b, c = (History() for _ in range(3))
+    bench.step((a, 1), (b, 15), (c, 300))
+    bench.fill(c, 1000)
+    bench.step((a, 1), (c, 1), (b, 20))
+    bench.step((a, 1), (b, 1), (c, 70))

@@ -28,8 +28,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 
 @pytest.mark.parametrize(
     ("head_dim", "num_kv_heads", "ratio", "block_size"),
-    [(64, 2, 1, 64), (64, 1, 8, 1), (128, 2, 2, 16), (256, 1, 4, 32), (16, 1, 16, 4), (32, 3, 3, 24), (64, 1, 2, 256)],
-)
+    [
+        (64, 2, 1, 64),
+        (64, 1, 8, 1),
+        (128, 2, 2, 16),
+        (256, 1, 4, 32),
+        (16, 1, 16, 4),
+        (32, 3, 3, 24),
+        (64, 1, 2, 256),
+        (512, 1, 2, 16),
+    ],
+)  # fmt: skip
 def test_shapes_and_step_kinds(head_dim: int, num_kv_heads: int, ratio: int, block_size: int) -> None:
     """Prompts, chunks behind a cached prefix, decode rows of all lengths, and all of them at once."""
     bench = Bench(num_kv_heads=num_kv_heads, ratio=ratio, head_dim=head_dim, block_size=block_size)
@@ -59,6 +68,18 @@ def test_windows(windows: tuple[int | None, ...], block_size: int) -> None:
     bench.step((d, 1), (c, 1), (a, 2), (b, 1))
     bench.step((a, 1), (b, 1), (c, 1), (d, 1))
     bench.step((a, 1), (c, 70), (d, 5))
+
+
+def test_soft_caps_and_groups_of_other_head_sizes() -> None:
+    """Scores that a cap bends, and blocks that hold keys of several shapes, so that they do not lie side by side."""
+    bench = Bench(num_kv_heads=2, ratio=2, windows=(40, None), head_dims=(32, 64), soft_cap=0.7, num_tokens=2000)
+    assert not bench.kv_cache.spec.is_uniform
+    bench.leave_garbage(float("nan"))
+    a, b, c = (History() for _ in range(3))
+    bench.step((a, 1), (b, 15), (c, 100))
+    bench.fill(c, 500)
+    bench.step((a, 1), (c, 1), (b, 20))
+    bench.step((a, 1), (b, 1), (c, 70))
 
 
 def test_a_row_of_many_chunks() -> None:

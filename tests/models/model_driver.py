@@ -34,11 +34,13 @@ class ModelDriver:
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
         stage: Stage = WHOLE,
+        max_positions: int | None = None,
     ) -> None:
         config = load_model_config(path)
         self.group = group or TensorParallelGroup.single()
-        self.model = build_model(config, self.group, dtype, stage=stage)
-        self.num_bytes = load_weights(self.model, path, device)
+        self.model = build_model(config, self.group, dtype, stage=stage, max_positions=max_positions)
+        self.notes: list[str] = []
+        self.num_bytes = load_weights(self.model, path, device, say=self.notes.append)
         layers = self.model.attention_layers
         group_layers = tuple(group.layers for group in kv_groups(config, stage))
         cache_spec = KVCacheSpec.of_layers(layers, group_layers, block_size=block_size, dtype=dtype)

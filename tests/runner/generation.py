@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from checkpoints import reference_model
 from fake_runners import engine_config
 from nvcli.distributed.stage import Stage
 from nvcli.engine.client import EngineClient
@@ -80,9 +81,8 @@ def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int,
 def greedy_answers(path: Path) -> list[list[int]]:
     """transformers' answers to `prompts()`."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = reference_model(path)
     answers = []
     for prompt in prompts():
         ids = model.generate(

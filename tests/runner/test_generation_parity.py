@@ -21,7 +21,19 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "untied-gqa4": {"num_key_value_heads": 1, "head_dim": 32, "seed": 3},
     "mistral": {"family": "Mistral", "sliding_window": 45, "seed": 1},
-    "windows-in-one-layer": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "seed": 2},
+    "gemma-4": {
+        "family": "Gemma4Text",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 40,
+        "rope_parameters": None,
+        "attention_k_eq_v": True,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": True,
+        "seed": 2,
+    },
 }
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "plain": {"max_num_batched_tokens": 4096, "max_num_seqs": 64, "enable_prefix_caching": False},

@@ -135,4 +135,4 @@ def _options(spec: AttentionSpec) -> dict[str, Any]:
     """Make the arguments that all functions of both versions take. The window counts the keys to the left and to the
     right of a token's own that it sees; -1: all."""
     window = (-1, -1) if spec.window is None else (spec.window - 1, 0)
-    return {"softmax_scale": spec.scale, "causal": True, "window_size": window}
+    return {"softmax_scale": spec.scale, "causal": True, "window_size": window, "softcap": spec.soft_cap or 0.0}

@@ -201,6 +201,7 @@ class _Planned:
             kind.head_dim,
             case.block_size,
             window_left=-1 if kind.window is None else kind.window - 1,
+            logits_soft_cap=kind.soft_cap,
             q_data_type=case.dtype,
             kv_data_type=case.dtype,
             sm_scale=1.0,  # the layer's own comes with `run`

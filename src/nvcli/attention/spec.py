@@ -18,6 +18,8 @@ class AttentionSpec:
     """Scores are multiplied by it before the softmax; positive."""
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
+    soft_cap: float | None = None
+    """Scaled scores are taken through soft_cap × tanh(score / soft_cap); None: they are not."""
     kv_group: int = 0
     """Index of the KV group whose blocks hold its keys and values."""
 

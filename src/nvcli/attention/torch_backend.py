@@ -122,14 +122,14 @@ class TorchBackend(AttentionBackend):
             torch.index_select(v_cache, 0, group.block_ids, out=v)
             shape = (group.size, -1, num_kv_heads, head_dim)
             rows = slice(group.start, group.start + group.size)
-            with _sound_kernels(q.device):
-                sorted_out[rows] = F.scaled_dot_product_attention(
-                    sorted_q[rows],
-                    k.view(shape)[:, : group.most_keys].transpose(1, 2),
-                    v.view(shape)[:, : group.most_keys].transpose(1, 2),
-                    attn_mask=group.mask,
-                    scale=spec.scale,
-                )
+            sorted_out[rows] = _softmax_attention(
+                spec,
+                sorted_q[rows],
+                k.view(shape)[:, : group.most_keys].transpose(1, 2),
+                v.view(shape)[:, : group.most_keys].transpose(1, 2),
+                mask=group.mask,
+                is_causal=False,
+            )
         return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=new_or(out, q))
 
     def prefill(
@@ -273,9 +273,25 @@ def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tenso
     q = q.view(q.shape[0], -1, group, q.shape[-1]).permute(1, 2, 0, 3)  # [KV, G, n, D]
     k = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)  # [KV, G, m, D]
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-    with _sound_kernels(q.device):
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.scale)
+    out = _softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _softmax_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """Compute softmax(q kᵀ scale, capped) v, over the last two dimensions. `mask` is added to the scores."""
+    if spec.soft_cap is None:
+        with _sound_kernels(q.device):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale)
+    scores = torch.matmul(q.float() * spec.scale, k.float().transpose(-1, -2))
+    scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(hidden, float("-inf"))
+    elif mask is not None:
+        scores.add_(mask)
+    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
 
 
 def _sound_kernels(device: torch.device) -> AbstractContextManager[None]:

@@ -73,7 +73,7 @@ class TritonBackend(AttentionBackend):
             case,
             capability=(8, 0),
             dtypes=(torch.bfloat16, torch.float16, torch.float32),
-            head_dims=(16, 32, 64, 128, 256),
+            head_dims=(16, 32, 64, 128, 256, 512),
         )
         if case.max_num_seqs > _MAX_ROWS:
             reasons.append(f"max_num_seqs {case.max_num_seqs} is above {_MAX_ROWS}")
@@ -105,7 +105,7 @@ class TritonBackend(AttentionBackend):
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
         decode = self._decodes[_geometry(spec)]
-        decode.run(q, k_cache, v_cache, block_tables, out, scale=spec.scale, window=spec.window)
+        decode.run(q, k_cache, v_cache, block_tables, out, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap)
         return out
 
     def prefill(
@@ -116,7 +116,9 @@ class TritonBackend(AttentionBackend):
         block_tables = batch.block_tables[spec.kv_group]
         prefill = self._prefills[_geometry(spec)]
         tiles = self._tiles[prefill.tile_key]
-        prefill.run(q, k_cache, v_cache, block_tables, tiles, out, scale=spec.scale, window=spec.window)
+        prefill.run(
+            q, k_cache, v_cache, block_tables, tiles, out, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap
+        )
         return out
 
 

@@ -21,6 +21,7 @@ class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    soft_cap: float | None = None
 
 
 class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ def probe(task: AttentionTask) -> list[Finding]:
                 head_dim=kind.head_dim,
                 scale=kind.head_dim**-0.5,
                 window=kind.window,
+                soft_cap=kind.soft_cap,
             )
             for kind in task.kinds
         ),

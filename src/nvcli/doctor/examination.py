@@ -177,6 +177,7 @@ def _attention_kinds(model: ModelConfig, tensor_parallel_size: int) -> tuple[Att
             num_kv_heads=attention.kv_heads_per_rank(tensor_parallel_size),
             head_dim=attention.head_dim,
             window=attention.window,
+            soft_cap=attention.soft_cap,
         )
         for attention in (layer.attention for layer in model.decoder.layer_kinds)
     )

@@ -192,6 +192,7 @@ def attention_specs(config: ModelConfig, build: BuildContext) -> tuple[Attention
                 head_dim=attention.head_dim,
                 scale=attention.scale,
                 window=attention.window,
+                soft_cap=attention.soft_cap,
                 kv_group=kv_group,
             )
     return tuple(by_layer[layer] for layer in sorted(by_layer))

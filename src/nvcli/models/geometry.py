@@ -161,6 +161,7 @@ def _attention(
     head_dim, kv_heads = attention.head_dim, attention.num_kv_heads
     query_size, kv_size = attention.num_heads * head_dim, kv_heads * head_dim
     order = None if attention.rope is None else attention.rope.row_order(head_dim)
+    assert order is None or not attention.keys_are_values, "values keep the order that o_proj was trained with"
     q_proj = _matrix(f"{path}.q_proj", (query_size, hidden), Cut.ROWS, dtype, "attention")
     yield from _linear(replace(q_proj, row_order=order), bias=attention.qkv_bias)
     for name in ("k_proj",) if attention.keys_are_values else ("k_proj", "v_proj"):

@@ -20,8 +20,15 @@ from torch import Tensor
 
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
 
+_LOG2_E = 1.4426950408889634
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
+
+
+@triton.jit
+def soft_capped(scores, CAP: tl.constexpr):
+    """CAP × tanh(scores / CAP); tanh(x) is 2 sigmoid(2 x) - 1."""
+    return 2 * CAP * tl.sigmoid(scores * (2 / CAP)) - CAP
 
 
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -43,7 +50,9 @@ def decode_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,  # elements from one block to the next
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,  # soft cap × log2(e); 0: none
     TILE: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
@@ -95,9 +104,12 @@ def decode_attention_kernel(
         else:
             next_block = tl.load(table + tl.minimum(keys + TILE, last_key) // BLOCK_SIZE)
             offset = keys % BLOCK_SIZE
-        cache_offset = ((block * BLOCK_SIZE + offset) * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+        row_offset = block * BLOCK_STRIDE + (offset * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        cache_offset = row_offset[:, None] + dims[None, :]
         key = tl.load(k_cache + cache_offset, mask=is_key[:, None], other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale_log2
+        if SOFT_CAP:
+            scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         decay = tl.exp2(highest - new_highest)
@@ -223,6 +235,7 @@ class DecodeAttention:
         *,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> None:
         """Attend as planned. q, out: [B, H, D]; q's rows may be strided, out is contiguous; block_tables: [slots, ...]
         int32, of the layer's KV group; window: one of those that this was made for."""
@@ -232,6 +245,8 @@ class DecodeAttention:
         work_list = self._lists[window]
         is_full_tile = self._tile * self._head_dim * k_cache.element_size() == _TILE_BYTES
         num_stages = 2 if is_full_tile and num_rows > FEW_ROWS else 3
+        assert k_cache.stride() == v_cache.stride()
+        assert k_cache.stride()[1:] == (self._num_kv_heads * self._head_dim, self._head_dim, 1)
         decode_attention_kernel[(self._num_kv_heads, work_list.capacity(num_rows))](
             q,
             k_cache,
@@ -243,18 +258,20 @@ class DecodeAttention:
             self._partial_out,
             self._partial_lse,
             self._arrivals,
-            scale * 1.4426950408889634,
+            scale * _LOG2_E,
             q.stride(0),
             block_tables.stride(0),
             NUM_KV_HEADS=self._num_kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,
             BLOCK_SIZE=self._block_size,
+            BLOCK_STRIDE=k_cache.stride(0),
             HAS_WINDOW=window is not None,
+            SOFT_CAP=0.0 if soft_cap is None else soft_cap * _LOG2_E,
             TILE=self._tile,
             PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
             ITEM_FIELDS=ITEM_FIELDS,
             NUM_STAGES=num_stages,
-            num_warps=2,
+            num_warps=2 if self._head_dim <= 256 else 4,
             num_stages=num_stages,
         )

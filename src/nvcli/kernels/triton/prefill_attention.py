@@ -22,7 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.triton.decode_attention import soft_capped
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
+
+_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -43,9 +46,11 @@ def _attend(
     scale_log2,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     KEYS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -68,25 +73,30 @@ def _attend(
         else:
             next_block = tl.load(table + tl.minimum(keys + KEYS, last_key) // BLOCK_SIZE)
             offset = keys % BLOCK_SIZE
-        cache_offset = ((block * BLOCK_SIZE + offset) * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+        row_offset = block * BLOCK_STRIDE + (offset * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        cache_offset = row_offset[:, None] + dims[None, :]
         if MASKED:
             # Behind the chunk's end lies what an earlier owner of the block left: 0 × NaN would be NaN.
             key = tl.load(k_cache + cache_offset, mask=(keys < end)[:, None], other=0.0)
         else:
             key = tl.load(k_cache + cache_offset)
         scores = tl.dot(query, key.T, input_precision="ieee")
+        unit = scale_log2
+        if SOFT_CAP:
+            scores = soft_capped(scores * scale_log2, SOFT_CAP)
+            unit = 1.0
         if MASKED:
             is_seen = keys[None, :] <= positions[:, None]
             if HAS_WINDOW:
                 is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
             scores = tl.where(is_seen, scores, -float("inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * unit)
         # A row whose window begins behind this tile has seen nothing yet: -inf minus -inf would be NaN.
         reference = new_highest
         if MASKED and HAS_WINDOW:
             reference = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         decay = tl.exp2(highest - reference)
-        weights = tl.exp2(scores * scale_log2 - reference[:, None])
+        weights = tl.exp2(scores * unit - reference[:, None])
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         if MASKED:
@@ -118,7 +128,9 @@ def prefill_attention_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,  # elements from one block to the next
     HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,  # soft cap × log2(e); 0: none
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,  # of a tile without masks
     MASKED_KEYS: tl.constexpr,  # of a tile with masks; divides KEYS
@@ -169,21 +181,21 @@ def prefill_attention_kernel(
         diagonal = tl.maximum(begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS, middle)
         highest, weight_sum, acc = _attend(
             query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, begin, tl.minimum(middle, seen_by_any),
-            last_key, prefix + token, window, scale_log2, True, True,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MASKED_KEYS, MASKED_STAGES,
+            last_key, prefix + token, window, scale_log2, True, True, SOFT_CAP,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, MASKED_KEYS, MASKED_STAGES,
         )  # fmt: skip
     else:
         middle = 0
         diagonal = seen_by_all // KEYS * KEYS
     highest, weight_sum, acc = _attend(
         query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, middle, diagonal,
-        last_key, prefix + token, window, scale_log2, False, HAS_WINDOW,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS, NUM_STAGES,
+        last_key, prefix + token, window, scale_log2, False, HAS_WINDOW, SOFT_CAP,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, KEYS, NUM_STAGES,
     )  # fmt: skip
     highest, weight_sum, acc = _attend(
         query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
-        last_key, prefix + token, window, scale_log2, True, HAS_WINDOW,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MASKED_KEYS, MASKED_STAGES,
+        last_key, prefix + token, window, scale_log2, True, HAS_WINDOW, SOFT_CAP,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, MASKED_KEYS, MASKED_STAGES,
     )  # fmt: skip
     # Tokens that attend to nothing get zeros.
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
@@ -218,6 +230,9 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _
     capability = torch.cuda.get_device_capability(device)
     # KiB for each program: 227 on data-centre Hopper and Blackwell, 163 on the A100, 99 on the rest.
     shared_memory = 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
+    if head_dim > 256:
+        rows, keys = (64, 32) if shared_memory >= 192 else (32, 16)
+        return _Launch(rows=rows, keys=keys, masked_keys=keys, num_warps=8, num_stages=2, masked_stages=2)
     if head_dim > 128:
         if shared_memory >= 192:
             return _Launch(rows=128, keys=64, masked_keys=64, num_warps=8, num_stages=2, masked_stages=2)
@@ -265,11 +280,14 @@ class PrefillAttention:
         *,
         scale: float,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> None:
         """Attend the tiles. q, out: [T, H, D], the chunks' tokens; q's may be strided, out is contiguous.
         block_tables: [slots, ...] int32, of the layer's KV group."""
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
+        assert k_cache.stride() == v_cache.stride()
+        assert k_cache.stride()[1:] == (self._num_kv_heads * self._head_dim, self._head_dim, 1)
         launch = self._launch
         prefill_attention_kernel[(self._num_kv_heads * tiles.capacity,)](
             q,
@@ -280,14 +298,16 @@ class PrefillAttention:
             tiles.tiles,
             tiles.num_tiles,
             window or 0,
-            scale * 1.4426950408889634,
+            scale * _LOG2_E,
             q.stride(0),
             block_tables.stride(0),
             NUM_KV_HEADS=self._num_kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,
             BLOCK_SIZE=self._block_size,
+            BLOCK_STRIDE=k_cache.stride(0),
             HAS_WINDOW=window is not None,
+            SOFT_CAP=0.0 if soft_cap is None else soft_cap * _LOG2_E,
             ROWS=launch.rows,
             KEYS=launch.keys,
             MASKED_KEYS=launch.masked_keys,

@@ -4,13 +4,47 @@ from __future__ import annotations
 
 import difflib
 
+from nvcli.models.families.cohere2 import COHERE2
 from nvcli.models.families.family import Family
-from nvcli.models.families.llama import LLAMA
+from nvcli.models.families.gemma import GEMMA2, GEMMA3
+from nvcli.models.families.gemma4 import GEMMA4
+from nvcli.models.families.glm import GLM, GLM4
+from nvcli.models.families.granite import GRANITE, GRANITE4
+from nvcli.models.families.llama import INTERNLM3, LLAMA
+from nvcli.models.families.ministral import MINISTRAL, MINISTRAL3, MISTRAL3
 from nvcli.models.families.mistral import MISTRAL
+from nvcli.models.families.olmo import OLMO2, OLMO3
+from nvcli.models.families.phi3 import PHI3
 from nvcli.models.families.qwen import QWEN2, QWEN3
 from nvcli.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from nvcli.models.families.seed_oss import SEED_OSS
+from nvcli.models.families.smollm3 import SMOLLM3
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    INTERNLM3,
+    SMOLLM3,
+    QWEN2,
+    QWEN3,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    MISTRAL,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL3,
+    GEMMA2,
+    GEMMA3,
+    GEMMA4,
+    PHI3,
+    OLMO2,
+    OLMO3,
+    GLM,
+    GLM4,
+    GRANITE,
+    GRANITE4,
+    SEED_OSS,
+    COHERE2,
+)
 """In the order in which `nvcli models` lists them."""
 
 

@@ -19,6 +19,27 @@ def read(config: JsonFile) -> DecoderConfig:
     return read_decoder(config, [layer] * num_layers(config))
 
 
+def read_internlm3(config: JsonFile) -> DecoderConfig:
+    """Read InternLM3, whose keys of biases have other names."""
+    layer = LayerConfig(
+        attention=read_attention(
+            config,
+            default_theta=10_000.0,
+            qkv_bias=config.get("qkv_bias", bool, False),
+            o_bias=config.get("bias", bool, False),
+        ),
+        mlp=read_mlp(config, bias=config.get("bias", bool, False)),
+    )
+    return read_decoder(config, [layer] * num_layers(config))
+
+
+INTERNLM3 = Family(
+    name="InternLM3",
+    architectures=("InternLM3ForCausalLM",),
+    features="dynamic rope",
+    examples=("internlm/internlm3-8b-instruct",),
+    read=read_internlm3,
+)
 LLAMA = Family(
     name="Llama 2, 3",
     architectures=("LlamaForCausalLM",),

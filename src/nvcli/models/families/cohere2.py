@@ -1,0 +1,53 @@
+"""Command R7B and Command A (Cohere 2, https://arxiv.org/abs/2504.00698): attention and MLP side by side, LayerNorm
+without a bias, and full attention without rotary positions in every fourth layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nvcli.models.families.family import Family
+from nvcli.models.families.reading import (
+    SLIDING,
+    bounded,
+    every_nth_full,
+    read_attention,
+    read_decoder,
+    read_mlp,
+    read_window,
+)
+from nvcli.models.json_file import JsonFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms, NormConfig
+from nvcli.models.rope_config import read_rope
+
+
+def read(config: JsonFile) -> DecoderConfig:
+    """Read windows and rotary positions, which the same layers have."""
+    bias = config.get("attention_bias", bool, False)
+    window = read_window(config, 4096)
+    attention = read_attention(
+        config,
+        default_theta=None,
+        rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=10_000.0, is_interleaved=True),
+        window=bounded(window, config),
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    local = LayerConfig(attention=attention, mlp=read_mlp(config), norms=LayerNorms(before_mlp=None))
+    full = replace(local, attention=replace(attention, window=None, rope=None))
+    kinds = every_nth_full(config, 4)
+    return read_decoder(
+        config,
+        (local if kind == SLIDING and window is not None else full for kind in kinds),
+        norm=NormConfig(eps=config.positive_number("layer_norm_eps", 1e-5), kind="layer"),
+        logit_scale=config.positive_number("logit_scale", 0.0625),
+    )
+
+
+COHERE2 = Family(
+    name="Command R7B, Command A",
+    architectures=("Cohere2ForCausalLM",),
+    features="attention and MLP side by side, windows in three of four layers",
+    examples=("CohereLabs/c4ai-command-r7b-12-2024", "CohereLabs/c4ai-command-a-03-2025"),
+    read=read,
+    ties_embeddings=True,
+)

@@ -1,0 +1,28 @@
+"""Phi-3 (https://arxiv.org/abs/2404.14219) and Phi-4: fused projections, partial rotary positions, longrope."""
+
+from __future__ import annotations
+
+from nvcli.models.families.family import Family
+from nvcli.models.families.reading import bounded, num_layers, read_attention, read_decoder, read_mlp, read_window
+from nvcli.models.json_file import JsonFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+
+
+def read(config: JsonFile) -> DecoderConfig:
+    """Read one window for all layers, or none. Runs of up to `original_max_position_embeddings` tokens rotate by
+    longrope's short factors, and runs of longer ones (`max_model_len`) by its long factors."""
+    layer = LayerConfig(
+        attention=read_attention(config, default_theta=10_000.0, window=bounded(read_window(config), config)),
+        mlp=read_mlp(config),
+    )
+    return read_decoder(config, [layer] * num_layers(config))
+
+
+PHI3 = Family(
+    name="Phi-3, Phi-4",
+    architectures=("Phi3ForCausalLM",),
+    features="fused projections, partial rotary positions, longrope by max_model_len",
+    examples=("microsoft/phi-4", "microsoft/Phi-4-mini-instruct", "microsoft/Phi-3.5-mini-instruct"),
+    read=read,
+    defaults={"original_max_position_embeddings": 4096},
+)
