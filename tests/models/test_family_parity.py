@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_shapes import EXPERT_SHAPES
 from model_driver import ModelDriver
 from torch import Tensor
 
@@ -121,6 +122,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": ("Cohere2", {"sliding_window": 20, "tie_word_embeddings": True, "logit_scale": 0.3, **FOUR_LAYERS}),
+    **EXPERT_SHAPES,
 }
 PROMPT = random.Random(0).choices(range(97), k=LENGTH)
 OTHER = [*PROMPT[:32], *random.Random(1).choices(range(97), k=20)]

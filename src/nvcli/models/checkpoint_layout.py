@@ -44,6 +44,8 @@ class CheckpointLayout:
     """Parts of names: (in the file, in the decoder)."""
     is_part: bool = False
     """Whether the checkpoint holds more than the text model. The rest is left on disk."""
+    left: tuple[str, ...] = ()
+    """How the names of other tensors begin that are left on disk."""
 
     def decoder_name(self, stored: str) -> str | None:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
@@ -51,6 +53,8 @@ class CheckpointLayout:
         if self.is_part:
             matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
             name = next(matches, None)
+        if name is not None and name.startswith(self.left):
+            return None
         for found, wanted in self.renamed if name is not None else ():
             assert name is not None
             name = name.replace(found, wanted)
@@ -163,4 +167,6 @@ def _split(found: dict[str, TensorInfo], info: TensorInfo, parts: Sequence[str],
 def _part(name: str) -> str:
     """Return the part of a model that a tensor belongs to: the first word of its name that says something."""
     words = name.split(".")
+    if words[:2] == ["model", "layers"]:
+        return ".".join(words[:3])
     return words[1] if words[0] == "model" and len(words) > 1 else words[0]

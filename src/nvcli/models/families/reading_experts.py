@@ -41,3 +41,16 @@ def with_mlps(decoder: DecoderConfig, mlps: Iterable[MLPConfig | ExpertsConfig])
     layers = (replace(layer, mlp=mlp) for layer, mlp in zip(decoder.layers, mlps, strict=True))
     kinds, kind_of_layer = index_kinds(layers)
     return replace(decoder, layer_kinds=kinds, kind_of_layer=kind_of_layer)
+
+
+def read_groups(config: JsonFile, routing: Routing) -> Routing:
+    """Read the groups that experts are chosen from, under `n_group` and `topk_group`."""
+    if config.values.get("n_group") is None:
+        return routing
+    num_groups, chosen = config.positive("n_group"), config.positive("topk_group")
+    size, remainder = divmod(routing.num_experts, num_groups)
+    if remainder or (chosen < num_groups and size < 2):
+        raise config.error("n_group", f"{num_groups} groups do not divide {routing.num_experts} experts")
+    if chosen > num_groups or chosen * size < routing.experts_per_token:
+        raise config.error("topk_group", f"{chosen} groups of {num_groups} have too few experts for a token")
+    return replace(routing, num_groups=num_groups, groups_per_token=chosen)
