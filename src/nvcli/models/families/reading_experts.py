@@ -49,8 +49,10 @@ def read_groups(config: JsonFile, routing: Routing) -> Routing:
         return routing
     num_groups, chosen = config.positive("n_group"), config.positive("topk_group")
     size, remainder = divmod(routing.num_experts, num_groups)
-    if remainder or (chosen < num_groups and size < 2):
+    if remainder:
         raise config.error("n_group", f"{num_groups} groups do not divide {routing.num_experts} experts")
+    if chosen < num_groups and size < 2:
+        raise config.error("n_group", f"{num_groups} groups have one expert each, and their two best ones count")
     if chosen > num_groups or chosen * size < routing.experts_per_token:
         raise config.error("topk_group", f"{chosen} groups of {num_groups} have too few experts for a token")
     return replace(routing, num_groups=num_groups, groups_per_token=chosen)
