@@ -15,8 +15,7 @@ from nvcli.kernels.triton import norm
 from nvcli.kernels.triton.expert_groups import group_by_expert
 from nvcli.kernels.triton.experts import ExpertLaunch, Launch, apply_experts
 
-# float32 products would go through tf32 on a GPU; there the kernels serve the half types only.
-DTYPES = [torch.bfloat16, torch.float16] if HAS_GPU else [torch.float32]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32] if HAS_GPU else [torch.float32]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SILU = GatedActivation()
 ACTIVATIONS = [SILU, GatedActivation(kind="gelu_tanh"), GatedActivation(kind="clamped_swiglu", alpha=1.702, limit=1.0)]

@@ -24,8 +24,9 @@ from torch import Tensor
 
 ITEM_FIELDS = 4
 """The int32 words of an entry: expert, first place in the order, number of pairs (0: nothing to do), unused."""
-_MAX_CHUNK = 4096
-"""Pairs that a program compares at a time, at most."""
+_CHUNKS = ((256, 1), (1024, 4), (4096, 8))
+"""How many pairs a program compares at a time, and with how many warps: the first that is enough for all pairs, or the
+last. There are few, as each is compiled."""
 
 
 class WorkList(NamedTuple):
@@ -102,7 +103,7 @@ def group_by_expert(experts: Tensor, num_experts: int, row_tile: int) -> WorkLis
     num_items = num_pairs if by_pair else num_experts + num_pairs // row_tile
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     items = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=experts.device)
-    chunk = min(max(triton.next_power_of_2(num_pairs), 32), _MAX_CHUNK)
+    chunk, num_warps = next((one for one in _CHUNKS if num_pairs <= one[0]), _CHUNKS[-1])
     _group_kernel[(num_pairs if by_pair else num_experts,)](
         experts,
         order,
@@ -112,6 +113,6 @@ def group_by_expert(experts: Tensor, num_experts: int, row_tile: int) -> WorkLis
         BY_PAIR=by_pair,
         CHUNK=chunk,
         ITEM_FIELDS=ITEM_FIELDS,
-        num_warps=max(1, min(8, chunk // 256)),
+        num_warps=num_warps,
     )
     return WorkList(order, items, row_tile)
