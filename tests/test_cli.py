@@ -117,6 +117,7 @@ def test_errors_are_red_on_a_terminal_and_nowhere_else(monkeypatch: pytest.Monke
         ["--help"],
         ["--version"],
         ["doctor", "--help"],
+        ["models"],
         ["generate", "--help"],
         ["generate", "in.jsonl"],
         ["generate", "no.jsonl", "-m", "demo"],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvcli.kernels.activation import silu_and_mul
-from nvcli.kernels.norm import add_rms_norm, rms_norm
+from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from nvcli.kernels.norm import add_rms_norm, rms_norm, sum_rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
@@ -20,6 +20,14 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
     out = rms_norm(x, weight, 1e-5)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_layer_norm_is_the_norm_of_rows_without_their_mean() -> None:
+    x, weight = torch.randn(5, 48) + 2, torch.randn(48)
+    expected = torch.nn.functional.layer_norm(x, (48,), weight, eps=1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5, is_centered=True), expected)
+    parts = torch.stack((x - 1, torch.ones_like(x)))
+    torch.testing.assert_close(sum_rms_norm(parts, weight, 1e-5, torch.float32, is_centered=True), expected)
 
 
 def test_add_rms_norm_updates_the_residual() -> None:
@@ -37,6 +45,13 @@ def test_silu_and_mul(dtype: torch.dtype, tolerance: float) -> None:
     out = silu_and_mul(gate_up)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=tolerance, rtol=tolerance)
+
+
+def test_gelu_tanh_and_mul() -> None:
+    gate_up = torch.randn(7, 20)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    expected = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    torch.testing.assert_close(gelu_tanh_and_mul(gate_up).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_rope_turns_pairs_by_their_angle() -> None:

@@ -8,7 +8,7 @@ import torch
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
-from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.triton import activation, embedding, norm, rotary
 
@@ -33,6 +33,27 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     assert_close(out, norm_reference.rms_norm(x, weight, 1e-6))
 
 
+@pytest.mark.parametrize("size", [1, 48, 1000])
+def test_norms_of_rows_without_their_mean(size: int, dtype: torch.dtype) -> None:
+    """LayerNorm without a bias; its weight may be kept in float32."""
+    x, delta, weight = (
+        rand(3, size, dtype=dtype) + 1,
+        rand(3, size, dtype=dtype, seed=2),
+        rand(size, dtype=torch.float32),
+    )
+    out = norm.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, is_centered=True)
+    assert_close(out, norm_reference.rms_norm(x, weight, 1e-5, is_centered=True))
+    out = norm.add_rms_norm(delta.to(DEVICE), x.to(DEVICE, copy=True), weight.to(DEVICE), 1e-5, is_centered=True)
+    assert_close(out, norm_reference.add_rms_norm(delta, x, weight, 1e-5, is_centered=True))
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_norm_of_a_sum_of_parts(num_parts: int, dtype: torch.dtype) -> None:
+    parts, weight = rand(num_parts, 4, 100, dtype=torch.float32), rand(100, dtype=dtype, seed=1)
+    out = norm.sum_rms_norm(parts.to(DEVICE), weight.to(DEVICE), 1e-6, dtype)
+    assert_close(out, norm_reference.sum_rms_norm(parts, weight, 1e-6, dtype))
+
+
 def test_rms_norm_of_rows_that_lie_apart(dtype: torch.dtype) -> None:
     wide, weight = rand(2, 3, 96, dtype=dtype), rand(40, dtype=dtype, seed=1)
     out = norm.rms_norm(wide.to(DEVICE)[..., 8:48], weight.to(DEVICE), 1e-6)
@@ -53,6 +74,12 @@ def test_add_rms_norm_updates_the_residual(size: int, dtype: torch.dtype) -> Non
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.silu_and_mul(gate_up.to(DEVICE)), silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("size", [1, 1500])
+def test_gelu_tanh_and_mul(size: int, dtype: torch.dtype) -> None:
+    gate_up = rand(3, 2 * size, dtype=dtype)
+    assert_close(activation.gelu_tanh_and_mul(gate_up.to(DEVICE)), gelu_tanh_and_mul(gate_up))
 
 
 @pytest.mark.parametrize("size", [8, 100, 2048])
@@ -120,6 +147,37 @@ def test_qk_norm_rope_store(
     others = torch.ones(num_blocks * block_size, dtype=torch.bool)
     others[slots] = False
     assert torch.equal(stored.cpu().flatten(1, 2)[:, others], caches.flatten(1, 2)[:, others])
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_that_do_not_rotate_in_blocks_that_lie_apart(normed: bool, dtype: torch.dtype) -> None:
+    """Layers without rotary positions, and a cache whose blocks hold other layers too."""
+    qkv, weight = rand(5, (4 + 2 * 2) * 32, dtype=dtype), rand(32, dtype=torch.float32, seed=3) if normed else None
+    slots = torch.tensor([3 * 16 + 15, 2 * 16, 0, 16 + 7, 5])
+
+    def call(function, device):  # type: ignore[no-untyped-def]
+        pool = torch.zeros(4, 5 * 16 * 2 * 32, dtype=dtype, device=device)
+        k_cache, v_cache = pool[:, 1024:3072].chunk(2, dim=1)
+        here = None if weight is None else weight.to(device)
+        q, _, v = function(
+            qkv.to(device, copy=True),
+            None,
+            k_cache.view(4, 16, 2, 32),
+            v_cache.view(4, 16, 2, 32),
+            slots.to(device),
+            num_heads=4,
+            num_kv_heads=2,
+            q_weight=here,
+            k_weight=here,
+            eps=1e-6,
+            keep_keys=False,
+        )
+        return q, v, pool
+
+    for found, expected in zip(
+        call(rotary.qk_norm_rope_store, DEVICE), call(rotary_reference.qk_norm_rope_store, "cpu"), strict=True
+    ):
+        assert_close(found, expected)
 
 
 def test_no_rows_are_no_work(dtype: torch.dtype) -> None:

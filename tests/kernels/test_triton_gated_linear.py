@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import linear
-from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from nvcli.kernels.triton.gated_linear import choose_launch, gated_linear
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -41,6 +41,14 @@ def test_gated_linear(shape: tuple[int, int], num_rows: int, dtype: torch.dtype)
     out = gated_linear(x, weight)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), reference(x, weight), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_the_gate_may_go_through_gelu() -> None:
+    x, weight = inputs(SHAPES[0], ROWS[0], DTYPES[0])
+    expected = gelu_tanh_and_mul(F.linear(x.float(), weight.float()))
+    tolerance = TOLERANCE[DTYPES[0]]
+    out = gated_linear(x, weight, is_gelu=True)
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("rows_together", [1, 2, 3])

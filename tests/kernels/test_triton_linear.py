@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import norm as norm_reference
-from nvcli.kernels.activation import silu_and_mul
+from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from nvcli.kernels.triton import linear, norm
 
 # float32 products would go through tf32 on a GPU; there the kernels serve the half types only.
@@ -45,8 +45,11 @@ def test_linear(shape: tuple[int, int], num_rows: int, dtype: torch.dtype) -> No
 
 def test_gated_linear(shape: tuple[int, int], num_rows: int, dtype: torch.dtype) -> None:
     x, weight = inputs(shape, num_rows, dtype)
+    product = F.linear(x.float(), weight.float())
     out = linear.gated_linear(x.to(DEVICE), weight.to(DEVICE))
-    assert_close(out, silu_and_mul(F.linear(x.float(), weight.float())), dtype)
+    assert_close(out, silu_and_mul(product), dtype)
+    out = linear.gated_linear(x.to(DEVICE), weight.to(DEVICE), is_gelu=True)
+    assert_close(out, gelu_tanh_and_mul(product), dtype)
 
 
 def test_parts_add_up_in_the_norm(shape: tuple[int, int], num_rows: int, dtype: torch.dtype) -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints import tiny_model_config
 from model_facts import windows_of
+from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.distributed.stage import Stage
+from nvcli.models.attention_specs import attention_specs
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import KVGroup, block_bytes, blocks_needed, kv_groups
 
 
 def model_of(path: Path, windows: list[int | None], **overrides: Any) -> ModelConfig:
     """A Qwen3 model with windows by layer."""
-    import json
-
     window = next((one for one in windows if one is not None), None)
     types = ["full_attention" if one is None else "sliding_attention" for one in windows]
     values = {
@@ -85,6 +87,42 @@ def test_blocks_hold_the_layers_of_one_group(tmp_path: Path) -> None:
     assert block_bytes(mixed, "float32", block_size=8) == 2 * 8 * per_layer
     assert block_bytes(mixed, "bfloat16", block_size=8, tensor_parallel_size=2) == 8 * per_layer // 2
     assert block_bytes(mixed, "float32", block_size=8, stage=Stage(0, 2)) == 8 * per_layer
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_groups_of_other_shapes_fill_blocks_of_equal_bytes(tp: int, tmp_path: Path) -> None:
+    """Gemma 4 31B: 50 layers of 16 KV heads × 256, and 10 of 4 × 512, which take half as many bytes."""
+    keys = {
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": None,
+        "sliding_window": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_model_config(num_hidden_layers=60), **keys}))
+    config = load_model_config(tmp_path)
+    groups = kv_groups(config)
+    assert [(group.window, len(group.layers)) for group in groups] == [(64, 5)] * 10 + [(None, 10)]
+    specs = attention_specs(config, tp)
+    spec = KVCacheSpec.of_layers(specs, tuple(group.layers for group in groups), block_size=8, dtype=torch.bfloat16)
+    assert not spec.is_uniform
+    planned = block_bytes(config, "bfloat16", block_size=8, tensor_parallel_size=tp)
+    assert planned == spec.block_bytes == 5 * 8 * 2 * 2 * 16 // tp * 256
+    cache = KVCache(spec, 3, torch.device("cpu"))
+    for group in groups:
+        for number in group.layers:
+            for tensor in cache.layer(number):
+                assert tensor.shape == (3, 8, specs[number].num_kv_heads, specs[number].head_dim)
+                tensor[1] = 1
+        assert (cache.data[1] == 1).all() or tp == 4, "the layers of a group fill a block"
+        assert not cache.data[::2].any(), "and no other"
+        cache.clear(torch.tensor([1]))
+        assert not cache.data.any()
 
 
 def test_a_window_keeps_its_blocks_and_those_of_a_chunk(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from generation import generate, greedy_answers, requests
 
-from checkpoints import write_tiny_qwen3
+from checkpoints import write_tiny_model, write_tiny_qwen3
 from fake_runners import engine_config
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import RequestOutput
@@ -37,8 +37,11 @@ CIRCUMSTANCES: dict[str, tuple[str, dict[str, Any]]] = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
-        name: write_tiny_qwen3(folder / name, num_hidden_layers=5, tie_word_embeddings=name == "tied")
-        for name in ("tied", "untied")
+        # What a stage of Gemma sends is summed up already, behind the norm of the result.
+        "tied": write_tiny_model(
+            folder / "tied", "Gemma3Text", num_hidden_layers=5, rope_parameters=None, tie_word_embeddings=True
+        ),
+        "untied": write_tiny_qwen3(folder / "untied", num_hidden_layers=5),
     }
 
 

@@ -66,6 +66,14 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert_same(write_tiny_model(tmp_path / "tiny", family), tp=2, rank=1)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_norms_that_are_kept_in_float32_and_those_of_all_heads(tp: int, tmp_path: Path) -> None:
+    for family in ("Gemma3Text", "Olmo3", "Granite"):
+        overrides = {"rope_parameters": None} if family == "Gemma3Text" else {}
+        path = write_tiny_model(tmp_path / family, family, layer_types=["full_attention"] * 2, **overrides)
+        assert_same(path, tp, rank=tp - 1)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages(is_tied: bool, tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "tiny", num_hidden_layers=5, tie_word_embeddings=is_tied)
@@ -88,6 +96,13 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("qwen3-32b", 32.76),
         ("qwen3-30b-a3b", 30.53),
         ("qwen3-235b-a22b", 235.09),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("gemma-2-9b", 9.24),
+        ("gemma-3-4b", 3.88),
+        ("gemma-3-12b", 11.77),
+        ("gemma-3-27b", 27.01),
+        ("phi-4", 14.66),
     ],
 )
 def test_published_sizes(name: str, billions: float, tmp_path: Path) -> None:

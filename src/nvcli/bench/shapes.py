@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nvcli.bench.dense_shapes import DENSE_SHAPES
 from nvcli.errors import ConfigError
 from nvcli.models.checkpoint import resolve_model
 
@@ -59,6 +60,7 @@ def _qwen3_moe(
 
 
 SHAPES = {
+    **DENSE_SHAPES,
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
     "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),

@@ -17,6 +17,7 @@ from nvcli.cli.doctor import doctor
 from nvcli.cli.generate import generate
 from nvcli.cli.help import GroupedCommand
 from nvcli.cli.messages import Interrupted, OutputGone, say, say_error, say_failure
+from nvcli.cli.models import models
 from nvcli.cli.profile_memory import profile_memory
 from nvcli.end_signals import handle_end_signals
 from nvcli.standard_streams import secure_standard_streams
@@ -52,6 +53,7 @@ app.command(
 app.command(
     cls=GroupedCommand, short_help="Find out whether this machine is fit for a run.", epilog=_DOCTOR_EXIT_CODES
 )(doctor)
+app.command(cls=GroupedCommand, short_help="List the families of models that are supported.")(models)
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.distributed.tensor_parallel import StageState
+from nvcli.models.attention_specs import attention_specs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
 from nvcli.models.experts import MixtureOfExperts
 from nvcli.models.geometry import EMBEDDING, HEAD
-from nvcli.models.kv_groups import kv_groups
 from nvcli.models.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from nvcli.models.layers import Angles, Attention, GatedMLP, InputNorm, ResultNorm, RotaryTables
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
@@ -114,7 +114,7 @@ class DenseModel(nn.Module):
             self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
         numbers = stage.layers(config.num_layers)
         self.rotary = RotaryTables((layers[number].attention for number in numbers), build.max_positions)
-        specs = attention_specs(config, build)
+        specs = attention_specs(config, build.group.size, stage)
         self.layers = nn.ModuleDict(
             {
                 str(number): DenseLayer(
@@ -176,26 +176,6 @@ class DenseForCausalLM(CausalLM):
         logits: Tensor = self.lm_head(hidden)
         cap = self.config.decoder.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-
-def attention_specs(config: ModelConfig, build: BuildContext) -> tuple[AttentionSpec, ...]:
-    """The attention kind of each layer of this rank. Layers of one KV group have equal ones, but for the scale."""
-    numbers = build.stage.layers(config.num_layers)
-    layers, size = config.layers, build.group.size
-    by_layer = {}
-    for kv_group, group in enumerate(kv_groups(config, build.stage)):
-        for layer in group.layers:
-            attention = layers[numbers[layer]].attention
-            by_layer[layer] = AttentionSpec(
-                num_heads=attention.num_heads // size,
-                num_kv_heads=attention.kv_heads_per_rank(size),
-                head_dim=attention.head_dim,
-                scale=attention.scale,
-                window=attention.window,
-                soft_cap=attention.soft_cap,
-                kv_group=kv_group,
-            )
-    return tuple(by_layer[layer] for layer in sorted(by_layer))
 
 
 def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Tensor:

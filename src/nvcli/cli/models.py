@@ -1,0 +1,22 @@
+"""`nvcli models`: lists the families of models that are supported."""
+
+from __future__ import annotations
+
+import typer
+
+from nvcli.cli.options import JsonOption
+
+
+def models(as_json: JsonOption = False) -> None:
+    """List the families of models that are supported: what sets each apart, the names in `architectures` of its
+    config.json, and models of it on the Hugging Face hub. Looks at no file and no network.
+
+    \b
+    Examples:
+      nvcli models
+      nvcli models --json | jq -r '.[].architectures[]'
+    """
+    from nvcli.models.families.catalogue import FAMILIES
+    from nvcli.models.families.listing import format_families, format_families_json
+
+    typer.echo(format_families_json(FAMILIES) if as_json else format_families(FAMILIES))

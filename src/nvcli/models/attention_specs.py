@@ -1,0 +1,29 @@
+"""The attention of a model on one rank: the kind of each layer, as attention backends and the KV cache take it."""
+
+from __future__ import annotations
+
+from nvcli.attention.spec import AttentionSpec
+from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.models.config import ModelConfig
+from nvcli.models.kv_groups import kv_groups
+
+
+def attention_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = WHOLE) -> tuple[AttentionSpec, ...]:
+    """Return the attention kind of each layer of a stage, on one of its ranks. Layers that attend alike and are in one
+    KV group have equal ones."""
+    numbers = stage.layers(config.num_layers)
+    layers = config.layers
+    by_layer = {}
+    for kv_group, group in enumerate(kv_groups(config, stage)):
+        for layer in group.layers:
+            attention = layers[numbers[layer]].attention
+            by_layer[layer] = AttentionSpec(
+                num_heads=attention.num_heads // tensor_parallel_size,
+                num_kv_heads=attention.kv_heads_per_rank(tensor_parallel_size),
+                head_dim=attention.head_dim,
+                scale=attention.scale,
+                window=attention.window,
+                soft_cap=attention.soft_cap,
+                kv_group=kv_group,
+            )
+    return tuple(by_layer[layer] for layer in sorted(by_layer))

@@ -1,0 +1,33 @@
+"""The list of families as `nvcli models` prints it: for people, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable
+
+from nvcli.models.families.family import Family
+
+_WIDTH = 120
+
+
+def format_families(families: Iterable[Family]) -> str:
+    """Write a table: the family, then what sets it apart, its architectures in config.json, and example ids."""
+    families = tuple(families)
+    width = max(len(family.name) for family in families) + 2
+    wrap = textwrap.TextWrapper(
+        _WIDTH - width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    ).wrap
+    lines = []
+    for family in families:
+        facts = (family.features, ", ".join(family.architectures), ", ".join(family.examples))
+        right = [line for fact in facts for line in wrap(fact)]
+        left = [family.name, *[""] * (len(right) - 1)]
+        lines += [f"{name:{width}}{line}" for name, line in zip(left, right, strict=True)]
+    return "\n".join(lines)
+
+
+def format_families_json(families: Iterable[Family]) -> str:
+    """Write a JSON list with an object for each family."""
+    keys = ("name", "architectures", "features", "examples")
+    return json.dumps([{key: getattr(family, key) for key in keys} for family in families], indent=2)

@@ -1,0 +1,111 @@
+"""Checkpoints of other layouts give the same model: fused or split projections, older and newer prefixes, and parts
+that stay on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_driver import CPU, ModelDriver
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints import write_tiny_model
+from nvcli.doctor.model_probe import check_tensors
+from nvcli.errors import LoadError
+
+FILE = "model.safetensors"
+
+
+def parameters(path: Path) -> dict[str, Tensor]:
+    return dict(ModelDriver(path).model.named_parameters())
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    save_file(change(load_file(path / FILE)), path / FILE, metadata={"format": "pt"})
+
+
+def test_fused_and_split_projections_are_the_same(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "phi", "Phi3")
+    fused = parameters(path)
+
+    def split(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            if ".qkv_proj." in name:
+                for part, rows in zip("qkv", tensor.split((64, 32, 32)), strict=True):
+                    found[name.replace("qkv_proj", f"{part}_proj")] = rows.contiguous()
+            elif ".gate_up_proj." in name:
+                for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                    found[name.replace("gate_up_proj", f"{part}_proj")] = rows.contiguous()
+            else:
+                found[name] = tensor
+        return found
+
+    rewrite(path, split)
+    for name, parameter in parameters(path).items():
+        assert torch.equal(parameter, fused[name]), name
+
+
+def test_a_fused_projection_of_another_length_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "phi", "Phi3")
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    rewrite(path, lambda tensors: {**tensors, name: tensors[name][:-1].contiguous()})
+    with pytest.raises(LoadError, match=rf"{FILE}: tensor {name} has shape \[127, 32\].* 128 rows \(64 \+ 32 \+ 32\)"):
+        ModelDriver(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "head", "vision"),
+    [
+        ("language_model.model.", "language_model.lm_head.", "vision_tower."),
+        ("model.language_model.", "lm_head.", "model.vision_tower."),
+    ],
+)
+def test_older_and_newer_prefixes(text: str, head: str, vision: str, tmp_path: Path) -> None:
+    path = write_tiny_model(
+        tmp_path / "gemma", "Gemma3", rope_parameters=None, tie_word_embeddings=True, sliding_window=20
+    )
+    expected = parameters(path)
+
+    def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            _, is_text, rest = name.partition("language_model.")
+            found[f"{text}{rest.removeprefix('model.')}" if is_text else f"{vision}{name}"] = tensor
+        embedding = found[f"{text}embed_tokens.weight"]
+        return {**found, f"{head}weight": embedding.clone(), f"{vision}patch": torch.ones(2)}
+
+    rewrite(path, rename)
+    driver = ModelDriver(path)
+    for name, parameter in driver.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    (note,) = driver.notes
+    assert "(vision_tower" in note
+    assert "left on disk" in check_tensors(path).found
+
+
+def test_a_tensor_of_the_text_part_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "gemma", "Gemma3", rope_parameters=None, tie_word_embeddings=True)
+    name = "language_model.model.layers.0.mlp.extra_proj.weight"
+    rewrite(path, lambda tensors: {**tensors, name: torch.ones(2)})
+    with pytest.raises(LoadError, match=f"unknown to the model that config.json describes: {name}"):
+        ModelDriver(path)
+
+
+def test_a_model_of_text_alone_has_no_other_prefix(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "qwen")
+    rewrite(path, lambda tensors: {f"language_model.{name}": tensor for name, tensor in tensors.items()})
+    with pytest.raises(LoadError, match="missing from the checkpoint: model"):
+        ModelDriver(path)
+
+
+def test_rows_stand_in_the_order_in_which_one_rotation_serves_all(tmp_path: Path) -> None:
+    """Neighbouring pairs of GLM's heads stand half a head apart; half of each head is not rotated."""
+    path = write_tiny_model(tmp_path / "glm", "Glm", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    stored = load_file(path / FILE)["model.layers.0.self_attn.q_proj.weight"].view(4, 16, 32)
+    kept = ModelDriver(path, device=CPU).model.model.layers["0"].self_attn.qkv_proj.weight[:64].view(4, 16, 32)
+    order = [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
+    assert torch.equal(kept, stored[:, order])

@@ -1,0 +1,127 @@
+"""The catalogue of families: each architecture once, and the keys by which families tell their models apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from checkpoints import tiny_model_config
+from model_facts import attention_of, rope_of, windows_of
+from nvcli.cli.main import app
+from nvcli.errors import LoadError
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.families.catalogue import FAMILIES
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read(folder: Path, architecture: str, *, absent: tuple[str, ...] = (), **values: Any) -> ModelConfig:
+    """Read a tiny config.json of an architecture, without the keys `absent`."""
+    found = {"architectures": [architecture], **tiny_model_config(), **values}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in found.items() if key not in absent}))
+    return load_model_config(folder)
+
+
+def test_each_architecture_belongs_to_one_family() -> None:
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert len(names) == len(set(names))
+
+
+def test_models_lists_all_families() -> None:
+    table = CliRunner().invoke(app, ["models"], catch_exceptions=False).output
+    listed = json.loads(CliRunner().invoke(app, ["models", "--json"], catch_exceptions=False).output)
+    assert [entry["name"] for entry in listed] == [family.name for family in FAMILIES]
+    for entry in listed:
+        assert {"architectures", "examples", "features"} < entry.keys()
+        assert all(name in table for name in (entry["name"], *entry["architectures"], *entry["examples"]))
+    assert max(map(len, table.splitlines())) <= 120
+
+
+def test_gemma_3_of_the_hub_leaves_out_what_is_usual(tmp_path: Path) -> None:
+    """google/gemma-3-4b-it gives these keys of its text part alone, and the older names of both ropes."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    values = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "eos_token_id": [1, 106]}))
+    config = load_model_config(tmp_path)
+    assert (config.vocab_size, config.tie_word_embeddings, config.dtype) == (262_208, True, "bfloat16")
+    assert config.eos_token_ids == (1, 106)
+    attention = attention_of(config)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (8, 4, 256)
+    assert windows_of(config)[:7] == (1024,) * 5 + (None, 1024)
+    assert len(config.decoder.layer_kinds) == 2
+    local, everywhere = rope_of(config, 0), rope_of(config, 5)
+    assert (local.rope_type, local.theta) == ("default", 10_000.0)
+    assert (everywhere.rope_type, everywhere.theta, everywhere.factor) == ("linear", 1_000_000.0, 8.0)
+
+
+def test_gemma_4_of_the_hub_has_heads_of_two_sizes(tmp_path: Path) -> None:
+    keys = {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": 6,
+        "rope_parameters": None,
+    }
+    config = read(tmp_path, "Gemma4ForCausalLM", **keys)
+    local, everywhere = attention_of(config, 0), attention_of(config, 5)
+    assert (local.head_dim, local.num_kv_heads, local.keys_are_values) == (16, 2, False)
+    assert (everywhere.head_dim, everywhere.num_kv_heads, everywhere.keys_are_values) == (512, 1, True)
+    for key, value in {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "enable_moe_block": True}.items():
+        with pytest.raises(LoadError, match=rf"`{key}`: .* not supported"):
+            read(tmp_path, "Gemma4ForCausalLM", **{**keys, key: value})
+
+
+def test_olmo_3_stretches_full_attention_alone(tmp_path: Path) -> None:
+    """Older files have one rotation."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    config = read(
+        tmp_path,
+        "Olmo3ForCausalLM",
+        absent=("rope_parameters",),
+        num_hidden_layers=4,
+        rope_theta=5e5,
+        rope_scaling=yarn,
+    )
+    assert [rope_of(config, layer).rope_type for layer in range(4)] == ["default"] * 3 + ["yarn"]
+    assert rope_of(config, 0).theta == rope_of(config, 3).theta == 5e5
+
+
+def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
+    config = read(tmp_path, "InternLM3ForCausalLM", qkv_bias=True, bias=False)
+    assert (attention_of(config).qkv_bias, attention_of(config).o_bias) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "parts"),
+    [
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, ["`no_rope_layers`", "[1, 2]"]),
+        (
+            "Phi3ForCausalLM",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+            ["short_factor", "1 "],
+        ),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, ["`use_bidirectional_attention`"]),
+        ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, ["`hidden_activation`", "relu", "gelu_pytorch_tanh"]),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, ["`layer_types`", "mamba"]),
+        ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
+        ("Cohere2ForCausalLM", {"logit_scale": -1}, ["`logit_scale`", "-1"]),
+        ("Mistral3ForConditionalGeneration", {"text_config": {"model_type": "x"}}, ["`text_config.model_type`", "x"]),
+        ("Gemma3ForConditionalGeneration", {"text_config": "x"}, ["`text_config`", "x", "not an object"]),
+    ],
+)
+def test_refused(tmp_path: Path, architecture: str, values: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(LoadError) as caught:
+        read(tmp_path, architecture, **values)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
