@@ -70,8 +70,8 @@ def _has_large_shared_memory(x: Tensor) -> bool:
     """Whether the tiles for the most rows fit, which take 197 kB."""
     if not x.is_cuda:
         return True
-    num_bytes: int = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    return num_bytes >= 200_000
+    properties = triton.runtime.driver.active.utils.get_device_properties(x.device.index)
+    return bool(properties["max_shared_mem"] >= 200_000)
 
 
 @triton.jit
