@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),

@@ -24,7 +24,7 @@ from nvcli.models.loader import init_random_weights, load_weights
 from nvcli.models.registry import build_model
 
 EXPERTS = "model.layers.{}.mlp.experts."
-SHAPE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHAPE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,15 @@ def test_a_rank_has_a_part_of_every_expert(original: Path) -> None:
     whole = load(original)
     path = EXPERTS.format(0)
     for rank in range(2):
-        part, mine = load(original, rank, 2), slice(12 * rank, 12 * rank + 12)
+        part, mine = load(original, rank, 2), slice(24 * rank, 24 * rank + 24)
         gate, up = whole[f"{path}gate_up_proj"].chunk(2, dim=1)
         assert torch.equal(part[f"{path}gate_up_proj"], torch.cat((gate[:, mine], up[:, mine]), dim=1))
         assert torch.equal(part[f"{path}down_proj"], whole[f"{path}down_proj"][:, :, mine])
     config = load_model_config(original)
-    with pytest.raises(ConfigError, match="intermediate size 24 does not divide by 16"):
-        config.check_tensor_parallel(16)
+    with pytest.raises(
+        ConfigError, match=r"experts' intermediate size 48 does not divide by 4 into multiples of 8.*Possible: 1, 2"
+    ):
+        config.check_tensor_parallel(4)
 
 
 def drop_last(tensors: dict[str, Tensor]) -> None:
@@ -104,7 +106,7 @@ def drop_last(tensors: dict[str, Tensor]) -> None:
 def drop_rows(tensors: dict[str, Tensor]) -> None:
     stack(tensors)
     name = f"{EXPERTS.format(0)}gate_up_proj"
-    tensors[name] = tensors[name][:, :40].clone()
+    tensors[name] = tensors[name][:, :80].clone()
 
 
 @pytest.mark.parametrize(
@@ -112,11 +114,11 @@ def drop_rows(tensors: dict[str, Tensor]) -> None:
     [
         (lambda tensors: tensors.pop(f"{EXPERTS.format(1)}3.up_proj.weight"), ["missing", "layers.1.mlp.experts.3.up"]),
         (
-            lambda tensors: tensors.update({f"{EXPERTS.format(0)}4.up_proj.weight": torch.ones(24, 32)}),
+            lambda tensors: tensors.update({f"{EXPERTS.format(0)}4.up_proj.weight": torch.ones(48, 32)}),
             ["unknown", "layers.0.mlp.experts.4.up_proj"],
         ),
-        (drop_last, ["layers.0.mlp.experts.gate_up_proj", "[3, 48, 32]", "4 experts"]),
-        (drop_rows, ["layers.0.mlp.experts.gate_up_proj", "[40, 32]", "48 rows"]),
+        (drop_last, ["layers.0.mlp.experts.gate_up_proj", "[3, 96, 32]", "4 experts"]),
+        (drop_rows, ["layers.0.mlp.experts.gate_up_proj", "[80, 32]", "96 rows"]),
         (
             lambda tensors: tensors.update({"model.layers.0.mlp.gate.weight": torch.ones(5, 32)}),
             ["layers.0.mlp.gate.weight", "[5, 32]", "[4, 32]"],

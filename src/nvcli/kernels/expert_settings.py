@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+EXPERT_ALIGNMENT = 8
+"""The intermediate size of experts is a multiple of it on each rank: rows of weights begin at multiples of 16 bytes."""
 TINY = 1e-20
 """Added to a sum of scores before a division by it."""
 

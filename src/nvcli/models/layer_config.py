@@ -127,10 +127,9 @@ class LayerConfig:
     """Whether the residual stream is multiplied by a number of the checkpoint at the layer's end."""
 
     @property
-    def intermediate_sizes(self) -> tuple[int, ...]:
-        """The intermediate sizes of the layer's MLPs: an expert's first, then that of the shared one."""
-        shared = self.mlp.shared if isinstance(self.mlp, ExpertsConfig) else None
-        return (self.mlp.intermediate_size, *([] if shared is None else [shared.intermediate_size]))
+    def dense_mlp(self) -> MLPConfig | None:
+        """The MLP of all tokens: the only one, or the expert that they share; None where there is no such one."""
+        return self.mlp if isinstance(self.mlp, MLPConfig) else self.mlp.shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

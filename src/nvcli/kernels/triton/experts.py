@@ -51,7 +51,7 @@ def choose_launch(num_pairs: int, num_experts: int, x: Tensor) -> ExpertLaunch:
     """The launch for so many pairs of rows of `x`, by how many rows an expert has on average.
 
     Measured on an H200 with Qwen3-30B-A3B's experts (128 of which 8 are chosen, H 2048, I 768), both products together
-    in microseconds: 25 for 1 token, 181 for 16, 276 for 64 and 296 for 256 tokens, where they read their weights at 4.1
+    in microseconds: 25 for 1 token; 181 for 16, 276 for 64 and 296 for 256 tokens, where they read their weights at 4.1
     to 4.3 TB/s; 349 for 1,024 and 1,160 for 8,192 tokens.
     """
     rows = num_pairs / num_experts
