@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from checkpoints import tiny_model_config
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.cli.main import app
-from nvcli.errors import LoadError
+from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.families.catalogue import FAMILIES
 
@@ -78,9 +78,15 @@ def test_gemma_4_of_the_hub_has_heads_of_two_sizes(tmp_path: Path) -> None:
     local, everywhere = attention_of(config, 0), attention_of(config, 5)
     assert (local.head_dim, local.num_kv_heads, local.keys_are_values) == (16, 2, False)
     assert (everywhere.head_dim, everywhere.num_kv_heads, everywhere.keys_are_values) == (512, 1, True)
-    for key, value in {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "enable_moe_block": True}.items():
-        with pytest.raises(LoadError, match=rf"`{key}`: .* not supported"):
-            read(tmp_path, "Gemma4ForCausalLM", **{**keys, key: value})
+    for key, value in {"num_kv_shared_layers": 6, "vocab_size_per_layer_input": 8, "enable_moe_block": True}.items():
+        with pytest.raises(LoadError, match=rf"`{key}`: "):
+            read(tmp_path, "Gemma4ForCausalLM", **{**keys, "hidden_size_per_layer_input": 8, key: value})
+    config = read(
+        tmp_path, "Gemma4ForCausalLM", **{**keys, "num_kv_shared_layers": 4, "layer_types": [SLIDING, FULL] * 3}
+    )
+    assert config.decoder.kv_owners == (0, 1, 0, 1, 0, 1)
+    with pytest.raises(ConfigError, match=r"--pp\) is 2, and later layers"):
+        config.check_pipeline_parallel(2)
 
 
 def test_olmo_3_stretches_full_attention_alone(tmp_path: Path) -> None:
@@ -114,6 +120,19 @@ def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
         ),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, ["`use_bidirectional_attention`"]),
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, ["`hidden_activation`", "relu", "gelu_pytorch_tanh"]),
+        (
+            "Gemma4ForCausalLM",
+            {
+                "hidden_size_per_layer_input": 0,
+                "attention_k_eq_v": True,
+                "num_hidden_layers": 6,
+                "rope_parameters": {
+                    FULL: {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                    SLIDING: {"rope_theta": 1e4},
+                },
+            },
+            ["`rope_parameters`", "keys are values"],
+        ),
         ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, ["`layer_types`", "mamba"]),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
         ("Cohere2ForCausalLM", {"logit_scale": -1}, ["`logit_scale`", "-1"]),

@@ -99,7 +99,7 @@ class KVCache:
                     k, v = self.data[:, 2 * place * size : 2 * (place + 1) * size].chunk(2, dim=1)
                     shape = (num_blocks, spec.block_size, *heads)
                     layers[layer] = k.view(shape), v.view(shape)
-        self._layers = [layers[layer] for layer in sorted(layers)]
+        self._layers = layers
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, counted from the rank's first."""

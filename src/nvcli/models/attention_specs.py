@@ -11,19 +11,18 @@ from nvcli.models.kv_groups import kv_groups
 def attention_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = WHOLE) -> tuple[AttentionSpec, ...]:
     """Return the attention kind of each layer of a stage, on one of its ranks. Layers that attend alike and are in one
     KV group have equal ones."""
-    numbers = stage.layers(config.num_layers)
-    layers = config.layers
-    by_layer = {}
-    for kv_group, group in enumerate(kv_groups(config, stage)):
-        for layer in group.layers:
-            attention = layers[numbers[layer]].attention
-            by_layer[layer] = AttentionSpec(
-                num_heads=attention.num_heads // tensor_parallel_size,
-                num_kv_heads=attention.kv_heads_per_rank(tensor_parallel_size),
-                head_dim=attention.head_dim,
-                scale=attention.scale,
-                window=attention.window,
-                soft_cap=attention.soft_cap,
-                kv_group=kv_group,
-            )
-    return tuple(by_layer[layer] for layer in sorted(by_layer))
+    numbers, layers, owners = stage.layers(config.num_layers), config.layers, config.decoder.kv_owners
+    groups = kv_groups(config, stage)
+    group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+    return tuple(
+        AttentionSpec(
+            num_heads=attention.num_heads // tensor_parallel_size,
+            num_kv_heads=attention.kv_heads_per_rank(tensor_parallel_size),
+            head_dim=attention.head_dim,
+            scale=attention.scale,
+            window=attention.window,
+            soft_cap=attention.soft_cap,
+            kv_group=group_of[owners[number] - numbers.start],
+        )
+        for number, attention in ((number, layers[number].attention) for number in numbers)
+    )

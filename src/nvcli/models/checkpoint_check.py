@@ -10,7 +10,7 @@ from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors
+from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors, unused_tensors
 from nvcli.models.safetensors_header import TensorInfo
 
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
@@ -32,6 +32,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     """
     _check_needed(model_tensors(config, config.dtype, stage), tensors, path)
     known = {name for tensor in model_tensors(config, config.dtype) for name in tensor.stored_names}
+    known.update(unused_tensors(config))
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     if extra := [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]:

@@ -67,7 +67,17 @@ class ModelConfig:
             )
 
     def check_pipeline_parallel(self, size: int) -> None:
-        """Raise ConfigError where the model has fewer layers than stages."""
+        """Raise ConfigError where the model has fewer layers than stages, or its layers cannot be parted."""
+        if size > 1 and self.decoder.layer_inputs is not None:
+            raise ConfigError(
+                f"pipeline_parallel_size (--pp) is {size}, and each layer of this model has an input of its own, which "
+                "the first stage alone could compute: leave it out, or use --tp"
+            )
+        if size > 1 and any(layer.attention.shares_kv for layer in self.decoder.layer_kinds):
+            raise ConfigError(
+                f"pipeline_parallel_size (--pp) is {size}, and later layers of this model read the keys and values of "
+                "earlier ones, which are in another stage: leave it out, or use --tp"
+            )
         if size > self.num_layers:
             raise ConfigError(
                 f"pipeline_parallel_size (--pp) is {size}, and this model has {self.num_layers} layers, of which each "

@@ -19,6 +19,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.experts import MixtureOfExperts
 from nvcli.models.geometry import EMBEDDING, HEAD
 from nvcli.models.layer_config import ExpertsConfig, LayerConfig, NormConfig
+from nvcli.models.layer_inputs import LayerInput, LayerInputs
 from nvcli.models.layers import Angles, Attention, GatedMLP, InputNorm, ResultNorm, RotaryTables
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
@@ -35,7 +36,10 @@ class DenseLayer(nn.Module):
         norm: NormConfig,
         spec: AttentionSpec,
         cache_layer: int,
+        *,
+        has_input: bool,
     ) -> None:
+        """`has_input`: whether the layer has an input beside the residual stream."""
         super().__init__()
         self.is_parallel = config.norms.is_parallel
 
@@ -57,13 +61,20 @@ class DenseLayer(nn.Module):
         else:
             self.mlp = GatedMLP(build, f"{path}.mlp", config.mlp)
         self.after_mlp = after(norms.after_mlp)
+        self.input = LayerInput(build, path, norm) if has_input else None
         self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
 
     def forward(
-        self, delta: Tensor | None, residual: Tensor, angles: Angles, batch: ForwardBatch, rows: Tensor | None
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        own: Tensor | None,
+        angles: Angles,
+        batch: ForwardBatch,
+        rows: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
         """Give the next `delta` and `residual`: [T, H] each, or [N, H] where only the tokens `rows` [N] go on behind
-        the attention."""
+        the attention. `own` is the layer's input beside the stream [T, P]."""
         x = _input(self.before_attention, delta, residual)
         attended = self.self_attn(x, angles, batch)
         if rows is not None:
@@ -81,6 +92,9 @@ class DenseLayer(nn.Module):
         delta = self.mlp(x, residual if self.after_mlp is None else None)
         if self.after_mlp is not None:
             delta = self.after_mlp(delta, residual)
+        if self.input is not None:
+            assert own is not None
+            residual, delta = self.input(residual.add_(delta), own if rows is None else own[rows]), None
         return (delta, residual) if self.scalar is None else (None, self.scalar(delta, residual))
 
 
@@ -96,8 +110,8 @@ class Scalar(WeightModule):
         everything = self.tensor.shard(0, 1)
         yield WeightSource(tensor=self.tensor, read=everything, parameter="weight", write=everything)
 
-    def forward(self, delta: Tensor, residual: Tensor) -> Tensor:
-        return residual.add_(delta).mul_(self.weight)
+    def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
+        return (residual if delta is None else residual.add_(delta)).mul_(self.weight)
 
 
 class DenseModel(nn.Module):
@@ -112,15 +126,23 @@ class DenseModel(nn.Module):
         if decoder.rounds_embedding_scale:
             dtype = getattr(torch, build.dtype)
             self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
-        numbers = stage.layers(config.num_layers)
+        inputs = decoder.layer_inputs
+        self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
+        numbers, owners = stage.layers(config.num_layers), decoder.kv_owners
         self.rotary = RotaryTables((layers[number].attention for number in numbers), build.max_positions)
         specs = attention_specs(config, build.group.size, stage)
         self.layers = nn.ModuleDict(
             {
                 str(number): DenseLayer(
-                    build, f"model.layers.{number}", layers[number], decoder.norm, spec, cache_layer
+                    build,
+                    f"model.layers.{number}",
+                    layers[number],
+                    decoder.norm,
+                    spec,
+                    owners[number] - numbers.start,
+                    has_input=inputs is not None,
                 )
-                for cache_layer, (number, spec) in enumerate(zip(numbers, specs, strict=True))
+                for number, spec in zip(numbers, specs, strict=True)
             }
         )
         # Behind a norm of the result, `delta` is alike on all ranks and need not be summed.
@@ -137,13 +159,16 @@ class DenseModel(nn.Module):
             assert received is not None
             delta, residual = self.group.recv_stage(received)
         angles = self.rotary(batch.positions)
+        inputs: list[Tensor | None] = [None] * len(self.layers)
+        if self.inputs is not None:
+            inputs = list(self.inputs(batch.input_ids, residual).unbind(1))
         *layers, last_layer = self.layers.values()
-        for layer in layers:
-            delta, residual = layer(delta, residual, angles, batch, None)
+        for layer, own in zip(layers, inputs, strict=False):
+            delta, residual = layer(delta, residual, own, angles, batch, None)
         # Behind the last attention only rows that need logits are of use. Several ranks may share out the rows of the
         # residual stream among them, by the number of rows: there all rows go on.
         is_cut = self.norm is not None and self.group.size == 1
-        delta, residual = last_layer(delta, residual, angles, batch, batch.logits_rows if is_cut else None)
+        delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, batch.logits_rows if is_cut else None)
         if self.norm is None:
             if self.is_summed and delta is not None:
                 residual, delta = residual.add_(delta), None

@@ -16,7 +16,15 @@ from typing import Literal
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.config import ModelConfig
-from nvcli.models.layer_config import AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig, NormConfig
+from nvcli.models.layer_config import (
+    AttentionConfig,
+    DecoderConfig,
+    ExpertsConfig,
+    LayerConfig,
+    LayerInputsConfig,
+    MLPConfig,
+    NormConfig,
+)
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[StoredDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,6 +36,8 @@ itself and an expert of all tokens belong to the MLP."""
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the embedding and the LM head, whose tensors may be one."""
+LAYER_EMBEDDING = "model.embed_tokens_per_layer"
+"""Name of the embedding that has a part for each layer."""
 
 
 class Cut(Enum):
@@ -127,13 +137,23 @@ def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE)
     return tuple(_tensors(config, dtype, stage))
 
 
+def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of tensors that a checkpoint may have and the model has no use for: projections of keys and
+    values in layers that read those of others."""
+    names = ("k_proj", "v_proj", "k_norm")
+    shared = [number for number, layer in enumerate(config.layers) if layer.attention.shares_kv]
+    return tuple(f"model.layers.{number}.self_attn.{name}.weight" for number in shared for name in names)
+
+
 def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[TensorSpec]:
     decoder, hidden = config.decoder, config.hidden_size
     if stage.is_first:
         yield _matrix(EMBEDDING, (config.vocab_size, hidden), Cut.VOCAB, dtype, "embeddings")
+    if decoder.layer_inputs is not None:
+        yield from _layer_inputs(decoder.layer_inputs, decoder, hidden, dtype)
     layers = decoder.layers
     for number in stage.layers(config.num_layers):
-        yield from _layer(f"model.layers.{number}", layers[number], decoder.norm, hidden, dtype)
+        yield from _layer(f"model.layers.{number}", layers[number], decoder, hidden, dtype)
     if stage.is_last:
         yield _norm("model.norm", hidden, decoder.norm, dtype, factor=decoder.logit_scale)
         if not config.tie_word_embeddings:
@@ -142,8 +162,11 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield _matrix(EMBEDDING, (config.vocab_size, hidden), Cut.VOCAB, dtype, "LM head")
 
 
-def _layer(path: str, layer: LayerConfig, norm: NormConfig, hidden: int, dtype: StoredDtype) -> Iterator[TensorSpec]:
+def _layer(
+    path: str, layer: LayerConfig, decoder: DecoderConfig, hidden: int, dtype: StoredDtype
+) -> Iterator[TensorSpec]:
     """The tensors of one layer. A norm's name says nothing of its place, and all norms of the layer are alike."""
+    norm, layer_inputs = decoder.norm, decoder.layer_inputs
     yield from _attention(f"{path}.self_attn", layer.attention, norm, hidden, dtype)
     if isinstance(layer.mlp, ExpertsConfig):
         yield from _experts(f"{path}.mlp", layer.mlp, hidden, dtype)
@@ -151,8 +174,23 @@ def _layer(path: str, layer: LayerConfig, norm: NormConfig, hidden: int, dtype: 
         yield from _mlp(f"{path}.mlp", layer.mlp, hidden, dtype)
     for name in layer.norms.names():
         yield _norm(f"{path}.{name}", hidden, norm, dtype)
+    if layer_inputs is not None:
+        gate = _matrix(f"{path}.per_layer_input_gate", (layer_inputs.size, hidden), Cut.REPLICATED, dtype, "MLP")
+        yield gate
+        yield replace(gate, name=f"{path}.per_layer_projection.weight", shape=(hidden, layer_inputs.size))
+        yield _norm(f"{path}.post_per_layer_input_norm", hidden, norm, dtype)
     if layer.has_scalar:
         yield TensorSpec(name=f"{path}.layer_scalar", shape=(1,), cut=Cut.REPLICATED, dtype=dtype, part="norms")
+
+
+def _layer_inputs(
+    inputs: LayerInputsConfig, decoder: DecoderConfig, hidden: int, dtype: StoredDtype
+) -> Iterator[TensorSpec]:
+    """What is computed for all layers before the first one."""
+    width = decoder.num_layers * inputs.size
+    yield _matrix(LAYER_EMBEDDING, (inputs.vocab_size, width), Cut.VOCAB, dtype, "embeddings")
+    yield _matrix("model.per_layer_model_projection", (width, hidden), Cut.REPLICATED, dtype, "embeddings")
+    yield _norm("model.per_layer_projection_norm", inputs.size, decoder.norm, dtype)
 
 
 def _attention(
@@ -164,14 +202,15 @@ def _attention(
     assert order is None or not attention.keys_are_values, "values keep the order that o_proj was trained with"
     q_proj = _matrix(f"{path}.q_proj", (query_size, hidden), Cut.ROWS, dtype, "attention")
     yield from _linear(replace(q_proj, row_order=order), bias=attention.qkv_bias)
-    for name in ("k_proj",) if attention.keys_are_values else ("k_proj", "v_proj"):
+    kv_names = ("k_proj",) if attention.keys_are_values else ("k_proj", "v_proj")
+    for name in () if attention.shares_kv else kv_names:
         weight = _matrix(f"{path}.{name}", (kv_size, hidden), Cut.ROWS, dtype, "attention")
         weight = replace(weight, max_shards=kv_heads, row_order=order if name == "k_proj" else None)
         yield from _linear(weight, bias=attention.qkv_bias)
     o_proj = _matrix(f"{path}.o_proj", (hidden, query_size), Cut.COLUMNS, dtype, "attention")
     yield from _linear(o_proj, bias=attention.o_bias)
     if attention.qk_norm == "head":
-        for name in ("q_norm", "k_norm"):
+        for name in ("q_norm",) if attention.shares_kv else ("q_norm", "k_norm"):
             yield replace(_norm(f"{path}.{name}", head_dim, norm, dtype, "attention"), row_order=order)
     elif attention.qk_norm == "row":
         q_norm = _norm(f"{path}.q_norm", query_size, norm, dtype, "attention")

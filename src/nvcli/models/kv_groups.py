@@ -27,7 +27,8 @@ class KVGroup(NamedTuple):
     window: int | None
     """How many tokens each token attends to, itself included; None: all before it."""
     layers: tuple[int, ...]
-    """Their numbers in the stage, from 0, in ascending order. A stage may have none of a group."""
+    """Their numbers in the stage, from 0, in ascending order. A stage may have none of a group. Layers that read the
+    keys and values of others are in none."""
 
 
 class _Kind(NamedTuple):
@@ -53,6 +54,7 @@ def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     )
 
 
+@lru_cache(maxsize=64)
 def block_bytes(
     config: ModelConfig, dtype: StoredDtype, *, block_size: int, tensor_parallel_size: int = 1, stage: Stage = WHOLE
 ) -> int:
@@ -88,6 +90,8 @@ def _whole_groups(config: ModelConfig) -> tuple[tuple[_Kind, tuple[int, ...]], .
     kinds: dict[_Kind, list[int]] = {}
     for number, layer in enumerate(config.layers):
         attention = layer.attention
+        if attention.shares_kv:
+            continue
         kinds.setdefault(_Kind(attention.window, attention.num_kv_heads, attention.head_dim), []).append(number)
     size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()})
     groups = []

@@ -50,14 +50,17 @@ class AttentionConfig:
     """Whether each head of the values is normed, without a weight."""
     keys_are_values: bool = False
     """Whether the projection of the keys is also that of the values."""
+    reads_kv_of: int | None = None
+    """The number of an earlier layer of the same heads and window, whose keys and values it reads; None: it has its
+    own."""
     qkv_bias: bool = False
     o_bias: bool = False
     query_scaling: QueryScaling | None = None
 
     @property
-    def kv_elements(self) -> int:
-        """The elements of one token's keys and values."""
-        return 2 * self.num_kv_heads * self.head_dim
+    def shares_kv(self) -> bool:
+        """Whether it has no keys and values of its own."""
+        return self.reads_kv_of is not None
 
     def kv_heads_per_rank(self, tensor_parallel_size: int) -> int:
         """How many KV heads each rank has. With fewer KV heads than ranks, neighbouring ranks hold the same one."""
@@ -133,6 +136,14 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputsConfig:
+    """Inputs of each layer beside the residual stream (`layer_inputs.py`)."""
+
+    vocab_size: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NormConfig:
     """All norms of a decoder."""
 
@@ -159,6 +170,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     """Logits are taken through soft_cap × tanh(logit / soft_cap); None: they are not."""
+    layer_inputs: LayerInputsConfig | None = None
     layout: CheckpointLayout = PLAIN_LAYOUT
 
     @property
@@ -169,6 +181,12 @@ class DecoderConfig:
     def layers(self) -> tuple[LayerConfig, ...]:
         """Each layer's kind, in the order of the layers."""
         return tuple(self.layer_kinds[kind] for kind in self.kind_of_layer)
+
+    @property
+    def kv_owners(self) -> tuple[int, ...]:
+        """For each layer the number of the layer whose keys and values it reads: itself, or one before it."""
+        others = (layer.attention.reads_kv_of for layer in self.layers)
+        return tuple(number if other is None else other for number, other in enumerate(others))
 
     @property
     def angles_per_position(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.norm import add_rms_norm, rms_norm
-from nvcli.kernels.rotary import qk_norm_rope_store
+from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 from nvcli.models.layer_config import AttentionConfig, MLPConfig, NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
 from nvcli.models.qkv import QKVPreparation, QueryScaleTable
@@ -131,12 +131,12 @@ class Attention(nn.Module):
         self.spec = spec
         self.cache_layer = cache_layer
         self.eps = norm.eps
-        projections = ("q_proj", "k_proj") if config.keys_are_values else ("q_proj", "k_proj", "v_proj")
+        projections = ("q_proj", "k_proj", "v_proj")[: 1 if config.shares_kv else 2 if config.keys_are_values else 3]
         self.qkv_proj = ColumnParallelLinear(build, f"{path}.qkv_proj", projections)
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
         norms_heads = config.qk_norm == "head"
         self.q_norm = Norm(build, f"{path}.q_norm", norm) if norms_heads else None
-        self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads else None
+        self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
         self.prepare = QKVPreparation(build, path, config, norm.eps) if QKVPreparation.is_needed(config) else None
         scaling = config.query_scaling
         scales = scaling is not None and build.max_positions > scaling.length
@@ -146,6 +146,8 @@ class Attention(nn.Module):
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
         qkv = self.qkv_proj(x)
+        if self.config.shares_kv:
+            return self._attend_to_cache(qkv, angles, batch)
         q, k, v = qk_norm_rope_store(
             qkv if self.prepare is None else self.prepare(qkv),
             angles.of(self.config),
@@ -161,4 +163,18 @@ class Attention(nn.Module):
         )
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
+        return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch).flatten(1)
+
+    def _attend_to_cache(self, queries: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
+        """Attend to what another layer has stored. [T, this rank's heads × D] → the same shape."""
+        q = queries.view(len(queries), self.spec.num_heads, self.spec.head_dim)
+        q = q if self.q_norm is None else rms_norm(q, self.q_norm.weight, self.eps)
+        cos_sin = angles.of(self.config)
+        q = q if cos_sin is None else apply_rope(q, cos_sin)
+        k, v = None, q  # a backend that takes no keys takes no values either
+        if batch.backend.reads_new_keys:
+            slots = batch.slot_mapping[self.spec.kv_group]
+            k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
+            places = slots // k_cache.shape[1], slots % k_cache.shape[1]
+            k, v = k_cache[places].to(q.dtype), v_cache[places].to(q.dtype)
         return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch).flatten(1)

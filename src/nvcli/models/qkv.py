@@ -32,6 +32,8 @@ class QKVPreparation(nn.Module):
 
     @staticmethod
     def is_needed(attention: AttentionConfig) -> bool:
+        if attention.shares_kv:
+            return False
         return attention.qk_norm == "row" or attention.keys_are_values or attention.norms_values
 
     def forward(self, qkv: Tensor) -> Tensor:

@@ -54,13 +54,14 @@ class RopeConfig:
         projections in this order, and one rotation serves all.
         """
         half, turned = head_dim // 2, self.rotary_dim(head_dim)
+        if not self.is_interleaved and turned == head_dim:
+            return None
         if self.is_interleaved:
             first, second = range(0, turned, 2), range(1, turned, 2)
         else:
             first, second = range(turned // 2), range(turned // 2, turned)
         middle = turned + half - turned // 2
-        order = (*first, *range(turned, middle), *second, *range(middle, head_dim))
-        return None if order == tuple(range(head_dim)) else order
+        return *first, *range(turned, middle), *second, *range(middle, head_dim)
 
 
 def read_rope(

@@ -6,7 +6,9 @@ import difflib
 
 from nvcli.models.families.cohere2 import COHERE2
 from nvcli.models.families.family import Family
-from nvcli.models.families.gemma import GEMMA2, GEMMA3
+from nvcli.models.families.gemma import GEMMA
+from nvcli.models.families.gemma2 import GEMMA2
+from nvcli.models.families.gemma3 import GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4
 from nvcli.models.families.glm import GLM, GLM4
 from nvcli.models.families.glm_moe import GLM4_MOE
@@ -36,6 +38,7 @@ FAMILIES: tuple[Family, ...] = (
     MINISTRAL,
     MINISTRAL3,
     MISTRAL3,
+    GEMMA,
     GEMMA2,
     GEMMA3,
     GEMMA4,

@@ -7,9 +7,11 @@ in another way. Scores are not scaled, as queries and keys are normed, and each 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from nvcli.models.families.family import Family
-from nvcli.models.families.gemma import GEMMA3, GEMMA_NORMS
+from nvcli.models.families.gemma import NORMS_ON_BOTH_SIDES
+from nvcli.models.families.gemma3 import GEMMA3
 from nvcli.models.families.reading import (
     FULL,
     SLIDING,
@@ -20,44 +22,67 @@ from nvcli.models.families.reading import (
     read_head_dim,
     read_mlp,
     read_num_kv_heads,
+    read_optional,
     read_window,
 )
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import AttentionConfig, DecoderConfig, LayerConfig
+from nvcli.models.layer_config import AttentionConfig, DecoderConfig, LayerConfig, LayerInputsConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 from nvcli.validation import show
 
-_UNSUPPORTED = {
-    "hidden_size_per_layer_input": "embeddings for each layer",
-    "num_kv_shared_layers": "layers that share keys and values",
-    "enable_moe_block": "experts",
-}
-"""Keys of the family's other models, which are 0 or false in those that are served."""
+_MOST_KINDS = 8
+"""More kinds of layers than any model has; KV groups are chosen by trying sizes for all of them."""
 
 
 def read(config: JsonFile) -> DecoderConfig:
-    """Read a dense model without embeddings for each layer (31B)."""
-    for key, feature in _UNSUPPORTED.items():
-        if config.values.get(key):
-            raise config.error(key, f"{show(config.values[key])}: {feature} are not supported; supported: 0 or false")
+    """Read a dense model: 31B, or E2B and E4B, whose layers have inputs of their own and share keys and values."""
+    if config.values.get("enable_moe_block"):
+        raise config.error("enable_moe_block", "experts are not supported here; supported: false")
+    layers = tuple(_layers(config))
+    if len(set(layers)) > _MOST_KINDS:
+        raise config.error("per_layer_config", f"describes more than {_MOST_KINDS} kinds of layers")
     return read_decoder(
         config,
-        _layers(config),
+        layers,
         embedding_scale=float(config.positive("hidden_size") ** 0.5),
         rounds_embedding_scale=True,
-        logit_soft_cap=config.positive_number("final_logit_softcapping")
-        if config.values.get("final_logit_softcapping") is not None
-        else None,
+        layer_inputs=_layer_inputs(config),
+        logit_soft_cap=read_optional(config, "final_logit_softcapping", None),
     )
 
 
 def _layers(config: JsonFile) -> Iterator[LayerConfig]:
     mlp = read_mlp(config, key="hidden_activation", default="gelu_pytorch_tanh")
+    if mlp.activation != "gelu_tanh":
+        raise config.error("hidden_activation", f"{mlp.activation} is not supported; supported: gelu_pytorch_tanh")
     kinds = every_nth_full(config, 6)
     kinds[-1] = FULL  # whatever the file says, as in transformers
+    num_shared = config.get("num_kv_shared_layers", int, 0)
+    own = kinds[: len(kinds) - num_shared]
+    if not 0 <= num_shared < len(kinds) or set(own) != set(kinds):
+        raise config.error("num_kv_shared_layers", f"{show(num_shared)} of {len(kinds)} layers leave no layer to share")
+    last = {kind: number for number, kind in enumerate(own)}
+    wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
+    is_wide = config.get("use_double_wide_mlp", bool, False)
     for number, kind in enumerate(kinds):
-        attention = _attention(_of_layer(config, number, kind), kind)
-        yield LayerConfig(attention=attention, mlp=mlp, norms=GEMMA_NORMS, has_scalar=True)
+        attention, shares = _attention(_of_layer(config, number, kind), kind), number >= len(own)
+        if shares:
+            if attention != _attention(_of_layer(config, last[kind], kind), kind):
+                raise config.error("per_layer_config", f"layer {number} shares keys with one that has other heads")
+            attention = replace(attention, reads_kv_of=last[kind])
+        yield LayerConfig(
+            attention=attention, mlp=wide if shares and is_wide else mlp, norms=NORMS_ON_BOTH_SIDES, has_scalar=True
+        )
+
+
+def _layer_inputs(config: JsonFile) -> LayerInputsConfig | None:
+    if not config.get("hidden_size_per_layer_input", int, 0):
+        return None
+    key = "vocab_size_per_layer_input"
+    vocab_size = config.positive(key)
+    if vocab_size < config.positive("vocab_size"):
+        raise config.error(key, f"{vocab_size} is below `vocab_size`: some tokens would have no embedding")
+    return LayerInputsConfig(vocab_size=vocab_size, size=config.positive("hidden_size_per_layer_input"))
 
 
 def _of_layer(config: JsonFile, number: int, kind: str) -> JsonFile:
@@ -78,7 +103,7 @@ def _of_layer(config: JsonFile, number: int, kind: str) -> JsonFile:
 
 def _attention(config: JsonFile, kind: str) -> AttentionConfig:
     bias = config.get("attention_bias", bool, False)
-    return read_attention(
+    attention = read_attention(
         config,
         default_theta=None,
         rope=lambda head_dim: _rope(config, kind, head_dim),
@@ -92,6 +117,11 @@ def _attention(config: JsonFile, kind: str) -> AttentionConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
+    rope = attention.rope
+    if attention.keys_are_values and rope is not None and rope.row_order(attention.head_dim) is not None:
+        # Ranks would keep the values' dimensions in the order of the keys', which is not that of o_proj.
+        raise config.error("rope_parameters", "a part of each head cannot be rotated where keys are values")
+    return attention
 
 
 def _rope(config: JsonFile, kind: str, head_dim: int) -> RopeConfig:
@@ -106,9 +136,14 @@ def _rope(config: JsonFile, kind: str, head_dim: int) -> RopeConfig:
 GEMMA4 = Family(
     name="Gemma 4 dense",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    features="heads of two sizes, keys as values; the text part of 31B, not of E2B, E4B and 26B-A4B",
-    examples=("google/gemma-4-31B-it",),
+    features="heads of two sizes, keys as values, inputs of each layer; the text part, not of 26B-A4B",
+    examples=("google/gemma-4-31B-it", "google/gemma-4-E4B-it", "google/gemma-4-E2B-it"),
     read=read,
     ties_embeddings=True,
-    defaults={**GEMMA3.defaults, "vocab_size": 262_144, "hidden_size_per_layer_input": 256},
+    defaults={
+        **GEMMA3.defaults,
+        "vocab_size": 262_144,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+    },
 )

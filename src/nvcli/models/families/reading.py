@@ -20,6 +20,8 @@ from nvcli.validation import show
 
 MAX_LAYERS = 10_000
 """The most layers of a model; more than any has, so few that a list of them is small."""
+MAX_HEAD_DIM = 4096
+"""The largest head size; more than any model has, so few that a list of a head's dimensions is small."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 Windows = Sequence[int | None]
@@ -79,12 +81,14 @@ def read_attention(
 def read_head_dim(config: JsonFile, key: str = "head_dim") -> int:
     """Read `head_dim`, or where it is absent or null the heads' share of the hidden size."""
     if config.values.get(key) is not None:
-        head_dim = config.positive(key)
+        head_dim = config.positive(key, most=MAX_HEAD_DIM)
     else:
         hidden_size, num_heads = config.positive("hidden_size"), config.positive("num_attention_heads")
         if hidden_size % num_heads:
             raise config.error(key, f"missing, and {num_heads} heads do not divide the hidden size {hidden_size}")
         head_dim = hidden_size // num_heads
+        if head_dim > MAX_HEAD_DIM:
+            raise config.error(key, f"missing, and {head_dim:,}, each head's share of the hidden size, is too large")
     if head_dim % 2:
         raise config.error(key, f"{head_dim} is odd; rotary embedding pairs dimensions")
     return head_dim
@@ -114,6 +118,13 @@ def read_activation(config: JsonFile, key: str = "hidden_act", default: str = "s
     if activation is None:
         raise config.error(key, f"{show(found)} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     return activation
+
+
+def read_optional(config: JsonFile, key: str, default: float | None) -> float | None:
+    """Read a number above zero, or None where the file says null; absent, it is `default`."""
+    if key not in config.values:
+        return default
+    return None if config.values[key] is None else config.positive_number(key)
 
 
 def read_window(config: JsonFile, default: int | None = None) -> int | None:

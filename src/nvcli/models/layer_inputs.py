@@ -1,0 +1,71 @@
+"""Inputs of each layer beside the residual stream: an embedding of the token's own for each layer (Gemma 4 E2B, E4B).
+
+They are computed for all layers before the first one, alike on all ranks, and each layer adds its own at its end.
+Shapes: T tokens, H hidden, L layers, P size of a layer's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nvcli.kernels.norm import rms_norm
+from nvcli.models.geometry import LAYER_EMBEDDING
+from nvcli.models.layer_config import LayerInputsConfig, NormConfig
+from nvcli.models.layers import Norm
+from nvcli.models.parallel import BuildContext, VocabParallelEmbedding
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
+
+
+class Whole(WeightModule):
+    """A projection that every rank has whole: [T, in] → [T, out]."""
+
+    def __init__(self, build: BuildContext, path: str) -> None:
+        super().__init__()
+        self.tensor = build.tensors[f"{path}.weight"]
+        self.weight = empty_parameter(self.tensor, *self.tensor.shape)
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        everything = self.tensor.shard(0, 1)
+        yield WeightSource(tensor=self.tensor, read=everything, parameter="weight", write=everything)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class LayerInputs(nn.Module):
+    """The inputs of all layers: ids [T] and their embeddings [T, H] → [T, L, P]."""
+
+    def __init__(self, build: BuildContext, config: LayerInputsConfig, norm: NormConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.size = config.size
+        self.embedding_scale = torch.tensor(
+            config.size**0.5, dtype=getattr(torch, build.dtype), device="cpu"
+        ).item()  # rounded as the embedding's own scale is
+        self.projection_scale = hidden_size**-0.5
+        self.embed = VocabParallelEmbedding(build, LAYER_EMBEDDING)
+        self.projection = Whole(build, "model.per_layer_model_projection")
+        self.norm = Norm(build, "model.per_layer_projection_norm", norm)
+
+    def forward(self, ids: Tensor, embeddings: Tensor) -> Tensor:
+        of_tokens = (self.embed(ids) * self.embedding_scale).view(len(ids), -1, self.size)
+        projected = (self.projection(embeddings) * self.projection_scale).view(of_tokens.shape)
+        inputs: Tensor = (rms_norm(projected, self.norm.weight, self.norm.eps) + of_tokens) * 2.0**-0.5
+        return inputs
+
+
+class LayerInput(nn.Module):
+    """Adds a layer's input [T, P] to `residual` [T, H] in place, through a gate that the residual opens."""
+
+    def __init__(self, build: BuildContext, path: str, norm: NormConfig) -> None:
+        super().__init__()
+        self.gate = Whole(build, f"{path}.per_layer_input_gate")
+        self.projection = Whole(build, f"{path}.per_layer_projection")
+        self.norm = Norm(build, f"{path}.post_per_layer_input_norm", norm)
+
+    def forward(self, residual: Tensor, own: Tensor) -> Tensor:
+        gated = F.gelu(self.gate(residual), approximate="tanh") * own
+        return residual.add_(rms_norm(self.projection(gated), self.norm.weight, self.norm.eps))
