@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from expert_shapes import EXPERT_SHAPES
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -130,4 +132,5 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **FOUR_LAYERS,
         },
     ),
+    **EXPERT_SHAPES,
 }

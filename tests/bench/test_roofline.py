@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
 from nvcli.models.config import load_model_config
-from nvcli.sizing.costs import AttentionCosts, MatrixCosts, ModelCosts, model_costs
+from nvcli.sizing.costs import AttentionCosts, ExpertCosts, MatrixCosts, ModelCosts, model_costs
 
 COSTS = ModelCosts(
     layers=MatrixCosts(num_weights=1000, num_bytes=2000),
@@ -70,6 +71,34 @@ def test_each_part_takes_the_longer_of_its_two_times() -> None:
     assert roofline.share == pytest.approx(0.712)
     assert roofline.bandwidth_share == pytest.approx((2000 + 600 + 1920) / 1000 / 10)
     assert roofline.flops_share == pytest.approx((40_000 + 12_000 + 1600) / 10_000 / 10)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_have() -> None:
+    experts = ExpertCosts(num_experts=4, experts_per_token=2, num_weights=400, num_bytes=800)
+    costs = replace(COSTS, experts=experts)
+    one = work_of(record(num_decodes=1, num_sampled=1, decode_keys=9), costs)["experts"]
+    assert one == Work(400, 2 * 200), "two of four"
+    three = work_of(record(num_decodes=1, num_prefill_tokens=2, num_sampled=1), costs)["experts"]
+    assert three == Work(800 * 7 // 8, 3 * 2 * 200), "each is passed over by all three once in eight times"
+    assert costs.weights_per_token == 1000 + 200
+    assert costs.matrix_read_bytes(1e6) == 2000 + 800
+
+
+def test_qwen3_30b_a3b(tmp_path: Path) -> None:
+    model = load_model_config(write_shape("qwen3-30b-a3b", tmp_path))
+    costs = model_costs(model, "bfloat16")
+    expert = 3 * 768 * 2048
+    assert costs.experts == ExpertCosts(
+        num_experts=128, experts_per_token=8, num_weights=48 * 128 * expert, num_bytes=2 * 48 * 128 * expert
+    )
+    router = 128 * 2048
+    assert costs.layers.num_weights == 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + router)
+    active = costs.weights_per_token + costs.lm_head.num_weights + 151936 * 2048
+    assert active / 1e9 == pytest.approx(3.35, abs=0.01), "A3B"
+    half = model_costs(model, "bfloat16", tensor_parallel_size=2)
+    assert half.experts is not None
+    assert 2 * half.experts.num_bytes == costs.experts.num_bytes
+    assert half.layers.num_weights - 48 * router == (costs.layers.num_weights - 48 * router) // 2
 
 
 def test_qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -34,16 +34,17 @@ def assert_same(path: Path, tp: int, rank: int, stage: Stage = WHOLE, dtype: tor
     assert planned == model.weight_bytes()
     assert sum(planned.values()) == sum(p.numel() * p.element_size() for p in model.parameters())
     by_name = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp": "MLP", "lm_head": "LM head"}
+    experts = planned.get("experts", 0)
     for key, part in by_name.items():
         found = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if f".{key}." in f".{n}")
-        assert planned.get(part, 0) == found, part
+        assert planned.get(part, 0) + (experts if part == "MLP" else 0) == found, part
     specs = model.attention_layers
     kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
     assert block_bytes(config, name, block_size=16, tensor_parallel_size=tp, stage=stage) == 16 * kv_bytes
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-14b"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-14b", "qwen3-30b-a3b"])
 def test_known_shapes(name: str, tp: int, tmp_path: Path) -> None:
     assert_same(write_shape(name, tmp_path), tp, rank=tp - 1)
 
@@ -93,6 +94,8 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("qwen3-0.6b", 0.60),
         ("qwen3-8b", 8.19),
         ("qwen3-32b", 32.76),
+        ("qwen3-30b-a3b", 30.53),
+        ("qwen3-235b-a22b", 235.09),
         ("llama-3.1-8b", 8.03),
         ("llama-3.1-70b", 70.55),
         ("gemma-2-9b", 9.24),

@@ -4,13 +4,14 @@ A step's parts run one after the other, and each needs the longer of two times: 
 memory's bandwidth, and its operations, over the matrix rate. Counted is what no implementation can do without:
 
     layer matrices      every weight read once; 2 operations for each weight and token
+    experts             likewise, the weights of the experts that at least one token has
     LM head             likewise, for the rows that get a token
     decode attention    keys and values of each row read once (no row shares another's), the new ones written
     prompt attention    keys and values of each chunk read once, the new ones written; 4 operations for each head, head
                         dimension and pair of tokens
 
-Activations, norms, sampling, embeddings and collectives count nothing. What is counted is one rank's share of a dense
-decoder model; with pipeline stages a rank of the last stage, whose steps are the ones that are timed.
+Activations, norms, sampling, embeddings and collectives count nothing. What is counted is one rank's share of a
+model; with pipeline stages a rank of the last stage, whose steps are the ones that are timed.
 
 The prefill and decode phases share the matrices of a mixed step by their tokens, its LM head by the rows that get a
 token, and its measured time by what their parts come to.
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nvcli.engine.request import StepRecord
-from nvcli.sizing.costs import MatrixCosts, ModelCosts
+from nvcli.sizing.costs import ExpertCosts, MatrixCosts, ModelCosts
 
 Phase = Literal["prefill", "decode"]
 
@@ -70,8 +71,10 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
         kv_bytes, flops = kind.kv_bytes_per_token, kind.flops_per_pair
         decode += Work((keys + step.num_decodes) * kv_bytes, keys * flops)
         prefill += Work((step.prefill_keys + step.num_prefill_tokens) * kv_bytes, pairs * flops)
+    experts = {} if costs.experts is None else {"experts": _expert_work(costs.experts, num_tokens)}
     return {
         "layer matrices": _matrix_work(costs.layers, num_tokens),
+        **experts,
         "LM head": _matrix_work(costs.lm_head, step.num_sampled),
         "decode attention": decode,
         "prompt attention": prefill,
@@ -82,11 +85,16 @@ def _matrix_work(costs: MatrixCosts, rows: int) -> Work:
     return Work(costs.num_bytes, 2 * costs.num_weights * rows) if rows else Work()
 
 
+def _expert_work(costs: ExpertCosts, rows: int) -> Work:
+    return Work(round(costs.read_bytes(rows)), 2 * costs.weights_per_token * rows)
+
+
 def _prefill_shares(step: StepRecord) -> dict[str, float]:
     """How much of each part belongs to the prompts; the rest is the decode rows'."""
     num_tokens = step.num_decodes + step.num_prefill_tokens
     return {
         "layer matrices": step.num_prefill_tokens / max(1, num_tokens),
+        "experts": step.num_prefill_tokens / max(1, num_tokens),
         "LM head": 1 - step.num_decodes / max(1, step.num_sampled),
         "decode attention": 0.0,
         "prompt attention": 1.0,

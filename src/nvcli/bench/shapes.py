@@ -41,6 +41,24 @@ def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: boo
     }
 
 
+def _qwen3_moe(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, experts: int, per_token: int
+) -> dict[str, Any]:
+    """Experts in every layer, as large as `intermediate` each."""
+    return {
+        **_qwen3(hidden, layers, heads, 3 * hidden, tied=False),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": kv_heads,
+        "moe_intermediate_size": intermediate,
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 SHAPES = {
     **DENSE_SHAPES,
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
@@ -49,6 +67,8 @@ SHAPES = {
     "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
     "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 768, 128, 8),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 1536, 128, 8),
 }
 """The shapes, as the models' published config.json files have them."""
 

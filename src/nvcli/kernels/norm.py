@@ -27,7 +27,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
     """Add `delta` to `residual` in place, and return the norm of the sum. delta, residual: [T, H] → [T, H].
 
-    `delta` may be float32 parts [P, T, H], which are added up first (`linear.linear_for_sum`).
+    `delta` may be parts [P, T, H], which are added up first in float32 (`linear.linear_for_sum`,
+    `experts.apply_experts`).
     """
     if residual.is_cuda:
         from nvcli.kernels.triton import norm

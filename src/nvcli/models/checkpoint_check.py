@@ -31,7 +31,8 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     that no stage knows.
     """
     _check_needed(model_tensors(config, config.dtype, stage), tensors, path)
-    known = {tensor.name for tensor in model_tensors(config, config.dtype)} | set(unused_tensors(config))
+    known = {name for tensor in model_tensors(config, config.dtype) for name in tensor.stored_names}
+    known.update(unused_tensors(config))
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     if extra := [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]:
@@ -40,14 +41,14 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
 
 
 def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo], path: Path) -> None:
-    if missing := [tensor.name for tensor in needed if tensor.name not in tensors]:
+    shapes = {name: tensor.stored_shape for tensor in needed for name in tensor.stored_names}
+    if missing := [name for name in shapes if name not in tensors]:
         raise LoadError(f"{path}: {_some('missing from the checkpoint', missing)}{_tied_hint(missing)}")
-    for tensor in needed:
-        found = tensors[tensor.name]
-        if found.shape != tensor.shape:
+    for name, shape in shapes.items():
+        found = tensors[name]
+        if found.shape != shape:
             raise LoadError(
-                f"{found.file}: tensor {found.name} has shape {list(found.shape)}, config.json asks for "
-                f"{list(tensor.shape)}"
+                f"{found.file}: tensor {found.name} has shape {list(found.shape)}, config.json asks for {list(shape)}"
             )
         if found.dtype not in _FLOAT_DTYPES:
             raise LoadError(

@@ -7,8 +7,9 @@ tensors under the decoder's names (`locate_tensors`), each of them maybe some ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Protocol
 
 from nvcli.errors import LoadError
@@ -16,6 +17,15 @@ from nvcli.models.safetensors_header import TensorInfo
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Projections that files may hold as one tensor, whose rows are those of the projections one after the other."""
+
+EXPERTS = "experts"
+"""The name of a layer's experts in its MLP; behind it stands the number of one of them."""
+STACKED = {
+    "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
+    "down_proj": ("down_proj.weight",),
+}
+"""Stacks [experts, out, in] that files may hold for all experts of a layer, and an expert's tensors whose rows are one
+after the other in each of its matrices."""
 
 _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
@@ -34,6 +44,8 @@ class CheckpointLayout:
     """Parts of names: (in the file, in the decoder)."""
     is_part: bool = False
     """Whether the checkpoint holds more than the text model. The rest is left on disk."""
+    left: tuple[str, ...] = ()
+    """How the names of other tensors begin that are left on disk."""
 
     def decoder_name(self, stored: str) -> str | None:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
@@ -41,6 +53,8 @@ class CheckpointLayout:
         if self.is_part:
             matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
             name = next(matches, None)
+        if name is not None and name.startswith(self.left):
+            return None
         for found, wanted in self.renamed if name is not None else ():
             assert name is not None
             name = name.replace(found, wanted)
@@ -55,10 +69,10 @@ class Wanted(Protocol):
     """A tensor of the decoder, as far as it matters here."""
 
     @property
-    def name(self) -> str: ...
+    def stored_names(self) -> Iterable[str]: ...
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def stored_shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +111,12 @@ def locate_tensors(
             left[name] = info
         else:
             found[decoder_name] = info
-    num_rows = {tensor.name: tensor.shape[0] for tensor in wanted}
-    for name in [name for name in found if name not in num_rows and _projections(name)]:
-        _split(found, name, num_rows)
+    num_rows = {name: tensor.stored_shape[0] for tensor in wanted for name in tensor.stored_names}
+    for name in [name for name in found if name not in num_rows]:
+        if parts := [part for part in _projections(name) if part in num_rows]:
+            _split(found, found.pop(name), parts, num_rows)
+        elif experts := _stacked_parts(name, num_rows):
+            _unstack(found, found.pop(name), experts, num_rows)
     return LocatedTensors(tensors=found, left=tuple(left), left_bytes=sum(info.num_bytes for info in left.values()))
 
 
@@ -110,12 +127,29 @@ def _projections(name: str) -> tuple[str, ...]:
     return tuple(f"{parent}.{part}.{kind}" for part in FUSED.get(last, ()))
 
 
-def _split(found: dict[str, TensorInfo], name: str, num_rows: Mapping[str, int]) -> None:
-    """Replace a fused tensor by its parts. One whose parts the decoder does not know stays as it is."""
-    parts = [part for part in _projections(name) if part in num_rows]
-    if not parts:
-        return
-    info = found.pop(name)
+def _stacked_parts(name: str, num_rows: Mapping[str, int]) -> list[list[str]]:
+    """Return the names of each expert's tensors in the stack `name`; none where it is no stack of known experts."""
+    parent, _, last = name.rpartition(".")
+    parts = STACKED.get(last, ()) if parent.endswith(f".{EXPERTS}") else ()
+    experts = ([f"{parent}.{expert}.{part}" for part in parts] for expert in count())
+    return list(takewhile(lambda names: names and names[0] in num_rows, experts))
+
+
+def _unstack(
+    found: dict[str, TensorInfo], info: TensorInfo, experts: Sequence[Sequence[str]], num_rows: Mapping[str, int]
+) -> None:
+    """Put each expert's tensors of a stack into `found`."""
+    if len(info.shape) != 3 or info.shape[0] != len(experts):
+        raise LoadError(
+            f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {len(experts)} experts"
+        )
+    for expert, parts in enumerate(experts):
+        one = replace(info, shape=info.shape[1:], num_bytes=info.num_bytes // len(experts), expert=expert)
+        _split(found, one, parts, num_rows)
+
+
+def _split(found: dict[str, TensorInfo], info: TensorInfo, parts: Sequence[str], num_rows: Mapping[str, int]) -> None:
+    """Put the parts of a fused tensor into `found`."""
     expected = sum(num_rows[part] for part in parts)
     if not info.shape or info.shape[0] != expected:
         raise LoadError(
@@ -133,4 +167,6 @@ def _split(found: dict[str, TensorInfo], name: str, num_rows: Mapping[str, int])
 def _part(name: str) -> str:
     """Return the part of a model that a tensor belongs to: the first word of its name that says something."""
     words = name.split(".")
+    if words[:2] == ["model", "layers"]:
+        return ".".join(words[:3])
     return words[1] if words[0] == "model" and len(words) > 1 else words[0]

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nvcli.errors import ConfigError
+from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
 from nvcli.models.families.catalogue import find_family, nearest_architecture
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, ExpertsConfig, LayerConfig
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -62,7 +63,7 @@ class ModelConfig:
             possible = [n for n in range(1, 17) if self.divides_by(n)]
             raise ConfigError(
                 f"tensor_parallel_size {size} does not fit this model: {'; '.join(problems)}. "
-                f"Possible: {', '.join(map(str, possible))}"
+                f"Possible: {', '.join(map(str, possible)) or 'none'}"
             )
 
     def check_pipeline_parallel(self, size: int) -> None:
@@ -91,13 +92,18 @@ class ModelConfig:
         """Say why the model cannot be cut over `size` ranks; nothing if it can."""
         problems = []
         for layer in self.decoder.layer_kinds:
-            attention, intermediate_size = layer.attention, layer.mlp.intermediate_size
+            attention = layer.attention
             if attention.num_heads % size:
                 problems.append(f"{attention.num_heads} attention heads do not divide by {size}")
             if attention.num_kv_heads % size and size % attention.num_kv_heads:
                 problems.append(f"{attention.num_kv_heads} KV heads neither divide by {size} nor divide it")
-            if intermediate_size % size:
-                problems.append(f"intermediate size {intermediate_size} does not divide by {size}")
+            if layer.dense_mlp is not None and layer.dense_mlp.intermediate_size % size:
+                problems.append(f"intermediate size {layer.dense_mlp.intermediate_size} does not divide by {size}")
+            if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.intermediate_size % (size * EXPERT_ALIGNMENT):
+                problems.append(
+                    f"the experts' intermediate size {layer.mlp.intermediate_size} does not divide by {size} into "
+                    f"multiples of {EXPERT_ALIGNMENT}"
+                )
         return list(dict.fromkeys(problems))
 
 

@@ -16,8 +16,9 @@ from nvcli.distributed.tensor_parallel import StageState
 from nvcli.models.attention_specs import attention_specs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
+from nvcli.models.experts import MixtureOfExperts
 from nvcli.models.geometry import EMBEDDING, HEAD
-from nvcli.models.layer_config import LayerConfig, NormConfig
+from nvcli.models.layer_config import ExpertsConfig, LayerConfig, NormConfig
 from nvcli.models.layer_inputs import LayerInput, LayerInputs
 from nvcli.models.layers import Angles, Attention, GatedMLP, InputNorm, ResultNorm, RotaryTables
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
@@ -54,7 +55,11 @@ class DenseLayer(nn.Module):
         self.self_attn = Attention(build, f"{path}.self_attn", config.attention, norm, spec, cache_layer)
         self.after_attention = after(norms.after_attention)
         self.before_mlp = before(norms.before_mlp, norms.after_attention)
-        self.mlp = GatedMLP(build, f"{path}.mlp", config.mlp)
+        self.mlp: GatedMLP | MixtureOfExperts
+        if isinstance(config.mlp, ExpertsConfig):
+            self.mlp = MixtureOfExperts(build, f"{path}.mlp", config.mlp)
+        else:
+            self.mlp = GatedMLP(build, f"{path}.mlp", config.mlp)
         self.after_mlp = after(norms.after_mlp)
         self.input = LayerInput(build, path, norm) if has_input else None
         self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None

@@ -14,10 +14,12 @@ from functools import lru_cache
 from typing import Literal
 
 from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import (
     AttentionConfig,
     DecoderConfig,
+    ExpertsConfig,
     LayerConfig,
     LayerInputsConfig,
     MLPConfig,
@@ -28,8 +30,9 @@ StoredDtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[StoredDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element."""
 
-Part = Literal["embeddings", "attention", "MLP", "norms", "LM head"]
-"""The items of a memory report that weights are counted under."""
+Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head"]
+"""The items of a memory report that weights are counted under. Experts are those that a router chooses; the router
+itself and an expert of all tokens belong to the MLP."""
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the embedding and the LM head, whose tensors may be one."""
@@ -52,10 +55,11 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a checkpoint, and what each rank keeps of it."""
+    """One tensor of a checkpoint, or one for each expert of a layer, and what each rank keeps of it."""
 
     name: str
     shape: tuple[int, ...]
+    """With `is_of_experts` [experts, out, in], or for biases [experts, out]."""
     cut: Cut
     dtype: StoredDtype
     """The type in which ranks keep it. The checkpoint may have another one."""
@@ -67,6 +71,24 @@ class TensorSpec:
     offset: float = 0.0
     factor: float = 1.0
     """Ranks keep (the checkpoint's values + offset) × factor."""
+    is_of_experts: bool = False
+    """Whether a checkpoint has it for each expert by itself; `stored_name` says under which names."""
+
+    def stored_name(self, expert: int | None) -> str:
+        """The name in a checkpoint, of one expert's tensor where it is of experts."""
+        assert self.is_of_experts == (expert is not None)
+        return self.name if expert is None else self.name.replace(f".{EXPERTS}.", f".{EXPERTS}.{expert}.")
+
+    @property
+    def stored_names(self) -> Iterator[str]:
+        """All its names in a checkpoint."""
+        experts = range(self.shape[0]) if self.is_of_experts else (None,)
+        return (self.stored_name(expert) for expert in experts)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of what stands under each of the names."""
+        return self.shape[1:] if self.is_of_experts else self.shape
 
     def shard(self, rank: int, size: int) -> tuple[slice, ...]:
         """Which part rank `rank` of `size` has. It may be empty where a vocabulary is smaller than its padding."""
@@ -78,11 +100,9 @@ class TensorSpec:
             rows = -(-num_rows // size)
             return slice(min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)), *whole[1:]
         shard = rank * self._num_shards(size) // size
-        if self.cut is Cut.ROWS:
-            rows = self.kept_shape(size)[0]
-            return slice(shard * rows, (shard + 1) * rows), *whole[1:]
-        columns = self.kept_shape(size)[1]
-        return whole[0], slice(shard * columns, (shard + 1) * columns)
+        length = self.kept_shape(size)[self._axis]
+        part = slice(shard * length, (shard + 1) * length)
+        return *whole[: self._axis], part, *whole[self._axis + 1 :]
 
     def kept_shape(self, size: int) -> tuple[int, ...]:
         """The shape of what each of `size` ranks keeps, padding included."""
@@ -90,19 +110,21 @@ class TensorSpec:
             return self.shape
         if self.cut is Cut.VOCAB:
             return -(-self.shape[0] // size), *self.shape[1:]
-        num_shards = self._num_shards(size)
-        if self.cut is Cut.ROWS:
-            return self.shape[0] // num_shards, *self.shape[1:]
-        return self.shape[0], self.shape[1] // num_shards
+        length = self.shape[self._axis] // self._num_shards(size)
+        return *self.shape[: self._axis], length, *self.shape[self._axis + 1 :]
 
     def kept_bytes(self, size: int) -> int:
         """The bytes of what each of `size` ranks keeps, padding included."""
         return math.prod(self.kept_shape(size)) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def _axis(self) -> int:
+        """The dimension that is cut."""
+        return (self.cut is Cut.COLUMNS) + self.is_of_experts
+
     def _num_shards(self, size: int) -> int:
         num_shards = size if self.max_shards is None else min(size, self.max_shards)
-        cut = self.shape[1 if self.cut is Cut.COLUMNS else 0]
-        assert cut % num_shards == 0, "ModelConfig.check_tensor_parallel comes first"
+        assert self.shape[self._axis] % num_shards == 0, "ModelConfig.check_tensor_parallel comes first"
         return num_shards
 
 
@@ -146,7 +168,10 @@ def _layer(
     """The tensors of one layer. A norm's name says nothing of its place, and all norms of the layer are alike."""
     norm, layer_inputs = decoder.norm, decoder.layer_inputs
     yield from _attention(f"{path}.self_attn", layer.attention, norm, hidden, dtype)
-    yield from _mlp(f"{path}.mlp", layer.mlp, hidden, dtype)
+    if isinstance(layer.mlp, ExpertsConfig):
+        yield from _experts(f"{path}.mlp", layer.mlp, hidden, dtype)
+    else:
+        yield from _mlp(f"{path}.mlp", layer.mlp, hidden, dtype)
     for name in layer.norms.names():
         yield _norm(f"{path}.{name}", hidden, norm, dtype)
     if layer_inputs is not None:
@@ -201,16 +226,38 @@ def _mlp(path: str, mlp: MLPConfig, hidden: int, dtype: StoredDtype) -> Iterator
     yield from _linear(_matrix(f"{path}.down_proj", down_shape, Cut.COLUMNS, dtype, "MLP"), bias=mlp.bias)
 
 
-def _matrix(name: str, shape: tuple[int, int], cut: Cut, dtype: StoredDtype, part: Part) -> TensorSpec:
+def _experts(path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype) -> Iterator[TensorSpec]:
+    """The router, the experts, and what all tokens share. The router's correction is kept in float32, in which it is
+    added."""
+    num_experts, size = config.routing.num_experts, config.intermediate_size
+    router = _matrix(f"{path}.gate", (num_experts, hidden), Cut.REPLICATED, dtype, "MLP")
+    yield from _linear(router, bias=config.bias)
+    if config.has_correction:
+        name = f"{path}.gate.e_score_correction_bias"
+        yield TensorSpec(name=name, shape=(num_experts,), cut=Cut.REPLICATED, dtype="float32", part="MLP")
+    for name, shape, cut in (
+        ("gate_proj", (size, hidden), Cut.ROWS),
+        ("up_proj", (size, hidden), Cut.ROWS),
+        ("down_proj", (hidden, size), Cut.COLUMNS),
+    ):
+        weight = _matrix(f"{path}.{EXPERTS}.{name}", (num_experts, *shape), cut, dtype, "experts")
+        yield from _linear(replace(weight, is_of_experts=True), bias=config.bias)
+    if config.shared is not None:
+        yield from _mlp(f"{path}.shared_expert", config.shared, hidden, dtype)
+        if config.gates_shared:
+            yield _matrix(f"{path}.shared_expert_gate", (1, hidden), Cut.REPLICATED, dtype, "MLP")
+
+
+def _matrix(name: str, shape: tuple[int, ...], cut: Cut, dtype: StoredDtype, part: Part) -> TensorSpec:
     return TensorSpec(name=f"{name}.weight", shape=shape, cut=cut, dtype=dtype, part=part)
 
 
 def _linear(weight: TensorSpec, *, bias: bool) -> Iterator[TensorSpec]:
-    """A projection's weight, and its bias [out] where it has one."""
+    """A projection's weight, and its bias [out], or [experts, out], where it has one."""
     yield weight
     if bias:
         cut = Cut.ROWS if weight.cut is Cut.ROWS else Cut.REPLICATED
-        yield replace(weight, name=weight.name.replace(".weight", ".bias"), shape=weight.shape[:1], cut=cut)
+        yield replace(weight, name=weight.name.replace(".weight", ".bias"), shape=weight.shape[:-1], cut=cut)
 
 
 def _norm(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from nvcli.kernels.expert_settings import GatedActivation, Routing
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.rope_config import RopeConfig
 
@@ -76,6 +77,25 @@ class MLPConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in an MLP's place: gated MLPs of which a router chooses some for each token, and maybe one
+    that all tokens share."""
+
+    routing: Routing
+    intermediate_size: int
+    """Of each expert that is chosen."""
+    activation: GatedActivation
+    bias: bool = False
+    """Whether the router's and the experts' projections have biases."""
+    has_correction: bool = False
+    """Whether numbers of the checkpoint are added to the scores for the choice of experts; see `route`."""
+    shared: MLPConfig | None = None
+    """The expert of all tokens; several of them are one with their sizes added up."""
+    gates_shared: bool = False
+    """Whether each token's result of the shared expert is multiplied by a gate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
     """Where norms stand in a layer, and their names in the checkpoint. None: there is no norm at that place.
 
@@ -104,10 +124,15 @@ class LayerConfig:
     """One decoder layer."""
 
     attention: AttentionConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | ExpertsConfig
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
     """Whether the residual stream is multiplied by a number of the checkpoint at the layer's end."""
+
+    @property
+    def dense_mlp(self) -> MLPConfig | None:
+        """The MLP of all tokens: the only one, or the expert that they share; None where there is no such one."""
+        return self.mlp if isinstance(self.mlp, MLPConfig) else self.mlp.shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

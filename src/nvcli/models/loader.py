@@ -148,7 +148,7 @@ def _read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo])
     by_file: dict[Path, list[_Assignment]] = {}
     for a in assignments:
         if a.target.numel() > 0:
-            by_file.setdefault(tensors[a.source.tensor.name].file, []).append(a)
+            by_file.setdefault(tensors[a.source.stored_name].file, []).append(a)
     for file, items in by_file.items():
         total = sum(a.num_bytes for a in items)
         parts = min(_MAX_THREADS, max(1, math.ceil(total / _BYTES_PER_TASK)), len(items))
@@ -166,9 +166,10 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
         # The mode is a thread's own, and parameters made in inference mode may be written in it alone.
         with torch.inference_mode(), safe_open(file, framework="pt", device="cpu") as handle:
             for a in assignments:
-                info, (rows, *columns) = tensors[a.source.tensor.name], a.source.read
+                info, (rows, *columns) = tensors[a.source.stored_name], a.source.read
                 rows = slice(info.first_row + rows.start, info.first_row + rows.stop)
-                a.target.copy_(_as_kept(handle.get_slice(info.name)[rows, *columns], a.source.tensor))
+                expert = [] if info.expert is None else [info.expert]
+                a.target.copy_(_as_kept(handle.get_slice(info.name)[*expert, rows, *columns], a.source.tensor))
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
 

@@ -189,6 +189,10 @@ class RowParallelLinear(ShardedLinear):
         """Compute this rank's part [T, out] in memory of its own, for a sum that another layer's part belongs to."""
         return self.method.apply(self, x, with_bias=self.group.rank == 0)
 
+    def write_part(self, x: Tensor, out: Tensor) -> None:
+        """Do as `part` does, with the result in `out`, which is contiguous."""
+        self.method.apply_into(self, x, out, with_bias=self.group.rank == 0)
+
 
 class VocabShard(WeightModule):
     """[vocab_size, H], cut by vocabulary over the ranks and padded so that it divides."""

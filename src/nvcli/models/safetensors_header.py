@@ -37,6 +37,8 @@ class TensorInfo:
     num_bytes: int
     first_row: int = 0
     """Where the rows begin in the file's tensor."""
+    expert: int | None = None
+    """Which matrix of the file's tensor it is, where that is a stack of those of all experts."""
 
 
 class _Entry(msgspec.Struct, frozen=True):

@@ -21,12 +21,19 @@ class WeightSource:
     """One rectangular piece of a parameter, and the part of a checkpoint tensor that it is read from."""
 
     tensor: TensorSpec
+    expert: int | None = None
+    """The expert whose tensor it is, where the tensor is of experts."""
     read: tuple[slice, ...]
-    """What this rank reads of the tensor. It may be empty, when this rank's part is all padding."""
+    """What this rank reads of the stored tensor. It may be empty, when this rank's part is all padding."""
     parameter: str
     """The parameter's name in the module that declares the source."""
-    write: tuple[slice, ...]
+    write: tuple[int | slice, ...]
     """Where in the parameter it goes; as large as `read`."""
+
+    @property
+    def stored_name(self) -> str:
+        """The name of what is read in a checkpoint."""
+        return self.tensor.stored_name(self.expert)
 
 
 class WeightModule(nn.Module, ABC):

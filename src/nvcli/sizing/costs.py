@@ -10,7 +10,7 @@ from functools import lru_cache
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
-from nvcli.models.layer_config import AttentionConfig
+from nvcli.models.layer_config import AttentionConfig, ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,28 @@ class MatrixCosts:
     num_weights: int
     """Each takes two operations for a row."""
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCosts:
+    """All layers' experts, of which each row is multiplied with some."""
+
+    num_experts: int
+    experts_per_token: int
+    num_weights: int
+    """Of all the experts."""
+    num_bytes: int
+
+    @property
+    def weights_per_token(self) -> int:
+        """The weights of the experts that one row is multiplied with."""
+        return self.num_weights * self.experts_per_token // self.num_experts
+
+    def read_bytes(self, num_rows: float) -> float:
+        """The bytes of the experts that are read for so many rows: of those that at least one row has, when every row
+        has any of the experts as likely as any other."""
+        unread: float = (1 - self.experts_per_token / self.num_experts) ** num_rows
+        return self.num_bytes * (1 - unread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +64,16 @@ class ModelCosts:
     lm_head: MatrixCosts
     """Nothing in a stage that is not the last."""
     attention: tuple[AttentionCosts, ...]
+    experts: ExpertCosts | None = None
+
+    @property
+    def weights_per_token(self) -> int:
+        """The weights of the layers that one row is multiplied with."""
+        return self.layers.num_weights + (0 if self.experts is None else self.experts.weights_per_token)
+
+    def matrix_read_bytes(self, num_rows: float) -> float:
+        """The weights of the layers that are read for so many rows."""
+        return self.layers.num_bytes + (0 if self.experts is None else self.experts.read_bytes(num_rows))
 
     def kv_read_bytes(self, num_tokens: float) -> float:
         """Keys and values that one decode row reads behind `num_tokens` tokens."""
@@ -68,6 +100,23 @@ def model_costs(
             _attention_costs(kinds[kind].attention, num_layers, dtype, tensor_parallel_size)
             for kind, num_layers in counts.items()
         ),
+        experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),
+    )
+
+
+def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel_size: int) -> ExpertCosts | None:
+    """Count what one rank keeps of the experts; None where there are none."""
+    experts = _matrices([tensor for tensor in tensors if tensor.is_of_experts], tensor_parallel_size)
+    routings = {layer.mlp.routing for layer in model.decoder.layer_kinds if isinstance(layer.mlp, ExpertsConfig)}
+    if not experts.num_weights:
+        return None
+    assert len(routings) == 1, "no family routes differently in different layers"
+    (routing,) = routings
+    return ExpertCosts(
+        num_experts=routing.num_experts,
+        experts_per_token=routing.experts_per_token,
+        num_weights=experts.num_weights,
+        num_bytes=experts.num_bytes,
     )
 
 
@@ -86,7 +135,7 @@ def _attention_costs(
 
 def _matrices(tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCosts:
     """Count what each of the ranks keeps of the matrices among `tensors`."""
-    matrices = [tensor for tensor in tensors if len(tensor.shape) == 2]
+    matrices = [tensor for tensor in tensors if len(tensor.stored_shape) == 2]
     return MatrixCosts(
         num_weights=sum(math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices),
         num_bytes=sum(tensor.kept_bytes(tensor_parallel_size) for tensor in matrices),

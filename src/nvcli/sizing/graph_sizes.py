@@ -7,8 +7,7 @@ from typing import Literal
 
 from nvcli.config import EngineConfig
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES
-from nvcli.sizing.weights import weight_bytes
+from nvcli.sizing.costs import model_costs
 
 _PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """Prompt tokens of captured steps for models of every size, each beside as many decode rows as there can be."""
@@ -60,8 +59,8 @@ def default_batched_tokens(model: ModelConfig, device: Literal["cpu", "cuda"]) -
 
 
 def _launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
-    parts = weight_bytes(model, model.dtype, tensor_parallel_size=tensor_parallel_size)
-    return launch_bound_tokens(model.num_layers, (parts["attention"] + parts["MLP"]) // DTYPE_BYTES[model.dtype])
+    costs = model_costs(model, model.dtype, tensor_parallel_size=tensor_parallel_size)
+    return launch_bound_tokens(model.num_layers, costs.weights_per_token)
 
 
 def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize]:

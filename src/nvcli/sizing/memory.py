@@ -12,6 +12,7 @@ from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.models.kv_groups import kv_groups
+from nvcli.models.layer_config import ExpertsConfig, MLPConfig
 from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -77,14 +78,22 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
         queries = layer.attention.num_heads * layer.attention.head_dim // size
         keys = layer.attention.kv_heads_per_rank(size) * layer.attention.head_dim
         attention = 3 * model.hidden_size + 2 * queries + 4 * keys
-        mlp = 2 * model.hidden_size + layer.mlp.intermediate_size // size
-        most = max(most, attention, mlp)
+        most = max(most, attention, _mlp_elements(layer.mlp, model.hidden_size, size))
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
         width = model.num_layers * inputs.size
         most = max(most + width, 4 * width + model.hidden_size)
     angles = model.decoder.angles_per_position * 4  # cos and sin in float32
     return num_tokens * (most * DTYPE_BYTES[config.dtype] + angles)
+
+
+def _mlp_elements(mlp: MLPConfig | ExpertsConfig, hidden_size: int, tensor_parallel_size: int) -> int:
+    """The elements that an MLP takes for one token. Each of a token's experts has a result of its own."""
+    if isinstance(mlp, MLPConfig):
+        return 2 * hidden_size + mlp.intermediate_size // tensor_parallel_size
+    experts = mlp.routing.experts_per_token
+    results = experts + (mlp.shared is not None)
+    return (2 + results) * hidden_size + experts * mlp.intermediate_size // tensor_parallel_size
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:

@@ -11,13 +11,17 @@ from nvcli.models.families.gemma2 import GEMMA2
 from nvcli.models.families.gemma3 import GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4
 from nvcli.models.families.glm import GLM, GLM4
+from nvcli.models.families.glm_moe import GLM4_MOE
 from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.llama import INTERNLM3, LLAMA
 from nvcli.models.families.ministral import MINISTRAL, MINISTRAL3, MISTRAL3
 from nvcli.models.families.mistral import MISTRAL
+from nvcli.models.families.mixtral import MIXTRAL
 from nvcli.models.families.olmo import OLMO2, OLMO3
+from nvcli.models.families.olmoe import OLMOE
 from nvcli.models.families.phi3 import PHI3
 from nvcli.models.families.qwen import QWEN2, QWEN3
+from nvcli.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from nvcli.models.families.seed_oss import SEED_OSS
 from nvcli.models.families.smollm3 import SMOLLM3
 
@@ -27,7 +31,10 @@ FAMILIES: tuple[Family, ...] = (
     SMOLLM3,
     QWEN2,
     QWEN3,
+    QWEN2_MOE,
+    QWEN3_MOE,
     MISTRAL,
+    MIXTRAL,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL3,
@@ -38,8 +45,10 @@ FAMILIES: tuple[Family, ...] = (
     PHI3,
     OLMO2,
     OLMO3,
+    OLMOE,
     GLM,
     GLM4,
+    GLM4_MOE,
     GRANITE,
     GRANITE4,
     SEED_OSS,

@@ -107,11 +107,17 @@ def read_num_kv_heads(config: JsonFile, key: str = "num_key_value_heads") -> int
 
 def read_mlp(config: JsonFile, *, key: str = "hidden_act", default: str = "silu", bias: bool = False) -> MLPConfig:
     """Read the gated MLP, whose activation is under `key`."""
+    activation = read_activation(config, key, default)
+    return MLPConfig(intermediate_size=config.positive("intermediate_size"), activation=activation, bias=bias)
+
+
+def read_activation(config: JsonFile, key: str = "hidden_act", default: str = "silu") -> Activation:
+    """Read the activation of an MLP's gate."""
     found = config.values.get(key)
     activation = _ACTIVATIONS.get(str(default if found is None else found))
     if activation is None:
         raise config.error(key, f"{show(found)} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    return MLPConfig(intermediate_size=config.positive("intermediate_size"), activation=activation, bias=bias)
+    return activation
 
 
 def read_optional(config: JsonFile, key: str, default: float | None) -> float | None:

@@ -1,0 +1,46 @@
+"""What is said of a mixture of experts without its weights: how its router chooses, and what its experts compute.
+Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EXPERT_ALIGNMENT = 8
+"""The intermediate size of experts is a multiple of it on each rank: rows of weights begin at multiples of 16 bytes."""
+TINY = 1e-20
+"""Added to a sum of scores before a division by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a family of models chooses experts.
+
+    A softmax over the chosen experts alone (Mixtral, gpt-oss) is the softmax over all experts, renormalised.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """A factor of all weights."""
+    num_groups: int = 1
+    """Experts are in so many groups of equal size, one group after the other."""
+    groups_per_token: int = 1
+    """A token's experts are chosen among those of so many groups: the groups with the largest sums of their two best
+    experts (DeepSeek-V3, 2024)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedActivation:
+    """What a gated MLP makes of its gate and up projections.
+
+    `silu`: silu(gate) × up. `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu`
+    (gpt-oss): with the gate at most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + 1).
+    """
+
+    kind: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0

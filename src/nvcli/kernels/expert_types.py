@@ -1,0 +1,32 @@
+"""The tensors of a mixture of experts: which experts each token goes to, and the experts' weights.
+
+Shapes: T tokens, H hidden, E experts, k experts per token, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Routes(NamedTuple):
+    """The experts of each token, no expert twice, the best one first."""
+
+    experts: Tensor
+    """[T, k] int32."""
+    weights: Tensor
+    """[T, k] float32."""
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a layer's experts, contiguous."""
+
+    gate_up: Tensor
+    """[E, 2 I, H]: each expert's gate projection above its up projection."""
+    down: Tensor
+    """[E, H, I]."""
+    gate_up_bias: Tensor | None = None
+    """[E, 2 I]."""
+    down_bias: Tensor | None = None
+    """[E, H]."""

@@ -1,0 +1,75 @@
+"""The experts of a layer: each token's gated MLPs, which its router chose. Plain torch is the reference; CUDA tensors
+take the Triton kernels that are held to it, which wait for nothing on the host.
+
+A *pair* is a token with one of its experts; pair p is choice p % k of token p // k. Shapes: T tokens, H hidden, E
+experts, k experts per token, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_types import ExpertWeights, Routes
+
+
+class ExpertGroups(NamedTuple):
+    """Pairs sorted by expert."""
+
+    order: Tensor
+    """[T × k] int32: the pairs, those of expert 0 first, in ascending order for each expert."""
+    counts: Tensor
+    """[E] int64: how many pairs each expert has."""
+
+
+def group_by_expert(experts: Tensor, num_experts: int) -> ExpertGroups:
+    """Sort the pairs by expert. experts: [T, k] int32."""
+    flat = experts.flatten()
+    return ExpertGroups(flat.argsort(stable=True).int(), flat.bincount(minlength=num_experts))
+
+
+def apply_experts(
+    x: Tensor, routes: Routes, weights: ExpertWeights, activation: GatedActivation, out: Tensor | None = None
+) -> Tensor:
+    """Compute each pair's result times its weight: [T, H] → [k, T, H], in `out` (contiguous) if that is given.
+
+    A token's sum over k is still to be taken of it. `add_rms_norm` takes it as it is.
+    """
+    num_tokens, experts_per_token = routes.experts.shape
+    if out is None:
+        out = torch.empty(experts_per_token, num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    if x.is_cuda:
+        from nvcli.kernels.triton import experts as kernels
+
+        kernels.apply_experts(x, routes, weights, activation, out)
+        return out
+    order, counts = group_by_expert(routes.experts, len(weights.gate_up))
+    for expert, pairs in enumerate(torch.split(order.long(), counts.tolist())):
+        if len(pairs) == 0:
+            continue
+        token, choice = pairs // experts_per_token, pairs % experts_per_token
+        gate_up = F.linear(x[token], weights.gate_up[expert], _of_expert(weights.gate_up_bias, expert))
+        down = F.linear(_activate(gate_up, activation), weights.down[expert], _of_expert(weights.down_bias, expert))
+        out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
+    return out
+
+
+def _activate(gate_up: Tensor, activation: GatedActivation) -> Tensor:
+    """[T, 2 I] → [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation.kind == "silu":
+        return F.silu(gate) * up
+    if activation.kind == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+
+
+def _of_expert(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]

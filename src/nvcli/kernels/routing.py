@@ -1,0 +1,64 @@
+"""The router of a mixture of experts: which experts each token goes to, and how much each of their results counts.
+Plain torch is the reference; CUDA tensors take the Triton kernel that is held to it.
+
+Shapes: T tokens, E experts, k experts per token. Everything here is computed in float32: two experts may be so close
+that a half type cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nvcli.kernels.expert_settings import TINY, Routing
+from nvcli.kernels.expert_types import Routes
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ in float32, in parts that add up to it. x: [T, H]; weight: [E, H] → [P, T, E] float32."""
+    if not x.is_cuda:
+        return F.linear(x, weight).float().unsqueeze(0)
+    from nvcli.kernels.triton import linear
+
+    if linear.takes_parts(x, weight):
+        return linear.linear_parts(x, weight)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32).unsqueeze(0)
+
+
+def route(logits: Tensor, routing: Routing, *, bias: Tensor | None = None, correction: Tensor | None = None) -> Routes:
+    """Choose each token's experts. logits: [P, T, E] float32, parts that add up; bias, correction: [E] float32.
+
+    `bias` belongs to the logits. `correction` is added to the scores for the choice, and does not change the weights
+    of the experts that are chosen (DeepSeek-V3, 2024). Of experts with equal scores the first is chosen, and a NaN is
+    chosen last; its weight is NaN.
+    """
+    if logits.is_cuda:
+        from nvcli.kernels.triton import routing as kernels
+
+        return kernels.route(logits, routing, bias=bias, correction=correction)
+    total = logits.sum(dim=0)
+    if bias is not None:
+        total = total + bias
+    scores = total.softmax(dim=-1) if routing.scoring == "softmax" else total.sigmoid()
+    # The softmax keeps the order, but may make small logits equal.
+    choice = total if routing.scoring == "softmax" else scores
+    if correction is not None:
+        choice = scores + correction
+    choice = choice.masked_fill(choice.isnan(), -torch.inf)
+    if routing.groups_per_token < routing.num_groups:
+        choice = choice.masked_fill(~_in_best_groups(choice, routing), -torch.inf)
+    experts = choice.argsort(dim=-1, descending=True, stable=True)[:, : routing.experts_per_token]
+    weights = scores.gather(1, experts)
+    if routing.renormalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    return Routes(experts.int(), weights * routing.scale)
+
+
+def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
+    """Which experts may be chosen: [T, E] → [T, E] bool."""
+    members = choice.view(len(choice), routing.num_groups, -1)
+    sums = members.topk(2, dim=-1).values.sum(dim=-1)
+    best = sums.argsort(dim=-1, descending=True, stable=True)[:, : routing.groups_per_token]
+    is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)
+    return is_best.unsqueeze(-1).expand_as(members).flatten(1)

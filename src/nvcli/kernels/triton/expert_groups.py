@@ -1,0 +1,118 @@
+"""A step's pairs of token and expert, sorted by expert on the GPU, and the work list of the products over them.
+
+An *item* of the list is up to `row_tile` pairs of one expert: one tile of rows of a product. How many items an expert
+has is known on the GPU only, so the list has room for the most that there may be, and entries without rows are passed
+over. One kernel does everything, without a launch whose size depends on the routes: a launch captured in a CUDA graph
+serves any of them.
+
+A program looks at all pairs, and writes those of its own expert. Where it writes follows from how many pairs have lower
+experts: no program waits for another. Expert e's items begin at entry e + p // row_tile, with p the number of pairs
+before it, which leaves room for an incomplete item of every expert. With few tokens, whose pairs are fewer than the
+experts, the entries belong to pairs instead: the first pair of an expert has the item, the others have none.
+
+Shapes: T tokens, k experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ITEM_FIELDS = 4
+"""The int32 words of an entry: expert, first place in the order, number of pairs (0: nothing to do), unused."""
+_CHUNKS = ((256, 1), (1024, 4), (4096, 8))
+"""How many pairs a program compares at a time, and with how many warps: the first that is enough for all pairs, or the
+last. There are few, as each is compiled."""
+
+
+class WorkList(NamedTuple):
+    """The sorted pairs, and tiles of them."""
+
+    order: Tensor
+    """[T × k] int32: the pairs, those of expert 0 first, in ascending order for each expert."""
+    items: Tensor
+    """[N, ITEM_FIELDS] int32."""
+    row_tile: int
+    """The most pairs of an item."""
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _group_kernel(
+    experts_ptr,  # [num_pairs] int32
+    order_ptr,  # [num_pairs] int32, written
+    items_ptr,  # [N, ITEM_FIELDS] int32, written
+    num_pairs,
+    ROW_TILE: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr,
+):
+    """Program (expert), or with BY_PAIR program (pair), which works for its expert if no earlier pair has that one."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, CHUNK)
+    expert = program
+    if BY_PAIR:
+        expert = tl.load(experts_ptr + program)
+    lower = tl.zeros([CHUNK], tl.int32)
+    equal = tl.zeros([CHUNK], tl.int32)
+    earlier = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        pairs = start + columns
+        others = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+        lower += (others < expert).to(tl.int32)
+        equal += (others == expert).to(tl.int32)
+        if BY_PAIR:
+            earlier += ((others == expert) & (pairs < program)).to(tl.int32)
+    first = tl.sum(lower, 0)
+    count = tl.sum(equal, 0)
+    if BY_PAIR:
+        count = tl.where(tl.sum(earlier, 0) > 0, 0, count)
+    if count > 0:
+        place = first
+        for start in range(0, num_pairs, CHUNK):
+            pairs = start + columns
+            others = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+            is_mine = (others == expert).to(tl.int32)
+            tl.store(order_ptr + place + tl.cumsum(is_mine, 0) - is_mine, pairs, mask=is_mine > 0)
+            place += tl.sum(is_mine, 0)
+    if BY_PAIR:
+        entry = program
+        end = program + 1
+    else:
+        entry = expert + first // ROW_TILE
+        end = expert + 1 + (first + count) // ROW_TILE
+    fields = tl.arange(0, ITEM_FIELDS)
+    done = 0
+    for index in range(entry, end):
+        rows = tl.minimum(tl.maximum(count - done, 0), ROW_TILE)
+        item = tl.where(fields == 0, expert, tl.where(fields == 1, first + done, tl.where(fields == 2, rows, 0)))
+        tl.store(items_ptr + index * ITEM_FIELDS + fields, item)
+        done += ROW_TILE
+
+
+def group_by_expert(experts: Tensor, num_experts: int, row_tile: int) -> WorkList:
+    """Sort the pairs by expert and list the tiles. experts: [T, k] int32, contiguous, a token's k all different."""
+    num_tokens, experts_per_token = experts.shape
+    num_pairs = num_tokens * experts_per_token
+    # An expert has no more pairs than there are tokens, so one item holds them all.
+    by_pair = num_tokens <= row_tile and num_pairs < num_experts + num_pairs // row_tile
+    num_items = num_pairs if by_pair else num_experts + num_pairs // row_tile
+    order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
+    items = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=experts.device)
+    chunk, num_warps = next((one for one in _CHUNKS if num_pairs <= one[0]), _CHUNKS[-1])
+    _group_kernel[(num_pairs if by_pair else num_experts,)](
+        experts,
+        order,
+        items,
+        num_pairs,
+        ROW_TILE=row_tile,
+        BY_PAIR=by_pair,
+        CHUNK=chunk,
+        ITEM_FIELDS=ITEM_FIELDS,
+        num_warps=num_warps,
+    )
+    return WorkList(order, items, row_tile)

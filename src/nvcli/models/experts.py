@@ -1,0 +1,177 @@
+"""The mixture of experts of a layer: a router, the experts that it chooses from, and maybe one that all tokens share.
+
+Every rank routes all tokens alike, and has all experts, each cut by its intermediate size: whatever the routes are, the
+ranks have equally much to do. What an expert computes for a token is a part of the residual sum, as the parts of a
+product are (`layers.py`): nothing adds them up before the norm that comes next, and the shared expert is one part more.
+
+Shapes: T tokens, H hidden, E experts, k experts per token, I this rank's part of the intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nvcli.kernels.expert_types import ExpertWeights, Routes
+from nvcli.kernels.experts import apply_experts
+from nvcli.kernels.routing import route, router_logits
+from nvcli.models.checkpoint_layout import EXPERTS
+from nvcli.models.geometry import TensorSpec
+from nvcli.models.layer_config import ExpertsConfig, MLPConfig
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
+
+
+class MixtureOfExperts(nn.Module):
+    """[T, H] → `delta` for the residual sum: parts [k, T, H] of a lone rank, with a shared expert [k + 1, T, H], or
+    [T, H], this rank's part of the sum over several ranks."""
+
+    def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.group = build.group
+        self.gate = Router(build, f"{path}.gate", config)
+        self.experts = Experts(build, f"{path}.{EXPERTS}", config)
+        self.shared_expert: SharedExpert | None = None
+        if config.shared is not None:
+            gate = f"{path}.shared_expert_gate" if config.gates_shared else None
+            self.shared_expert = SharedExpert(build, f"{path}.shared_expert", config.shared, gate)
+        self.num_parts = config.routing.experts_per_token + (self.shared_expert is not None)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """`residual` is for blocks that add themselves to the stream, which this one does not."""
+        parts = torch.empty(self.num_parts, *x.shape, dtype=x.dtype, device=x.device)
+        routes = self.gate(x)
+        self.experts(x, routes, parts[: routes.experts.shape[1]])
+        if self.shared_expert is not None:
+            self.shared_expert(x, parts[-1])
+        if self.group.size == 1:
+            return parts
+        buffer = self.group.partial_sum_buffer(x.shape, x.dtype)
+        return parts.sum(dim=0) if buffer is None else torch.sum(parts, dim=0, out=buffer)
+
+
+class WholeTensors(WeightModule):
+    """A module whose tensors every rank has whole. A parameter is named like the last part of its tensor's name."""
+
+    def __init__(self, build: BuildContext, path: str, names: tuple[str, ...]) -> None:
+        """Those of `names` that the model does not have become None."""
+        super().__init__()
+        self.tensors: dict[str, TensorSpec] = {}
+        for name in names:
+            tensor = build.tensors.get(f"{path}.{name}")
+            self.register_parameter(name, None if tensor is None else empty_parameter(tensor, *tensor.shape))
+            if tensor is not None:
+                self.tensors[name] = tensor
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        for name, tensor in self.tensors.items():
+            everything = tensor.shard(0, 1)
+            yield WeightSource(tensor=tensor, read=everything, parameter=name, write=everything)
+
+
+class Router(WholeTensors):
+    """Chooses each token's experts. [T, H] → Routes."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    e_score_correction_bias: nn.Parameter | None
+
+    def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
+        super().__init__(build, path, ("weight", "bias", "e_score_correction_bias"))
+        self.routing = config.routing
+
+    def forward(self, x: Tensor) -> Routes:
+        logits = router_logits(x, self.weight)
+        return route(logits, self.routing, bias=self.bias, correction=self.e_score_correction_bias)
+
+
+_PARAMETERS = {
+    "gate_proj.weight": "gate_up_proj",
+    "up_proj.weight": "gate_up_proj",
+    "down_proj.weight": "down_proj",
+    "gate_proj.bias": "gate_up_bias",
+    "up_proj.bias": "gate_up_bias",
+    "down_proj.bias": "down_bias",
+}
+"""The parameter of `Experts` that each of its tensors is in; of gate and up, the gate comes first."""
+
+
+class Experts(WeightModule):
+    """The experts that are chosen from. ([T, H], their routes) → [k, T, H], this rank's part of each choice's result
+    times its weight."""
+
+    gate_up_proj: nn.Parameter
+    """[E, 2 I, H]."""
+    down_proj: nn.Parameter
+    """[E, H, I]."""
+    gate_up_bias: nn.Parameter | None
+    """[E, 2 I]."""
+    down_bias: nn.Parameter | None
+    """[E, H]. Every rank holds it, one adds it: it must enter the sum once."""
+
+    def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.rank, self.size = build.group.rank, build.group.size
+        self.tensors = {
+            name: build.tensors[f"{path}.{name}"]
+            for kind in (("weight", "bias") if config.bias else ("weight",))
+            for name in (f"gate_proj.{kind}", f"up_proj.{kind}", f"down_proj.{kind}")
+        }
+        gate, down = self.tensors["gate_proj.weight"], self.tensors["down_proj.weight"]
+        num_experts, size, hidden = gate.kept_shape(self.size)
+        self.gate_up_proj = empty_parameter(gate, num_experts, 2 * size, hidden)
+        self.down_proj = empty_parameter(down, *down.kept_shape(self.size))
+        self.gate_up_bias = empty_parameter(gate, num_experts, 2 * size) if config.bias else None
+        self.down_bias = empty_parameter(down, num_experts, hidden) if config.bias else None
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        for name, tensor in self.tensors.items():
+            _, rows, *columns = tensor.shard(self.rank, self.size)
+            first = length(rows) if name.startswith("up_proj") else 0
+            write = (slice(first, first + length(rows)), *(slice(0, length(part)) for part in columns))
+            for expert in range(tensor.shape[0]):
+                yield WeightSource(
+                    tensor=tensor,
+                    expert=expert,
+                    read=(rows, *columns),
+                    parameter=_PARAMETERS[name],
+                    write=(expert, *write),
+                )
+
+    def forward(self, x: Tensor, routes: Routes, out: Tensor) -> None:
+        bias = self.down_bias if self.rank == 0 else None
+        weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, bias)
+        apply_experts(x, routes, weights, self.activation, out)
+
+
+class SharedGate(WholeTensors):
+    """How much of the shared expert each token has: [T, H] → [T, 1]."""
+
+    weight: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight).sigmoid_()
+
+
+class SharedExpert(nn.Module):
+    """The gated MLP of all tokens, its result multiplied by sigmoid(gate(x)) where there is a gate. [T, H] → [T, H],
+    this rank's part of a sum."""
+
+    def __init__(self, build: BuildContext, path: str, config: MLPConfig, gate: str | None) -> None:
+        """`gate` is the path of the gate's weight."""
+        super().__init__()
+        self.activation = config.activation
+        self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
+        self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
+        self.gate = None if gate is None else SharedGate(build, gate, ("weight",))
+
+    def forward(self, x: Tensor, out: Tensor) -> None:
+        """Write the result to `out`, which is contiguous."""
+        hidden = self.gate_up_proj.gated(x, self.activation)
+        if self.gate is not None:
+            hidden.mul_(self.gate(x))
+        self.down_proj.write_part(hidden, out)

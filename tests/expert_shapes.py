@@ -1,0 +1,34 @@
+"""Tiny mixtures of experts for the tests of parity: the names of transformers' families, and their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
+EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3 moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
+    "qwen3 moe, dense layers, not renormalised": (
+        "Qwen3Moe",
+        {**_EXPERTS, "num_experts": 6, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ),
+    "qwen2 moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),
+    "glm 4.5": (
+        "Glm4Moe",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+}

@@ -1,0 +1,108 @@
+"""Routers: the reference against what the families' papers say, and the Triton kernel against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_device import DEVICE, HAS_GPU, MARKS
+from nvcli.kernels import routing as reference
+from nvcli.kernels.expert_settings import Routing
+from nvcli.kernels.triton import routing
+
+ROUTINGS = {
+    "qwen3": Routing(num_experts=128, experts_per_token=8, renormalise=True),
+    "olmoe": Routing(num_experts=64, experts_per_token=8),
+    "mixtral": Routing(num_experts=8, experts_per_token=2, renormalise=True),
+    "qwen2": Routing(num_experts=60, experts_per_token=4),
+    "glm": Routing(num_experts=160, experts_per_token=8, scoring="sigmoid", renormalise=True, scale=2.5),
+    "deepseek": Routing(
+        num_experts=48,
+        experts_per_token=6,
+        scoring="sigmoid",
+        renormalise=True,
+        scale=2.5,
+        num_groups=4,
+        groups_per_token=2,
+    ),
+    "every expert": Routing(num_experts=5, experts_per_token=5),
+}
+
+
+def logits_of(routing: Routing, num_tokens: int, num_parts: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_parts, num_tokens, routing.num_experts, generator=generator) * 2
+
+
+def correction_of(routing: Routing) -> torch.Tensor | None:
+    """The families with sigmoid scores have one."""
+    if routing.scoring == "softmax":
+        return None
+    return torch.randn(routing.num_experts, generator=torch.Generator().manual_seed(1)) * 0.3
+
+
+class TestReference:
+    def test_softmax_over_the_chosen_is_the_renormalised_softmax(self) -> None:
+        """Mixtral and gpt-oss choose first; the contract of `Routing` says that it is the same."""
+        routing = ROUTINGS["mixtral"]
+        logits = logits_of(routing, 20)
+        best = logits[0].topk(2)
+        routes = reference.route(logits, routing)
+        torch.testing.assert_close(routes.experts.long(), best.indices)
+        torch.testing.assert_close(routes.weights, best.values.softmax(-1))
+
+    def test_a_correction_chooses_and_does_not_weigh(self) -> None:
+        routing = Routing(num_experts=4, experts_per_token=2, scoring="sigmoid")
+        routes = reference.route(
+            torch.tensor([[[3.0, 2.0, 1.0, 0.0]]]), routing, correction=torch.tensor([0.0, 0.0, 0.0, 9.0])
+        )
+        assert routes.experts.tolist() == [[3, 0]]
+        torch.testing.assert_close(routes.weights, torch.tensor([[0.0, 3.0]]).sigmoid())
+
+    def test_groups_are_chosen_by_their_two_best_experts(self) -> None:
+        """The best expert of all is in a group whose second is poor, and is passed over."""
+        routing = Routing(num_experts=6, experts_per_token=2, scoring="sigmoid", num_groups=2, groups_per_token=1)
+        routes = reference.route(torch.tensor([[[5.0, -5.0, -5.0, 2.0, 3.0, 2.5]]]), routing)
+        assert routes.experts.tolist() == [[4, 5]]
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_route(name: str, num_parts: int) -> None:
+    spec = ROUTINGS[name]
+    logits, correction = logits_of(spec, 1000 if HAS_GPU else 9, num_parts), correction_of(spec)
+    bias = torch.linspace(-1, 1, spec.num_experts) if name == "mixtral" else None
+    expected = reference.route(logits, spec, bias=bias, correction=correction)
+    actual = routing.route(
+        logits.to(DEVICE),
+        spec,
+        bias=None if bias is None else bias.to(DEVICE),
+        correction=None if correction is None else correction.to(DEVICE),
+    )
+    assert actual.experts.dtype == torch.int32
+    assert torch.equal(actual.experts.cpu(), expected.experts)
+    torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek"])
+def test_equal_and_broken_scores_give_distinct_experts(name: str) -> None:
+    """An expert that a token had twice would break the work list, for the other rows of the step too."""
+    spec = ROUTINGS[name]
+    logits = torch.stack(
+        [
+            torch.zeros(spec.num_experts),
+            torch.full((spec.num_experts,), torch.nan),
+            torch.full((spec.num_experts,), -torch.inf),
+            torch.full((spec.num_experts,), torch.inf),
+            torch.where(torch.arange(spec.num_experts) % 7 == 0, 1.0, torch.nan),
+        ]
+    )[None]
+    routes = routing.route(logits.to(DEVICE), spec, bias=None, correction=None)
+    for experts in routes.experts.tolist():
+        assert len(set(experts)) == spec.experts_per_token
+        assert all(0 <= expert < spec.num_experts for expert in experts)
+    assert torch.equal(routes.experts.cpu()[[0, 2]], reference.route(logits[:, [0, 2]], spec).experts)
+    assert routes.weights[1].isnan().all()
+
+
+pytestmark = MARKS
