@@ -22,7 +22,7 @@ MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
 NOT_FINITE = -1
 """Takes the place of a token id where none can be chosen, because a logit is NaN or +inf, or because all are -inf."""
 
-MAX_KV_GROUPS = 8
+MAX_KV_GROUPS = 16
 """The most KV groups that a model may have. The step channel is made before a rank can say how many there are."""
 
 

@@ -14,6 +14,7 @@ from checkpoints import tiny_model_config
 from model_facts import windows_of
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.distributed.stage import Stage
+from nvcli.messages import MAX_KV_GROUPS
 from nvcli.models.attention_specs import attention_specs
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import KVGroup, block_bytes, blocks_needed, kv_groups
@@ -54,6 +55,14 @@ def test_layers_that_attend_alike_are_one_group(tmp_path: Path) -> None:
 def test_groups_are_few_and_nearly_full(num_windows: int, num_full: int, sizes: list[int], tmp_path: Path) -> None:
     groups = kv_groups(model_of(tmp_path, [16] * num_windows + [None] * num_full))
     assert [len(group.layers) for group in groups] == sizes
+
+
+def test_there_are_never_more_groups_than_a_step_has_room_for(tmp_path: Path) -> None:
+    """One layer of full attention among many with a window would make a group of each of them."""
+    for num_windows, num_full in ((120, 1), (5, 400), (97, 3)):
+        groups = kv_groups(model_of(tmp_path, [16] * num_windows + [None] * num_full))
+        assert len(groups) <= MAX_KV_GROUPS
+        assert sum(len(group.layers) for group in groups) == num_windows + num_full
 
 
 def test_every_layer_is_in_one_group_of_its_stage(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ vllm/v1/core/kv_cache_utils.py).
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
 from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.messages import MAX_KV_GROUPS
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES, StoredDtype
 
@@ -103,16 +105,18 @@ def _whole_groups(config: ModelConfig) -> tuple[tuple[_Kind, tuple[int, ...]], .
 
 
 def _block_elements(counts: dict[_Kind, int]) -> int:
-    """How many elements a block has for each token: few groups, and little room in them that no layer fills."""
+    """How many elements a block has for each token: few groups, and little room in them that no layer fills. A block of
+    all layers of each kind leaves as many groups as kinds, and no model has more than `MAX_KV_GROUPS` of those."""
     least = min(kind.elements for kind in counts)
 
     def cost(size: int) -> float:
-        total = 0.0
+        total, all_groups = 0.0, 0
         for kind, count in counts.items():
             num_groups = -(-count // (size // kind.elements))
+            all_groups += num_groups
             padding = (num_groups * size - count * kind.elements) / least
             total += num_groups + padding * (_FULL_PADDING_COST if kind.window is None else 1)
-        return total
+        return total if all_groups <= MAX_KV_GROUPS else math.inf
 
     largest = max(kind.elements for kind in counts)
     sizes = {kind.elements * number for kind, count in counts.items() for number in range(1, count + 1)}
