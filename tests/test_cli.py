@@ -77,9 +77,10 @@ def test_help_is_plain_and_whole(command: str) -> None:
     """Options stand in groups, with values in words; the list of commands is not cut short."""
     runner = CliRunner()
     shown = runner.invoke(app, [command, "--help"]).output
-    assert "\nModel and GPUs:\n" in shown
+    assert ("\nModel and GPUs:\n" in shown) == (command != "models"), "that one asks for no model"
+    assert "\nConfiguration and help:\n" in shown
     assert "range>" not in shown
-    assert "<" not in shown.partition("Model and GPUs:")[2]
+    assert "<" not in shown.partition("Usage:")[2]
     listed = runner.invoke(app, ["--help"]).output.partition("Commands:")[2]
     assert f"  {command} " in listed
     assert "..." not in listed
