@@ -78,6 +78,7 @@ def test_help_is_plain_and_whole(command: str) -> None:
     """Options stand in groups, with values in words; the list of commands is not cut short."""
     runner = CliRunner()
     shown = runner.invoke(app, [command, "--help"]).output
+    assert ("\nModel and GPUs:\n" in shown) == (command not in ("models", "show", "merge")), "those ask for no model"
     assert "\nConfiguration and help:\n" in shown or command == "show"  # which has no groups
     assert "range>" not in shown
     assert "<" not in shown.partition("Configuration and help:")[2]
