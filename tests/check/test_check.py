@@ -152,12 +152,12 @@ def test_sampling_comes_with_its_origin(tmp_path: Path, model_folder: Path) -> N
         tmp_path / "in.jsonl", folder, config=config, overrides=("sampling.min_p=0.5",), **{"--temperature": 0.5}
     ).report
     assert {each.key: (each.value, each.origin) for each in report.sampling} == {
-        "max_tokens": (None, "default"),
-        "temperature": (0.5, "--temperature 0.5"),
-        "top_p": (0.25, f"{config}:2"),
-        "top_k": (7, "the model's generation_config.json"),
-        "min_p": (0.5, "--set sampling.min_p=0.5"),
-        "stop": (["x"], f"{config}:3"),
+        "sampling.max_tokens": (None, "default"),
+        "sampling.temperature": (0.5, "--temperature"),
+        "sampling.top_p": (0.25, f"{config}:2"),
+        "sampling.top_k": (7, "generation_config.json"),
+        "sampling.min_p": (0.5, "--set"),
+        "sampling.stop": (["x"], f"{config}:3"),
     }
     assert report.rows_with_own_sampling == 1
 

@@ -28,6 +28,7 @@ from nvcli.config_source import ConfigSource
 from nvcli.end_signals import handle_end_signals
 from nvcli.errors import ConfigError, InputChanged, NvcliError
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
+from nvcli.job_run.settings import Setting, is_telling, sampling_settings
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -36,15 +37,12 @@ from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.shard import Shard
-from nvcli.models.config import GENERATION_CONFIG_FILE
 from nvcli.nvidia_smi import SmiGpu
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import convert
 
 USUAL_ANSWER_TOKENS = 256
 """What is generated is told for answers of this length, where the user expects no other one."""
-_ALWAYS_SHOWN = ("temperature", "max_tokens")
-"""Sampling keys that are shown even where nobody has set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +59,6 @@ class CheckOptions:
     """The expected length of an answer; None: `USUAL_ANSWER_TOKENS`."""
     gpus: Sequence[SmiGpu] | None = None
     """The GPUs to estimate for; None: those of this machine."""
-
-
-class SamplingValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A key of `sampling`, its value for rows that do not say it themselves, and who has set it."""
-
-    key: str
-    value: Any
-    origin: str
-    """The flag, the file and line, the checkpoint's generation_config.json, or `default`."""
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +88,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_are_exact: bool
     """Whether they were counted; otherwise they are scaled up from a sample."""
     warnings: list[str]
-    sampling: list[SamplingValue]
+    sampling: list[Setting]
+    """The sampling of rows that bring none: what somebody has set, and the most important others."""
     rows_with_own_sampling: int
     answers: int
     """Answers that are computed: `n` for each row that is not equal to another one."""
@@ -209,6 +199,7 @@ class _Reading:
         """Report on the rows that were read."""
         job, tally, warnings = self._job, self._tally, self._reader.warnings
         estimated = self.estimate(options)
+        settings = sampling_settings(job.run, job.model.generation_defaults, source.setter)
         return CheckReport(
             inputs=list(job.inputs),
             model=job.run.model,
@@ -228,7 +219,7 @@ class _Reading:
             cached_tokens=tally.cached_tokens,
             cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
             warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals(),
-            sampling=_sampling_values(job.sampling_defaults, job.run, source),
+            sampling=list(filter(is_telling, settings)),
             rows_with_own_sampling=tally.rows_with_own_sampling,
             answers=sum(tally.answers.values()),
             forecasts=estimated.forecasts,
@@ -248,23 +239,6 @@ def _expanded(inputs: Sequence[str], output: str | None) -> list[str]:
 
 def _share_read(reader: RowReader) -> float | None:
     return min(1.0, reader.bytes_read / reader.bytes_total) if reader.bytes_total else None
-
-
-def _sampling_values(defaults: Mapping[str, Any], run: RunConfig, source: ConfigSource) -> list[SamplingValue]:
-    """Return the sampling in effect: all keys that somebody has set, and the most important others."""
-    in_effect = convert(dict(defaults), SamplingParams)
-    values = []
-    for key in SamplingParams.__struct_fields__:
-        if key in run.sampling:
-            origin = source.origin(("sampling", key)) or "the configuration"
-        elif key in defaults:
-            origin = f"the model's {GENERATION_CONFIG_FILE}"
-        elif key in _ALWAYS_SHOWN:
-            origin = "default"
-        else:
-            continue
-        values.append(SamplingValue(key=key, value=getattr(in_effect, key), origin=origin))
-    return values
 
 
 @contextmanager

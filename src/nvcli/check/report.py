@@ -9,11 +9,12 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from nvcli.check.check import CheckReport, SamplingValue
+from nvcli.check.check import CheckReport
 from nvcli.check.lengths import Lengths
 from nvcli.check.machine import Forecast
 from nvcli.check.prompts import ShownPrompt
 from nvcli.job_run.progress.display import format_seconds
+from nvcli.job_run.settings import Setting, sampling_name
 from nvcli.terminal_text import harmless, one_line
 
 _BAR = 40
@@ -71,7 +72,7 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     for number, warning in enumerate(report.warnings):
         yield "" if number else "warnings", one_line(warning)
     for number, each in enumerate(report.sampling):
-        yield "" if number else "sampling", f"{each.key} {_sampling_value(each)} ({one_line(each.origin)})"
+        yield "" if number else "sampling", f"{sampling_name(each)} {_sampling_value(each)} ({one_line(each.origin)})"
     if report.rows_with_own_sampling:
         yield "", f"{_count(report.rows_with_own_sampling, 'row')} with other sampling of their own"
     yield "model", f"{report.model}: {report.dtype}, prompt and answer of at most {report.max_model_len:,} tokens"
@@ -137,8 +138,8 @@ def _forecast(forecast: Forecast, report: CheckReport) -> str:
     return f"{text}: about {format_seconds(forecast.seconds)} once the model is loaded{guessed}"
 
 
-def _sampling_value(each: SamplingValue) -> str:
-    if each.key == "max_tokens" and each.value is None:
+def _sampling_value(each: Setting) -> str:
+    if sampling_name(each) == "max_tokens" and each.value is None:
         return "as many as the prompt leaves"
     return one_line(msgspec.json.encode(each.value).decode(), 80)
 

@@ -36,6 +36,11 @@ def is_telling(setting: Setting) -> bool:
     return setting.origin != DEFAULT or setting.key in ("sampling.temperature", "sampling.max_tokens")
 
 
+def sampling_name(setting: Setting) -> str:
+    """Return the name of a sampling parameter as a row's `sampling` has it, such as `temperature`."""
+    return setting.key.removeprefix("sampling.")
+
+
 def unknown_setter(path: Path) -> str | None:
     """Stand in for a `SetterOf` where it is not known what set the keys."""
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.outcomes import Example
 from nvcli.job_run.progress.display import Verbosity, format_seconds
-from nvcli.job_run.settings import DEFAULT, Setting, is_telling
+from nvcli.job_run.settings import DEFAULT, Setting, is_telling, sampling_name
 from nvcli.jobs.output.manifest import Finished
 from nvcli.terminal_text import one_line
 from nvcli.validation import show
@@ -171,9 +171,8 @@ def _sampling_lines(summary: Summary) -> Iterator[str]:
     by_origin: dict[str, list[str]] = {}
     for setting in summary.sampling:
         if is_telling(setting):
-            name = setting.key.removeprefix("sampling.")
             value = one_line(show(setting.value, _EXAMPLE_CHARS)) if setting.value is not None else "unset"
-            by_origin.setdefault(setting.origin, []).append(f"{name} {value}")
+            by_origin.setdefault(setting.origin, []).append(f"{sampling_name(setting)} {value}")
     origins = sorted(by_origin, key=lambda origin: origin == DEFAULT)
     parts = [f"{', '.join(by_origin[origin])} ({origin})" for origin in origins]
     own = [f"{key} in {_rows(count)}" for key, count in summary.counts.outcomes.own_sampling.most_common()]

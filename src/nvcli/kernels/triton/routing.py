@@ -32,11 +32,6 @@ def _ranked(ordered, index):
     return ordered * 4294967296 + (2147483647 - index)
 
 
-@triton.jit
-def _index_of(ranked):
-    return (2147483647 - (ranked & 0xFFFFFFFF)).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["part_stride"])
 def _route_kernel(
     logits_ptr,  # [NUM_PARTS, T, NUM_EXPERTS] float32, parts part_stride apart
