@@ -17,9 +17,10 @@ from nvcli.jobs import compression
 from nvcli.jobs.input.known_input import check_unchanged, know_inputs
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job
-from nvcli.jobs.output.job_output import JobOutput, rows_path
+from nvcli.jobs.output.job_output import JobOutput
 from nvcli.jobs.output.manifest import manifest_path
 from nvcli.jobs.output.writer import ResultWriter
+from nvcli.jobs.own_files import rows_path
 from nvcli.jobs.rows.parser import RowParser
 from output_jobs import open_job, plain_bytes, result_of, write
 

@@ -10,9 +10,10 @@ import pytest
 
 from nvcli.errors import OutputError
 from nvcli.jobs import compression, line_splitter
-from nvcli.jobs.output import job_output
+from nvcli.jobs.output import table
 from nvcli.jobs.output.manifest import manifest_path
 from nvcli.jobs.output.output_scan import scan_output
+from nvcli.jobs.own_files import rows_path
 from nvcli.jobs.row_set import RowSet
 from output_jobs import open_job, plain_bytes, rows_of, write
 
@@ -49,9 +50,9 @@ def test_a_table_has_its_long_rows_too(tmp_path: Path) -> None:
 
 def test_the_rows_of_a_table_are_kept_until_it_has_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.parquet"
-    sound_lines = job_output.sound_lines
+    sound_lines = table.sound_lines
     with monkeypatch.context() as patch:
-        patch.setattr(job_output, "sound_lines", lambda path: list(sound_lines(path))[:3])
+        patch.setattr(table, "sound_lines", lambda path: list(sound_lines(path))[:3])
         with pytest.raises(
             OutputError, match=r"not made: 5 rows were answered, and out\.parquet\.rows\.jsonl holds 3 "
         ):
@@ -66,7 +67,7 @@ def test_the_rows_of_a_table_are_kept_until_it_has_them_all(tmp_path: Path, monk
 def test_a_line_that_is_no_utf8_costs_its_row(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     write(path, range(5))
-    rows = job_output.rows_path(path)
+    rows = rows_path(path)
     data = rows.read_bytes()
     rows.write_bytes(data.replace("ünswer 2".encode(), b"\xff\xfenswer 2"))
     output = write(path, range(5), finish=True)
