@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from nvcli.cli.loading import load_for_person
-from nvcli.cli.messages import Interrupted, say, say_error
+from nvcli.cli.messages import Interrupted, found_config_note, say, say_error
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
@@ -93,8 +93,8 @@ def chat(
         "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
     run = load_run_config(config_file, overrides or (), flags)
-    if config is None and config_file is not None:
-        say(f"using the configuration in {config_file}; --config names another")
+    if found := found_config_note(config, config_file):
+        say(found)
 
     from nvcli.llm.chat import Chat, run_chat
     from nvcli.llm.prompts import config_for_prompts

@@ -12,7 +12,7 @@ from nvcli.cli import completion
 from nvcli.cli.check_report import run_check
 from nvcli.cli.help import MODEL, RESULT, ROWS, WORKLOAD
 from nvcli.cli.job_options import job_flags, with_job_options
-from nvcli.cli.messages import say
+from nvcli.cli.messages import found_config_note, say
 from nvcli.cli.options import ConfigOption, JsonOption, SetOption
 from nvcli.cli.values import optional_value
 
@@ -91,8 +91,8 @@ def check(
     )
     config_file = find_config_file(config)
     run, source = load_sourced_config(config_file, overrides or (), job_flags(options))
-    if config is None and config_file is not None:
-        say(f"using the configuration in {config_file}; --config names another")
+    if found := found_config_note(config, config_file):
+        say(found)
     run_check(run, source, inputs=inputs, options=check_options, as_json=as_json)
 
 

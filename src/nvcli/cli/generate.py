@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from msgspec import Meta
 
 from nvcli.cli import completion
+from nvcli.cli.answer_files import JobFiles, ProgressName, ShownProgress, answer_files
 from nvcli.cli.help import MODEL, OTHER, PROMPTS, ROWS
-from nvcli.cli.messages import Interrupted, OutputGone, say
+from nvcli.cli.messages import found_config_note, say
 from nvcli.cli.options import (
     ConfigOption,
     DpOption,
@@ -42,7 +41,9 @@ from nvcli.cli.sampling_options import (
 )
 from nvcli.cli.values import option_value, optional_value
 
-_ProgressName = Literal["auto", "bar", "plain", "none"]
+if TYPE_CHECKING:
+    from nvcli.job_run.progress.display import Verbosity
+
 _NumRows = Annotated[int, Meta(ge=1)]
 
 
@@ -291,7 +292,7 @@ def generate(
         },
     )
     config_file = find_config_file(config)
-    progress_name = cast(_ProgressName, option_value("--progress", progress, _ProgressName, str))
+    progress_name = cast(ProgressName, option_value("--progress", progress, ProgressName, str))
     num_rows = optional_value("--limit", limit, _NumRows, int)
     part = None if shard is None else choose_shard(shard, os.environ)
     flags = flag_values(
@@ -328,69 +329,43 @@ def generate(
         "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
     run, source = load_sourced_config(config_file, overrides or (), flags)
-    if dry_run:
-        from nvcli.check.check import CheckOptions
-        from nvcli.cli.check_report import run_check
+    found = found_config_note(config, config_file)
+    if dry_run or prompts:
+        if found is not None:
+            say(found)
+        if dry_run:
+            from nvcli.check.check import CheckOptions
+            from nvcli.cli.check_report import run_check
 
-        run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows, shard=part))
-    if prompts:
-        if config is None and config_file is not None:
-            say(f"using the configuration in {config_file}; --config names another")
-        raise typer.Exit(answer_prompts(run, prompts, raw=raw))
+            run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows, shard=part))
+        raise typer.Exit(answer_prompts(run, prompts or [], raw=raw))
 
-    from nvcli.errors import ConfigError, OutputError, TooManyErrors, WorkerError, reworded
-    from nvcli.job_run.early_end import next_steps, resume_hint
-    from nvcli.job_run.generate import generate as run_job
-    from nvcli.job_run.progress.display import Verbosity, make_progress
-    from nvcli.job_run.progress.side_file import SideFile
-    from nvcli.job_run.progress.status_file import StatusFile
-    from nvcli.job_run.progress.summary import format_summary
-    from nvcli.job_run.report.report_file import ReportFile
-    from nvcli.jobs.files import is_terminal, job_files
-    from nvcli.jobs.output.sink import OutputClosed
+    notes = [] if found is None else [found]
+    if shard is not None and part is not None and shard != str(part):
+        notes.insert(0, f"answering shard {part}, as Slurm counts its tasks")
+    files = JobFiles(
+        inputs=inputs,
+        output=output,
+        overwrite=overwrite,
+        retry_errors=retry_errors,
+        update=update,
+        limit=num_rows,
+        shard=part,
+    )
+    showing = ShownProgress(
+        name=progress_name,
+        verbosity=_verbosity(verbose=verbose, quiet=quiet),
+        progress_file=progress_file,
+        report=report,
+        notes=notes,
+    )
+    raise typer.Exit(answer_files(run, source, files, showing))
+
+
+def _verbosity(*, verbose: bool, quiet: bool) -> Verbosity:
+    """Return how much is shown. Raises ConfigError where both flags are given."""
+    from nvcli.errors import ConfigError
 
     if verbose and quiet:
         raise ConfigError("--verbose and --quiet exclude each other; leave one out")
-    verbosity: Verbosity = "quiet" if quiet else "verbose" if verbose else "normal"
-    begun = threading.Event()
-    beside_answers = is_terminal(output, inputs)
-    shown = make_progress(progress_name, sys.stderr, beside_answers=beside_answers, verbosity=verbosity)
-    taken = job_files(inputs, output, part) if progress_file is not None or report is not None else []
-    if progress_file is not None:
-        status = SideFile("--progress-file", progress_file, taken=taken)
-        taken += status.names
-        shown = StatusFile(status, shown)
-    report_file = None if report is None else ReportFile(report, taken=taken)
-    if shard is not None and part is not None and shard != str(part):
-        shown.note(f"answering shard {part}, as Slurm counts its tasks")
-    if config is None and config_file is not None:
-        shown.note(f"using the configuration in {config_file}; --config names another")
-    try:
-        with shown:
-            summary = run_job(
-                run,
-                inputs=inputs,
-                output=output,
-                progress=shown,
-                overwrite=overwrite,
-                retry_errors=retry_errors,
-                update=update,
-                limit=num_rows,
-                shard=part,
-                report=report_file,
-                setter_of=source.setter,
-                on_begin=begun.set,
-            )
-    except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
-        raise Interrupted(
-            resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
-        ) from None
-    except (WorkerError, OutputError, TooManyErrors) as error:
-        hint = resume_hint(sys.argv, inputs=inputs, output=output, has_begun=begun.is_set(), shard=part)
-        raise reworded(error, f"{error}\n{hint}") from error
-    except OutputClosed:
-        raise OutputGone from None
-    steps = next_steps(sys.argv, output=summary.output, errors=summary.errors)
-    if text := format_summary(summary, verbosity=verbosity, next_steps=steps):
-        say(text)
-    raise typer.Exit(1 if summary.rows_failed else 0)
+    return "quiet" if quiet else "verbose" if verbose else "normal"

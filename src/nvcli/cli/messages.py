@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from nvcli.errors import NvcliError
 
 
@@ -31,6 +33,11 @@ def output_gone() -> OutputGone:
 def say(text: str) -> None:
     """Print one message to standard error."""
     typer.echo(f"nvcli: {text}", err=True)
+
+
+def found_config_note(named: Path | None, used: Path | None) -> str | None:
+    """Return the line for a configuration file that was found and not named; None where there is none to tell of."""
+    return f"using the configuration in {used}; --config names another" if named is None and used is not None else None
 
 
 def say_error(text: str) -> None:
