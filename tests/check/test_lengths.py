@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.check.lengths import Bucket, lengths_of
+from nvcli.check.lengths import lengths_of
 
 
 @given(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 100_000)), min_size=1, max_size=60))
@@ -29,18 +28,3 @@ def test_figures_and_buckets(values: list[int]) -> None:
 
 def test_no_prompt_has_no_lengths() -> None:
     assert lengths_of(Counter()) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "spans"),
-    [
-        ([7, 7], [(7, 7)]),
-        ([1, 12], [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10), (11, 12)]),
-        ([3, 500], [(3, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, 127), (128, 255), (256, 500)]),
-    ],
-)
-def test_wide_ranges_have_buckets_that_double(values: list[int], spans: list[tuple[int, int]]) -> None:
-    lengths = lengths_of(Counter(values))
-    assert lengths is not None
-    assert [(one.first, one.last) for one in lengths.histogram] == spans
-    assert isinstance(lengths.histogram[0], Bucket)

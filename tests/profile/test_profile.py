@@ -15,11 +15,12 @@ import pytest
 from model_facts import with_windows
 from nvcli.bench.shapes import write_shape
 from nvcli.config import EngineConfig, RunConfig, load_run_config, parse_size
+from nvcli.histogram import Bucket
 from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.profile.advice import advise
 from nvcli.profile.command import gpu_size
-from nvcli.profile.lengths import Bucket, lengths_of
+from nvcli.profile.lengths import lengths_of
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
 from nvcli.sizing.kv_cache import block_bytes, blocks_of_request, longest_request

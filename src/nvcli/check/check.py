@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from nvcli.chat_template import unknown_variables
-from nvcli.check.lengths import Lengths, lengths_of
+from nvcli.check.lengths import PromptLengths, lengths_of
 from nvcli.check.machine import Forecast, JobEstimate, Machine, estimate_job
 from nvcli.check.progress import CheckProgress
 from nvcli.check.prompts import ShownPrompt, show_prompt
@@ -76,7 +76,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     errors: list[ErrorExample]
     prompts: list[ShownPrompt]
     """The first prompts."""
-    lengths: Lengths | None
+    lengths: PromptLengths | None
     """The lengths of the prompts of rows that can be answered; None: there are none."""
     equal_rows: int
     repeated_prompts: int

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import msgspec
 
+from nvcli.histogram import Bucket, histogram
+
 _NUM_BUCKETS = 10
-_WIDE_RANGE = 20
-"""Lengths that differ more than so many times are counted in buckets that double, others in equal ones."""
 
 
-class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompts of `first` to `last` tokens."""
-
-    first: int
-    last: int
-    count: int
-
-
-class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+class PromptLengths(msgspec.Struct, frozen=True, kw_only=True):
     """The lengths of prompts in tokens."""
 
     count: int
@@ -33,13 +24,13 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     histogram: list[Bucket]
 
 
-def lengths_of(counts: Counter[int]) -> Lengths | None:
+def lengths_of(counts: Counter[int]) -> PromptLengths | None:
     """Sum up prompts, given as their number by length; None where there are none."""
     if not counts:
         return None
     count, total = counts.total(), sum(length * number for length, number in counts.items())
     ordered = sorted(counts)
-    return Lengths(
+    return PromptLengths(
         count=count,
         total=total,
         least=ordered[0],
@@ -47,7 +38,7 @@ def lengths_of(counts: Counter[int]) -> Lengths | None:
         mean=total / count,
         p95=_percentile(counts, ordered, count * 95 // 100),
         most=ordered[-1],
-        histogram=list(_histogram(counts, ordered[0], ordered[-1])),
+        histogram=histogram(counts, _NUM_BUCKETS),
     )
 
 
@@ -58,17 +49,3 @@ def _percentile(counts: Counter[int], ordered: list[int], rank: int) -> int:
         if rank < 0:
             return length
     return ordered[-1]
-
-
-def _histogram(counts: Counter[int], least: int, most: int) -> Iterator[Bucket]:
-    """Count lengths in buckets from the least to the most; the first and the last are never empty."""
-    width = max(1, -(-(most - least + 1) // _NUM_BUCKETS))
-    doubles = most > _WIDE_RANGE * least
-    first, edge = least, 1 << least.bit_length()
-    if doubles:  # those below the largest `_NUM_BUCKETS` are one bucket
-        edge = max(edge, 1 << max(0, most.bit_length() - _NUM_BUCKETS + 1))
-    while first <= most:
-        last = min(most, edge - 1 if doubles else first + width - 1)
-        count = sum(number for length, number in counts.items() if first <= length <= last)
-        yield Bucket(first=first, last=last, count=count)
-        first, edge = last + 1, 2 * edge

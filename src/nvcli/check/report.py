@@ -10,15 +10,14 @@ from rich.console import Console
 from rich.text import Text
 
 from nvcli.check.check import CheckReport
-from nvcli.check.lengths import Lengths
+from nvcli.check.lengths import PromptLengths
 from nvcli.check.machine import Forecast
 from nvcli.check.prompts import ShownPrompt
+from nvcli.histogram import histogram_lines
 from nvcli.job_run.progress.display import format_seconds
 from nvcli.job_run.settings import Setting, sampling_name
 from nvcli.terminal_text import harmless, one_line
 
-_BAR = 40
-"""Characters of the histogram's longest bar."""
 _NAME_WIDTH = 12
 _SPECIAL = "bold cyan"
 _MESSAGE_CHARS = 240
@@ -84,17 +83,14 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield "checked", f"in {took}, {rate:,.0f} rows/s; a run here reads and tokenizes no faster"
 
 
-def _length_lines(lengths: Lengths) -> Iterator[tuple[str, str]]:
+def _length_lines(lengths: PromptLengths) -> Iterator[tuple[str, str]]:
     yield (
         "prompts",
         f"{_count(lengths.total, 'token')}; of one: least {lengths.least:,}, median {lengths.median:,}, mean "
         f"{lengths.mean:,.1f}, 95 % up to {lengths.p95:,}, most {lengths.most:,}",
     )
-    highest = max(bucket.count for bucket in lengths.histogram)
-    for bucket in lengths.histogram:
-        bar = "█" * max(1 if bucket.count else 0, round(_BAR * bucket.count / highest))
-        span = f"{bucket.first:,}" if bucket.first == bucket.last else f"{bucket.first:,} to {bucket.last:,}"
-        yield "", f"{span:>19} {bucket.count:>11,} {bar}".rstrip()
+    for line in histogram_lines(lengths.histogram):
+        yield "", line
 
 
 def _repetition_lines(report: CheckReport) -> Iterator[tuple[str, str]]:

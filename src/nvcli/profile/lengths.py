@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nvcli.histogram import Bucket, histogram
+
 _NUM_BUCKETS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """The requests of `first` to `last` tokens."""
-
-    first: int
-    last: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +40,5 @@ def lengths_of(requests: Iterable[tuple[int, int]], *, failed_rows: int, block_s
         mean_total=sum(totals) / len(pairs),
         longest_total=max(totals),
         mean_blocks=sum(-(-total // block_size) for total in totals) / len(pairs),
-        histogram=_histogram(totals),
+        histogram=histogram(Counter(totals), _NUM_BUCKETS),
     )
-
-
-def _histogram(values: Sequence[int]) -> list[Bucket]:
-    """Count values in equally wide buckets over their range. The first and the last bucket are never empty."""
-    low, high = min(values), max(values)
-    width = max(1, -(-(high - low + 1) // _NUM_BUCKETS))
-    counts = [0] * (-(-(high - low + 1) // width))
-    for value in values:
-        counts[(value - low) // width] += 1
-    return [
-        Bucket(first=low + at * width, last=min(high, low + (at + 1) * width - 1), count=count)
-        for at, count in enumerate(counts)
-    ]

@@ -7,11 +7,9 @@ import json
 import msgspec
 
 from nvcli.config import format_bytes
+from nvcli.histogram import histogram_lines
 from nvcli.messages import MemoryUse
 from nvcli.profile.profile import MemoryProfile
-
-_BAR = 40
-"""Characters of a histogram's longest bar."""
 
 
 def format_json(profile: MemoryProfile) -> str:
@@ -90,10 +88,7 @@ def _capacity_lines(profile: MemoryProfile) -> list[str]:
             f"{lengths.longest_total:,})",
             "  lengths of the input's requests, answers as long as they may get",
         ]
-        most = max(bucket.count for bucket in lengths.histogram)
-        for bucket in lengths.histogram:
-            bar = "█" * max(1 if bucket.count else 0, round(_BAR * bucket.count / most))
-            lines.append(f"    {f'{bucket.first:,} to {bucket.last:,}':>19} {bucket.count:>9,} {bar}")
+        lines += [f"    {line}" for line in histogram_lines(lengths.histogram)]
     return lines
 
 
