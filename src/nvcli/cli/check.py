@@ -10,13 +10,12 @@ from msgspec import Meta
 
 from nvcli.cli import completion
 from nvcli.cli.check_report import run_check
-from nvcli.cli.help import MODEL, RESULT, ROWS, WORKLOAD
+from nvcli.cli.help import MODEL, RESULT, WORKLOAD
 from nvcli.cli.job_options import job_flags, with_job_options
 from nvcli.cli.messages import found_config_note, say
-from nvcli.cli.options import ConfigOption, JsonOption, SetOption
+from nvcli.cli.options import ConfigOption, JsonOption, LimitOption, NumRows, SetOption, ShardOption
 from nvcli.cli.values import optional_value
 
-_NumRows = Annotated[int, Meta(ge=1)]
 _NumPrompts = Annotated[int, Meta(ge=0, le=1000)]
 _NumTokens = Annotated[int, Meta(ge=1)]
 _NumGpus = Annotated[int, Meta(ge=1, le=1024)]
@@ -25,15 +24,8 @@ _NumGpus = Annotated[int, Meta(ge=1, le=1024)]
 @with_job_options
 def check(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")],
-    limit: Annotated[
-        str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
-    ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            "--shard", metavar="I/N|auto", help="Only the rows that this shard of the job has.", rich_help_panel=ROWS
-        ),
-    ] = None,
+    limit: LimitOption = None,
+    shard: ShardOption = None,
     prompts: Annotated[
         str | None,
         typer.Option("--prompts", metavar="N", help="How many prompts to show; 3.", rich_help_panel=RESULT),
@@ -83,7 +75,7 @@ def check(
     from nvcli.jobs.shard import choose_shard
 
     check_options = CheckOptions(
-        limit=optional_value("--limit", limit, _NumRows, int),
+        limit=optional_value("--limit", limit, NumRows, int),
         shard=None if shard is None else choose_shard(shard, os.environ),
         num_prompts=_or_default(optional_value("--prompts", prompts, _NumPrompts, int), 3),
         answer_tokens=optional_value("--answer-tokens", answer_tokens, _NumTokens, int),

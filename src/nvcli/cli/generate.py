@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from msgspec import Meta
 
 from nvcli.cli import completion
 from nvcli.cli.answer_files import JobFiles, ProgressName, ShownProgress, answer_files
@@ -18,11 +17,14 @@ from nvcli.cli.options import (
     DpOption,
     DtypeOption,
     GpuMemoryUtilizationOption,
+    LimitOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
     ModelOption,
+    NumRows,
     PpOption,
     SetOption,
+    ShardOption,
     TpOption,
     flag_values,
 )
@@ -43,8 +45,6 @@ from nvcli.cli.values import option_value, optional_value
 
 if TYPE_CHECKING:
     from nvcli.job_run.progress.display import Verbosity
-
-_NumRows = Annotated[int, Meta(ge=1)]
 
 
 def generate(
@@ -88,18 +88,8 @@ def generate(
             rich_help_panel=ROWS,
         ),
     ] = None,
-    limit: Annotated[
-        str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
-    ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            "--shard",
-            metavar="I/N",
-            help="Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.",
-            rich_help_panel=ROWS,
-        ),
-    ] = None,
+    limit: LimitOption = None,
+    shard: ShardOption = None,
     id_field: Annotated[
         str | None,
         typer.Option("--id-field", metavar="COLUMN", help="Key (column) of the ids; id.", rich_help_panel=ROWS),
@@ -293,7 +283,7 @@ def generate(
     )
     config_file = find_config_file(config)
     progress_name = cast(ProgressName, option_value("--progress", progress, ProgressName, str))
-    num_rows = optional_value("--limit", limit, _NumRows, int)
+    num_rows = optional_value("--limit", limit, NumRows, int)
     part = None if shard is None else choose_shard(shard, os.environ)
     flags = flag_values(
         {

@@ -7,12 +7,27 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from msgspec import Meta
 
 from nvcli.cli import completion
-from nvcli.cli.help import MODEL, OTHER, RESULT
+from nvcli.cli.help import MODEL, OTHER, RESULT, ROWS
 from nvcli.cli.values import plain_value
 from nvcli.errors import ConfigError
 
+NumRows = Annotated[int, Meta(ge=1)]
+"""The values of `LimitOption`."""
+LimitOption = Annotated[
+    str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
+]
+ShardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shard",
+        metavar="I/N|auto",
+        help="Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.",
+        rich_help_panel=ROWS,
+    ),
+]
 ModelOption = Annotated[
     str | None,
     typer.Option(
