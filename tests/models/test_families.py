@@ -14,7 +14,7 @@ from model_facts import attention_of, rope_of, windows_of
 from nvcli.cli.main import app
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.models.families.catalogue import FAMILIES
+from nvcli.models.families.catalogue import FAMILIES, nearest_architecture
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -144,3 +144,15 @@ def test_refused(tmp_path: Path, architecture: str, values: dict[str, Any], part
     with pytest.raises(LoadError) as caught:
         read(tmp_path, architecture, **values)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "Qwen3ForCausalLM"),
+        ("Qwen3_5MoeForConditionalGeneration", "Qwen3MoeForCausalLM"),
+        ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+    ],
+)
+def test_the_nearest_architecture_is_of_the_same_family(unknown: str, nearest: str) -> None:
+    assert nearest_architecture(unknown) == nearest

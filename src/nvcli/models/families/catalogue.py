@@ -63,6 +63,12 @@ def find_family(architecture: str) -> Family | None:
 
 
 def nearest_architecture(architecture: str) -> str:
-    """Return the architecture that is served and whose name is most like this one."""
+    """Return the architecture that is served and whose name is most like this one, what it is `For…` counting less."""
     names = [name for family in FAMILIES for name in family.architectures]
-    return difflib.get_close_matches(architecture, names, n=1, cutoff=0.0)[0]
+
+    def likeness(name: str) -> tuple[float, float]:
+        parts = (name.partition("For")[0], architecture.partition("For")[0]), (name, architecture)
+        own, whole = (difflib.SequenceMatcher(None, *pair).ratio() for pair in parts)
+        return own, whole
+
+    return max(names, key=likeness)
