@@ -32,11 +32,13 @@ def test_exit_codes_and_nothing_written(tmp_path: Path, model_folder: Path) -> N
     result = run("check", "in.jsonl", "-m", str(model_folder), "--json", "--limit", "1", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout)["rows"] == 1
+    (tmp_path / "nvcli.yaml").write_text("seed: 1\n")
     result = run("generate", "in.jsonl", "-m", str(model_folder), "--dry-run", "--max-tokens", "7", cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     assert "1 invalid_value; the first: line 2: `prompt` is 5; allowed: text" in result.stdout
     assert "max_tokens 7 (--max-tokens)" in result.stdout
-    assert set(tmp_path.iterdir()) == before
+    assert "using the configuration in nvcli.yaml" in result.stderr
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "nvcli.yaml"}
     result = run("check", "in.jsonl", "-m", str(model_folder), "--gpu", "h300", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith("nvcli: error: --gpu h300 is unknown; known: b200,")
