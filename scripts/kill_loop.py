@@ -110,8 +110,12 @@ class KilledJob:
         ):
             if victim is not None:
                 self._wait(process, size)
-            processes = [process.pid, *descendants(process.pid)]
-            names = dict(zip(("parent", "engine", "rank 0"), processes, strict=False)) | {"Ctrl-C": process.pid}
+            while True:  # an early victim may not have started yet
+                processes = [process.pid, *descendants(process.pid)]
+                names = dict(zip(("parent", "engine", "rank 0"), processes, strict=False)) | {"Ctrl-C": process.pid}
+                if victim is None or victim in names or process.poll() is not None:
+                    break
+                time.sleep(0.005)
             is_killed = victim in names and process.poll() is None
             if is_killed:
                 os.kill(names[victim], signal.SIGINT if victim == "Ctrl-C" else signal.SIGKILL)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from nvcli.job_run.text.tokenizer import Tokenizer
+from shared_memory import left_in_shared_memory, shared_memory
 from weightless_model import write_weightless_model
 
 # A slow machine is no failure; on CI the examples are the same every time, so that a red run can be repeated.
@@ -29,7 +30,7 @@ if not Path("/dev/nvidiactl").exists():
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays_behind() -> Iterator[None]:
     """No process and no entry in /dev/shm outlives the tests."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     yield
     time.sleep(0.1)
     children = [
@@ -39,7 +40,7 @@ def nothing_stays_behind() -> Iterator[None]:
         if "nvcli" in Path(f"/proc/{pid}/cmdline").read_text()
     ]
     assert children == []
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not left_in_shared_memory(before)
 
 
 @pytest.fixture(scope="session")

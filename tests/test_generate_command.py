@@ -18,6 +18,7 @@ import pytest
 
 from demo_tasks import Example, messages, raw_prompt, sample, sample_lookups
 from fake_command import nvcli_with_runner
+from shared_memory import left_in_shared_memory, shared_memory
 
 COMMAND = [sys.executable, "-P", "-m", "nvcli", "generate"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -83,20 +84,19 @@ def gone(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("count", "settings"),
     [
-        [],
-        ["--set", "block_size=4", "--set", "max_num_batched_tokens=24", "--set", "max_num_seqs=16"],
-        ["--set", "block_size=8", "--set", "kv_cache_memory=12MiB", "--set", "max_model_len=1024"],
-        ["--tp", "2", "--set", "device=cpu"],
-        ["--pp", "2", "--set", "max_num_seqs=16", "--set", "device=cpu"],
-        ["--dp", "2", "--set", "max_num_seqs=8", "--set", "device=cpu"],
+        (120, []),
+        (120, ["--set", "block_size=4", "--set", "max_num_batched_tokens=24", "--set", "max_num_seqs=16"]),
+        (120, ["--set", "block_size=8", "--set", "kv_cache_memory=12MiB", "--set", "max_model_len=1024"]),
+        (60, ["--tp", "2", "--set", "device=cpu"]),
+        (60, ["--pp", "2", "--set", "max_num_seqs=16", "--set", "device=cpu"]),
+        (60, ["--dp", "2", "--set", "max_num_seqs=8", "--set", "device=cpu"]),
     ],
     ids=["defaults", "small-chunks", "little-memory", "tp2", "pp2", "dp2"],
 )
-def test_answers_are_right(tmp_path: Path, settings: list[str]) -> None:
+def test_answers_are_right(tmp_path: Path, count: int, settings: list[str]) -> None:
     """Paging, chunking, prefix reuse, preemption and sharding leave the answers as they are."""
-    count = 120
     path = write_rows(tmp_path / "in.jsonl", questions(count))
     done = nvcli(path, *settings)
     assert done.returncode == 0, done.stderr.decode()
@@ -186,7 +186,7 @@ def test_stop_strings_and_many_samples(tmp_path: Path) -> None:
 
 
 def test_sampled_answers_do_not_depend_on_how_they_were_computed(tmp_path: Path) -> None:
-    rows = [{**row, "sampling": {"temperature": 1.5, "max_tokens": 20, "ignore_eos": True}} for row in questions(40)]
+    rows = [{**row, "sampling": {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}} for row in questions(24)]
     path = write_rows(tmp_path / "in.jsonl", rows)
     outputs = []
     for number, settings in enumerate((["--set", "block_size=64"], ["--set", "max_num_seqs=3"], ["--tp", "2"])):
@@ -221,7 +221,10 @@ def start_long_job(tmp_path: Path, *args: str, runner: str | None = None) -> sub
     path = write_rows(tmp_path / "in.jsonl", rows)
     command = COMMAND if runner is None else nvcli_with_runner(runner, "generate", cwd=tmp_path)
     process = subprocess.Popen(
-        [*command, str(path), "-m", "demo", *args], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, str(path), "-m", "demo", "--set", "job.sync_seconds=0.05", *args],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     output = tmp_path / "in.out.jsonl"
     deadline = time.monotonic() + 60
@@ -234,7 +237,7 @@ def start_long_job(tmp_path: Path, *args: str, runner: str | None = None) -> sub
 
 @pytest.mark.parametrize("victim", ["engine", "rank 0", "rank 1"])
 def test_killed_process_ends_the_run_with_its_name(tmp_path: Path, victim: str) -> None:
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu")
     engine, *ranks = descendants(process.pid)
     assert len(ranks) == 2
@@ -247,17 +250,17 @@ def test_killed_process_ends_the_run_with_its_name(tmp_path: Path, victim: str) 
     assert b"SIGKILL" in stderr
     assert b"Traceback" not in stderr
     assert gone([engine, *ranks])
-    assert set(os.listdir("/dev/shm")) == shm
+    assert not left_in_shared_memory(shm)
     assert len(read_rows(tmp_path / "in.out.jsonl")) >= 4
 
 
 def test_stopped_rank_ends_the_run_within_the_step_timeout(tmp_path: Path) -> None:
-    process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=3")
+    process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=2")
     engine, *ranks = descendants(process.pid)
     os.kill(max(ranks), signal.SIGSTOP)
     start = time.monotonic()
     _, stderr = process.communicate(timeout=15)
-    assert time.monotonic() - start < 3 + 5
+    assert time.monotonic() - start < 2 + 5
     assert process.returncode == 3
     assert re.search(rb"rank 1 \(pid \d+\) at step \d+ \(stopped by a signal\)", stderr), stderr
     assert b"Traceback" not in stderr
@@ -348,7 +351,7 @@ def test_a_lost_copys_traceback_is_kept(tmp_path: Path) -> None:
 
 def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     """The same job twice, started together: no name, port or file is shared by accident."""
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     rows = [{"prompt": f"What is {n} + 3?\n", "expected": str(n + 3)} for n in range(6)]
     runs = []
     for name in ("a", "b"):
@@ -361,7 +364,7 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     first, second = (read_rows(tmp_path / name / "in.out.jsonl") for name in ("a", "b"))
     assert first == second
     assert share_right(first) == 1
-    assert set(os.listdir("/dev/shm")) == shm
+    assert not left_in_shared_memory(shm)
 
 
 def test_killed_parent_leaves_nothing_but_the_output(tmp_path: Path) -> None:
@@ -426,8 +429,8 @@ def test_the_progress_file_and_the_summary_add_up(tmp_path: Path) -> None:
 def test_with_keep_going_the_other_copy_takes_over(tmp_path: Path) -> None:
     """Sampled answers are those of an untouched run, though an engine was killed in the middle of its rows."""
     rows = [
-        {"prompt": f"a b c {number}", "sampling": {"max_tokens": 120 if number > 3 else 5, "ignore_eos": True}}
-        for number in range(80)
+        {"prompt": f"a b c {number}", "sampling": {"max_tokens": 80 if number > 3 else 5, "ignore_eos": True}}
+        for number in range(48)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
     # Rows are seen in the file soon after they are answered, so that many are left when the engine dies.

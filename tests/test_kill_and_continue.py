@@ -34,24 +34,22 @@ def finish_killed(job: KilledJob, kills: int, victims: Sequence[str]) -> Counter
 @pytest.mark.timeout(600)
 def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "nvcli", "generate", "-m", "demo", *SETTINGS]
-    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 320, tokens=70))
+    source = str(write_rows(tmp_path / "in.jsonl", random.Random(1), 240, tokens=60))
     jobs = {}
     for seed, order, suffix in ((5, "completion", ""), (6, "input", ".gz")):
         output = tmp_path / f"{order}.jsonl{suffix}"
         # Few rows at a time, so that they finish one after the other.
         arguments = [*command, source, "-o", str(output), "--order", order, "--set", "max_num_seqs=16"]
-        jobs[order] = output, KilledJob(arguments, output, rng=random.Random(seed), run_seconds=0.3, env=ENVIRON)
+        jobs[order] = output, KilledJob(arguments, output, rng=random.Random(seed), run_seconds=0.1, env=ENVIRON)
     whole = tmp_path / "whole.jsonl"
     with ThreadPoolExecutor(2) as pool:  # one for each core
-        # A job may come to its end between two kills: the two begin with other victims.
-        orders = (VICTIMS, VICTIMS[2:] + VICTIMS[:2])
+        orders = (VICTIMS[:2], VICTIMS[2:])
         killed = [
-            pool.submit(finish_killed, job, 4, victims) for (_, job), victims in zip(jobs.values(), orders, strict=True)
+            pool.submit(finish_killed, job, 2, victims) for (_, job), victims in zip(jobs.values(), orders, strict=True)
         ]
         untouched = pool.submit(finish_untouched, [*command, source, "-o", str(whole), "--order", "input"], env=ENVIRON)
         kills = sum((future.result() for future in killed), Counter[str]())
         untouched.result()
-    assert kills.total() >= 4
     assert set(kills) == {"parent", "engine", "rank 0", "Ctrl-C"}
     for order, (output, _) in jobs.items():
         ordered = order == "input"
@@ -64,7 +62,7 @@ def test_the_parent_survives_kills(tmp_path: Path, order: str, suffix: str) -> N
     """The same with engines that are fakes: many kills in little time."""
     (tmp_path / "model").mkdir()
     write_weightless_model(tmp_path / "model")
-    source = write_rows(tmp_path / "in.jsonl", random.Random(2), 3000, tokens=12)
+    source = write_rows(tmp_path / "in.jsonl", random.Random(2), 1500, tokens=12)
     whole, output = tmp_path / "whole.jsonl", tmp_path / f"out.jsonl{suffix}"
     (tmp_path / "script").mkdir()
 

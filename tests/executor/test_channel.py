@@ -11,6 +11,7 @@ import pytest
 
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
 from nvcli.executor.child_process import ChildProcess
+from shared_memory import left_in_shared_memory, shared_memory
 
 
 def test_random_messages_reach_all_readers() -> None:
@@ -77,9 +78,9 @@ def test_writer_learns_that_the_reader_is_gone() -> None:
 
 
 def test_channel_has_no_name() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     spec = ChannelSpec.create(1 << 20, num_readers=1)
-    assert set(os.listdir("/dev/shm")) == before
+    assert not left_in_shared_memory(before)
     close_fds((spec.memory_fd, *spec.read_fds, *spec.write_fds))
 
 

@@ -24,6 +24,7 @@ from nvcli.executor.child_process import ChildProcess
 from nvcli.executor.executor import Executor
 from nvcli.messages import unpack
 from requests_factory import make_request
+from shared_memory import left_in_shared_memory, shared_memory
 
 DETECTION_SECONDS = 2.0
 
@@ -55,13 +56,13 @@ def _is_running(pid: int) -> bool:
 @pytest.fixture
 def clients() -> Iterator[list[EngineClient]]:
     started: list[EngineClient] = []
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     others = children_of(os.getpid())  # multiprocessing keeps a helper once a test has used it
     yield started
     for client in started:
         client.close()
     assert children_of(os.getpid()) == others
-    assert set(os.listdir("/dev/shm")) == shm
+    assert not left_in_shared_memory(shm)
 
 
 @pytest.fixture

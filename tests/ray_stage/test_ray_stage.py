@@ -21,8 +21,8 @@ import ray.data
 
 from nvcli.ray import generate
 
-NUM_ROWS = 160
-NUM_PROMPTS = 40
+NUM_ROWS = 80
+NUM_PROMPTS = 20
 LAST = NUM_ROWS - 1
 """A row with a long answer, so that the actor still works when the first rows are there."""
 
@@ -59,7 +59,7 @@ def actors() -> list[int]:
 
 def row(number: int) -> dict[str, Any]:
     if number == LAST:
-        sampling = {"temperature": 1.0, "max_tokens": 1000, "ignore_eos": True}
+        sampling = {"temperature": 1.0, "max_tokens": 600, "ignore_eos": True}
         return {"number": number, "prompt": "What is 1 + 1?\n", "sampling": sampling}
     first = number % NUM_PROMPTS
     prompt = f"Count from {first} to {first + 12}.\n" if number else None
