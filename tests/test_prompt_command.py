@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ class Terminal:
         before, _, self.text = self.text.partition(text)
         return before
 
+    def wait_until_it_waits(self) -> None:
+        """Wait until the command does nothing but wait for input.
+
+        readline, which echoes what is typed before it waits again, passes over a signal that comes in between.
+        """
+        asleep = 0
+        while asleep < 10:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            asleep = asleep + 1 if state == "S" else 0
+            time.sleep(0.02)
+
     def end(self) -> int:
         """Return the exit code."""
         return self.process.wait(timeout=30)
@@ -115,6 +127,7 @@ def test_a_chat_at_a_terminal(tmp_path: Path) -> None:
         terminal.wait_for("> ")
         terminal.type("What is 8")
         terminal.wait_for("What is 8")
+        terminal.wait_until_it_waits()
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for("Ctrl-D or /exit ends the chat")
         terminal.wait_for("> ")
