@@ -6,8 +6,6 @@ import functools
 import http.server
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
+from hub_process import run_with_hub
 from nvcli import hub_access
 from nvcli.errors import ConfigError
 from nvcli.jobs.files import check_inputs, choose_output, expand_inputs
@@ -282,10 +281,7 @@ ADDRESSES = {
 @pytest.fixture(scope="module")
 def fetched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each address gives, found out in one process: huggingface_hub reads its environment when it is imported."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever).start()
     code = (
-        f"import json, sys; sys.path[:] = {sys.path!r}\n"
         "from nvcli.errors import ConfigError\n"
         "from nvcli.jobs.input.hub_dataset import fetch_dataset\n"
         "for address in sys.argv[1:]:\n"
@@ -293,16 +289,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "    except ConfigError as error: answer = str(error)\n"
         "    print(json.dumps([address, answer]))\n"
     )
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
-    home = tmp_path_factory.mktemp("home")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *ADDRESSES],
-        env={**kept, "HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    server.shutdown()
-    server.server_close()
-    assert done.returncode == 0, done.stderr
+    done = run_with_hub(Hub, code, ADDRESSES, home=tmp_path_factory.mktemp("home"))
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 

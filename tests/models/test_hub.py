@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from hub_process import run_with_hub
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
 from nvcli.hub_access import DownloadSize
@@ -97,10 +94,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """For each repository, what `resolve_model` gives, what the hub was asked for, and what lies in the cache then."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever).start()
     code = (
-        f"import json, sys; sys.path[:] = {sys.path!r}\n"
         "from nvcli.doctor.model_files import check_model_files\n"
         "from nvcli.errors import LoadError\n"
         "from nvcli.models.checkpoint import resolve_model\n"
@@ -110,16 +104,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "    except LoadError as error: answer = f'LoadError: {error}'\n"
         "    print(json.dumps([name, answer, finding.level.name, finding.found]))\n"
     )
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
-    home = tmp_path_factory.mktemp("home")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *REPOSITORIES],
-        env={**kept, "HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    server.shutdown()
-    server.server_close()
-    assert done.returncode == 0, done.stderr
+    done = run_with_hub(Hub, code, REPOSITORIES, home=tmp_path_factory.mktemp("home"))
     assert "dry-run" not in done.stderr
     return {
         name: {"answer": answer, "level": level, "finding": finding}

@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,14 +127,14 @@ class _PlainFile:
             return [found[start][1] for start in sorted(chosen)]
 
 
-class _ReadFile:
+class _ReadFile(ABC):
     """A file that is read from its beginning, whatever is wanted of it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def lines(self) -> Iterator[bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def lines(self) -> Iterator[bytes]: ...
 
     def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
         wanted = list(needles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ _BATCH_BYTES = 16 * 1024 * 1024
 """A batch has at most so many rows, and fewer where they would take more memory than that."""
 
 
-class TableSource:
+class TableSource(ABC):
     """The rows of one file. Keys whose value is null are left out, in nested values too."""
 
     kind: str
@@ -31,9 +32,9 @@ class TableSource:
         self.bytes_read = 0
         """The share of the file's bytes that belongs to the rows that were read."""
 
+    @abstractmethod
     def batches(self) -> Iterator[tuple[Any, int]]:
         """Yield each `RecordBatch` of the file, and the bytes of the file up to its end. Raises as pyarrow does."""
-        raise NotImplementedError
 
     def place(self, number: int) -> str:
         """Return what messages call the place of the row that was yielded last, as the `number`-th."""
