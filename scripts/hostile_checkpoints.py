@@ -155,6 +155,16 @@ def mutate_text(folder: Path, rng: random.Random) -> str:
     return f"{file.name} {what}"
 
 
+def _make_socket(path: Path) -> None:
+    """Make a socket at a path of any length: `bind` itself takes no name of more than 107 bytes."""
+    folder = os.open(path.parent, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+
+
 def mutate_kind(folder: Path, rng: random.Random) -> str:
     """Take a file away, or put something else in its place that is no file."""
     file = rng.choice(sorted(path for path in folder.iterdir() if path.suffix != ".py"))
@@ -167,8 +177,7 @@ def mutate_kind(folder: Path, rng: random.Random) -> str:
     if kind == "a FIFO":
         os.mkfifo(file)
     elif kind == "a socket":
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(os.path.relpath(file))  # a socket's whole name must be short
+        _make_socket(file)
     elif kind == "a folder":
         file.mkdir()
     elif kind == "a dangling link":
