@@ -53,11 +53,13 @@ def plain(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> dict[str, Tensor]:
+def load(
+    path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE, device: torch.device = CPU
+) -> dict[str, Tensor]:
     group = TensorParallelGroup.single()
     group.rank, group.size = rank, size
     model = build_model(load_model_config(path), group, torch.bfloat16, stage=stage)
-    load_weights(model, path, CPU)
+    load_weights(model, path, device)
     return dict(model.named_parameters())
 
 
@@ -71,6 +73,16 @@ def test_weights_are_those_that_transformers_reads(
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
         assert torch.equal(found[name], parameter), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gpu_makes_the_same_weights(rank: int, published: Path, plain: Path) -> None:
+    expected = load(plain, rank, 2)
+    for path in (published, plain):
+        found = load(path, rank, 2, device=torch.device("cuda"))
+        for name, parameter in expected.items():
+            assert torch.equal(found[name].cpu(), parameter), name
 
 
 def test_gate_and_up_rows_take_turns(plain: Path) -> None:

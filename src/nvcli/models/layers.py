@@ -178,6 +178,10 @@ class Attention(nn.Module):
         )
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
+        return self._attend(q, k, v, batch)
+
+    def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
+        """q: [T, this rank's heads, D]; k, v: those of `AttentionBackend.forward` → [T, this rank's heads × D]."""
         sinks = None if self.sinks is None else self.sinks.weight
         return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch, sinks).flatten(1)
 
@@ -193,4 +197,4 @@ class Attention(nn.Module):
             k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
             places = slots // k_cache.shape[1], slots % k_cache.shape[1]
             k, v = k_cache[places].to(q.dtype), v_cache[places].to(q.dtype)
-        return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch).flatten(1)
+        return self._attend(q, k, v, batch)

@@ -59,7 +59,6 @@ GPT_OSS = Family(
         "dtype": "bfloat16",  # the published files leave it out
         "rope_parameters": {
             "rope_type": "yarn",
-            "rope_theta": 150_000.0,
             "factor": 32.0,
             "original_max_position_embeddings": 4096,
             "truncate": False,
