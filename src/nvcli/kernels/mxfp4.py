@@ -13,9 +13,11 @@ _NAN_SCALE = 255
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers in bfloat16, which holds them exactly. blocks: [..., G, 16] uint8, the earlier one of two
-    numbers in the lower half of its byte; scales: [..., G] uint8, exponents of 2 with a bias of 127, or 255 for NaN →
-    [..., G × 32]."""
+    """Return the numbers in bfloat16, which holds them exactly, or as infinity above its range: [..., G × 32].
+
+    blocks: [..., G, 16] uint8, the earlier one of two numbers in the lower half of its byte; scales: [..., G] uint8,
+    exponents of 2 with a bias of 127, or 255 for NaN.
+    """
     # Both numbers of a byte are looked up at once, as one number of 32 bits.
     pairs = _byte_pairs(blocks.device).index_select(0, blocks.flatten().int())
     factors = _powers(blocks.device).index_select(0, scales.flatten().int())
