@@ -6,6 +6,21 @@ from typing import Any
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+GPT_OSS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 20,
+    "swiglu_limit": 1.0,  # so that something is clamped
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    },
+}
+
 EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
     "qwen3 moe, dense layers, not renormalised": (
@@ -15,6 +30,7 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "glm 4.5": (
         "Glm4Moe",
         {

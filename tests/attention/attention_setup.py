@@ -51,6 +51,7 @@ class Bench:
         num_tokens: int = 1024,
         windows: tuple[int | None, ...] = (None,),
         soft_cap: float | None = None,
+        has_sinks: bool = False,
         head_dims: tuple[int, ...] | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
@@ -69,6 +70,7 @@ class Bench:
                 scale=SCALE * (1 + group),
                 window=window,
                 soft_cap=soft_cap,
+                has_sinks=has_sinks,
                 kv_group=group,
             )
             for group, window in enumerate(windows)
@@ -96,6 +98,9 @@ class Bench:
         )
         self.backend = backend(self.case)
         self.generator = torch.Generator(self.device).manual_seed(0)
+        self.sinks = None
+        if has_sinks:  # from heads that hardly notice theirs to heads that attend to little else
+            self.sinks = torch.linspace(-4, 6, self.specs[0].num_heads, device=self.device)
 
     def leave_garbage(self, value: float) -> None:
         """Fill all blocks but the null block, as if earlier owners had left that."""
@@ -185,7 +190,7 @@ class Step:
         """What each kind of attention gives."""
         backend = self.bench.backend
         return [
-            backend.forward(spec, layer, q, k if backend.reads_new_keys else None, v, self.batch)
+            backend.forward(spec, layer, q, k if backend.reads_new_keys else None, v, self.batch, self.bench.sinks)
             for spec, layer, (q, k, v) in zip(self.bench.specs, self.bench.layers, self.inputs, strict=True)
         ]
 
@@ -198,7 +203,7 @@ class Step:
             for (history, count), start in zip(self.work, self.starts, strict=True):
                 tokens = slice(start, start + count)
                 keys, values = torch.cat(history.keys[spec.kv_group]), torch.cat(history.values[spec.kv_group])
-                expected = written_out(q[tokens], keys, values, spec)
+                expected = written_out(q[tokens], keys, values, spec, self.bench.sinks)
                 error = (out[tokens].double() - expected).norm(dim=-1) / expected.norm(dim=-1)  # NaN fails below
                 assert bool((error < TOLERANCE[self.bench.dtype]).all()), (
                     f"off by {error.max().item():.1e}: {spec}, {count} tokens of {history.state.length}"
@@ -220,8 +225,9 @@ def _starts(counts: list[int], shape: BatchShape) -> list[int]:
     return starts
 
 
-def written_out(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
-    """softmax(q kᵀ scale) v for one request whose last tokens `q` belongs to, in float64."""
+def written_out(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ scale) v for one request whose last tokens `q` belongs to, in float64. A sink is a key whose value
+    is 0."""
     num_new, num_heads, _ = q.shape
     length, num_kv_heads, _ = keys.shape
     q = q.double().unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
@@ -237,6 +243,10 @@ def written_out(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) ->
         scores = torch.einsum("nkgd,mkd->kgnm", q[rows], keys) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill_(hidden, float("-inf"))
+        if sinks is not None:
+            heads = sinks.double().view(num_kv_heads, -1, 1, 1).expand(-1, -1, len(rows), 1)
+            scores = torch.cat((scores, heads), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         parts.append(torch.einsum("kgnm,mkd->nkgd", weights, values).flatten(1, 2))
     return torch.cat(parts)

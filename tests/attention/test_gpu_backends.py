@@ -140,6 +140,21 @@ def test_soft_caps_and_groups_of_other_head_sizes(case: tuple[Any, ...]) -> None
     bench.step((a, 1), (b, 1), (c, 1), (d, 1))
 
 
+@pytest.mark.parametrize(
+    "case", [*(case for case in CASES if case[1] == 64 and ":" not in case[0]), ("triton", 64, 8, 8, 64, BF16)], ids=str
+)
+def test_sinks(case: tuple[Any, ...]) -> None:
+    """A score of each head's own that belongs to no key, once in each softmax, of rows that are cut too."""
+    bench = make_bench(*case, num_tokens=20_000, windows=(128, None), has_sinks=True)
+    bench.leave_garbage(100.0)
+    a, b, c, d = (History() for _ in range(4))
+    bench.step((a, 1), (b, 15), (c, 128), (d, 700))
+    bench.fill(d, 6000)
+    bench.step((d, 1))
+    bench.step((d, 1), (a, 1), (b, 300), (c, 40))
+    bench.step((a, 1), (b, 1), (c, 1), (d, 1))
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == 128], ids=str)
 def test_padding_and_rows_of_several_tokens(case: tuple[Any, ...]) -> None:
     bench = make_bench(*case, num_tokens=20_000, windows=(None, 33))

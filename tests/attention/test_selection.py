@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -94,6 +95,16 @@ def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
 def test_gpu_backends_say_that_they_need_one(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} cannot serve this run: needs an NVIDIA GPU.*use `auto`"):
         select_backend(name, CASE)
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "flashinfer"])
+def test_packages_say_that_they_take_no_sinks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    spec = AttentionSpec(num_heads=64, num_kv_heads=8, head_dim=64, scale=0.125, has_sinks=True)
+    case = replace(CASE, device=torch.device("cuda"), dtype=torch.bfloat16, specs=(spec,))
+    with pytest.raises(ConfigError, match=f"{name} cannot serve this run: the model's heads have attention sinks"):
+        select_backend(name, case)
+    assert selection.why_not("triton", case) == []
 
 
 @pytest.mark.usefixtures("_picky_first")

@@ -123,6 +123,17 @@ def test_decode_rows_of_several_tokens(windows: tuple[int | None, ...]) -> None:
     bench.step((a, 4), (b, 4), (c, 25), shape=shape)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+def test_sinks(soft_cap: float | None) -> None:
+    """A score of each head's own that belongs to no key: in prompts longer than what is attended at once, in chunks
+    behind a prefix, and in decode rows."""
+    bench = Bench(num_kv_heads=2, ratio=3, windows=(40, None), has_sinks=True, soft_cap=soft_cap, num_tokens=2000)
+    a, b, c = (History() for _ in range(3))
+    bench.step((a, 1), (b, 15), (c, 600))
+    bench.step((a, 1), (c, 1), (b, 20))
+    bench.step((a, 1), (b, 1), (c, 70))
+
+
 def test_soft_caps_and_groups_of_other_head_sizes() -> None:
     """Scores that a cap bends, and blocks that hold keys of several shapes, so that they do not lie side by side."""
     bench = Bench(num_kv_heads=2, ratio=2, windows=(40, None), head_dims=(32, 64), soft_cap=0.7, num_tokens=2000)

@@ -70,6 +70,20 @@ def test_windows(windows: tuple[int | None, ...], block_size: int) -> None:
     bench.step((a, 1), (c, 70), (d, 5))
 
 
+@pytest.mark.parametrize(("ratio", "soft_cap"), [(8, None), (3, 0.7)], ids=str)
+def test_sinks(ratio: int, soft_cap: float | None) -> None:
+    """A score of each head's own that belongs to no key, once in each softmax: also of a row that is cut into many
+    chunks."""
+    bench = Bench(num_kv_heads=2, ratio=ratio, windows=(40, None), has_sinks=True, soft_cap=soft_cap, num_tokens=3000)
+    bench.leave_garbage(float("nan"))
+    a, b, c = (History() for _ in range(3))
+    bench.step((a, 1), (b, 15), (c, 50))
+    bench.fill(c, 600)
+    bench.step((c, 1))
+    bench.step((a, 1), (c, 1), (b, 20))
+    bench.step((a, 1), (b, 1), shape=BatchShape(decode_rows=4, prefill_rows=2, prefill_tokens=10))
+
+
 def test_soft_caps_and_groups_of_other_head_sizes() -> None:
     """Scores that a cap bends, and blocks that hold keys of several shapes, so that they do not lie side by side."""
     bench = Bench(num_kv_heads=2, ratio=2, windows=(40, None), head_dims=(32, 64), soft_cap=0.7, num_tokens=2000)

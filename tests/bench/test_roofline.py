@@ -101,6 +101,21 @@ def test_qwen3_30b_a3b(tmp_path: Path) -> None:
     assert half.layers.num_weights - 48 * router == (costs.layers.num_weights - 48 * router) // 2
 
 
+def test_gpt_oss_20b(tmp_path: Path) -> None:
+    model = load_model_config(write_shape("gpt-oss-20b", tmp_path))
+    costs = model_costs(model, "bfloat16")
+    assert costs.experts is not None
+    assert costs.experts.num_weights == 24 * 32 * 3 * 2880 * 2880
+    active = costs.weights_per_token + costs.lm_head.num_weights + 201088 * 2880
+    assert active / 1e9 == pytest.approx(3.61 + 0.58, abs=0.01), "the published number leaves the embedding out"
+    # Half of the layers read no more than their window.
+    windowed, full = sorted(costs.attention, key=lambda one: one.window is None)
+    assert (windowed.window, full.window) == (128, None)
+    assert windowed.kv_bytes_per_token == full.kv_bytes_per_token == 12 * 2 * 8 * 64 * 2
+    for size in (2, 4, 8):
+        model.check_tensor_parallel(size)
+
+
 def test_qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = load_model_config(write_shape("qwen3-8b", tmp_path_factory.mktemp("shape")))
     costs = model_costs(model, "bfloat16")

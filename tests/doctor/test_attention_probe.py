@@ -34,7 +34,7 @@ def test_on_a_cpu() -> None:
 
 
 def test_the_model_s_windows_are_asked_for() -> None:
-    kinds = (AttentionKind(**HEADS), AttentionKind(**HEADS, window=64))
+    kinds = (AttentionKind(**HEADS), AttentionKind(**HEADS, window=64, has_sinks=True))
     assert check("cpu", kinds=kinds)["choice"].level == Level.OK
 
 
@@ -49,4 +49,5 @@ def test_on_a_gpu() -> None:
     findings = check("cuda")
     assert findings["triton"] == Finding(name="triton", level=Level.OK, found="works")
     assert "auto is triton" in findings["choice"].found
+    assert "sinks" in check("cuda", kinds=(AttentionKind(**HEADS, has_sinks=True),))["flash-attn"].found
     assert "head size 80" in check("cuda", kinds=(AttentionKind(**{**HEADS, "head_dim": 80}),))["triton"].found

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from checkpoints import tiny_model_config
 from model_facts import attention_of, rope_of, windows_of
+from nvcli.bench.shapes import SHAPES
 from nvcli.cli.main import app
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
@@ -39,6 +40,21 @@ def test_models_lists_all_families() -> None:
         assert {"architectures", "examples", "features"} < entry.keys()
         assert all(name in table for name in (entry["name"], *entry["architectures"], *entry["examples"]))
     assert max(map(len, table.splitlines())) <= 120
+
+
+def test_gpt_oss_of_the_hub(tmp_path: Path) -> None:
+    """Its files say nothing of a type, and have the older names of the rope, whose ramp has no rounded ends."""
+    values = {**SHAPES["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = load_model_config(tmp_path)
+    assert config.dtype == "bfloat16"
+    assert windows_of(config) == (128, None) * 12
+    rope = rope_of(config)
+    assert (rope.rope_type, rope.theta, rope.factor, rope.truncate) == ("yarn", 150_000.0, 32.0, False)
+    assert rope.original_max_position_embeddings == 4096
+    absent = {key: value for key, value in values.items() if not key.startswith("rope")}
+    (tmp_path / "config.json").write_text(json.dumps(absent))
+    assert load_model_config(tmp_path) == config, "what transformers takes for absent keys"
 
 
 def test_gemma_3_of_the_hub_leaves_out_what_is_usual(tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("qwen3-32b", 32.76),
         ("qwen3-30b-a3b", 30.53),
         ("qwen3-235b-a22b", 235.09),
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
         ("llama-3.1-8b", 8.03),
         ("llama-3.1-70b", 70.55),
         ("gemma-2-9b", 9.24),

@@ -84,26 +84,34 @@ class AttentionBackend(ABC):
             self.plan_prefill_on_device(batch)
 
     def forward(
-        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor,
+        batch: ForwardBatch,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend causally to each request's past (`spec.window` of it), the batch's own tokens included.
 
         layer: number of the layer in the cache. K/V of all tokens of the batch are in the cache already.
         q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; they may be strided views of one buffer, each
         token's heads contiguous. k may be None unless the backend has `reads_new_keys`.
+        sinks: [num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled.
         → [T, num_heads, head_dim], contiguous.
         """
         num_single = batch.num_single_rows
         if batch.shape.num_rows == 0:
             return new_or(None, q)
         if num_single == batch.shape.num_rows:
-            return self.decode(spec, layer, q, batch, None)
+            return self.decode(spec, layer, q, batch, None, sinks)
         if num_single == 0:
-            return self.prefill(spec, layer, q, None if k is None else (k, v), batch, None)
+            return self.prefill(spec, layer, q, None if k is None else (k, v), batch, None, sinks)
         out = new_or(None, q)
-        self.decode(spec, layer, q[:num_single], batch, out[:num_single])
+        self.decode(spec, layer, q[:num_single], batch, out[:num_single], sinks)
         new = None if k is None else (k[num_single:], v[num_single:])
-        self.prefill(spec, layer, q[num_single:], new, batch, out[num_single:])
+        self.prefill(spec, layer, q[num_single:], new, batch, out[num_single:], sinks)
         return out
 
     # ------------------------------------------------------------------ the halves
@@ -121,12 +129,27 @@ class AttentionBackend(ABC):
         """`plan_on_device` for the chunks."""
 
     @abstractmethod
-    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same shape, in `out` where it is given."""
 
     @abstractmethod
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        new: NewKV,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend the chunks. q, new: their tokens' → q's shape, in `out` where it is given."""
 

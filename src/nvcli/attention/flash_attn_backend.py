@@ -95,7 +95,15 @@ class FlashAttnBackend(AttentionBackend):
             most_keys=next(iter(tables.values())).shape[1] * self._block_size,
         )
 
-    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         tables = {"page_table" if self._is_version_3 else "block_table": self._decode_tables[spec.kv_group]}
         seq_lens = batch.seq_lens[: batch.num_single_rows]
         cache = batch.kv_cache.layer(layer)
@@ -103,7 +111,14 @@ class FlashAttnBackend(AttentionBackend):
         return copied_to(out, result.squeeze(1))
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        new: NewKV,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend the chunks. Version 3 is called as `hopper/flash_attn_interface.py` of its repository documents it."""
         assert self._chunks is not None, "plan_on_device comes before forward"

@@ -105,11 +105,26 @@ class FlashInferBackend(AttentionBackend):
         for planned in self._prefills.values():
             planned.gather_ids(batch, slice(batch.num_single_rows, batch.shape.num_rows))
 
-    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         return self._decodes[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, new_or(out, q))
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        new: NewKV,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
         num_tokens = int(batch.num_tokens_host[batch.num_single_rows :].sum())

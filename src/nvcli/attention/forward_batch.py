@@ -60,7 +60,14 @@ class LayerAttention(Protocol):
     reads_new_keys: bool
 
     def forward(
-        self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor,
+        batch: ForwardBatch,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend causally in one layer; the shapes are those of `AttentionBackend.forward`."""
 

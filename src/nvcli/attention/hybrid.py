@@ -49,10 +49,25 @@ class HybridBackend(AttentionBackend):
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         self._prefill.plan_prefill_on_device(batch)
 
-    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        return self._decode.decode(spec, layer, q, batch, out)
+    def decode(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        return self._decode.decode(spec, layer, q, batch, out, sinks)
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        new: NewKV,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        return self._prefill.prefill(spec, layer, q, new, batch, out)
+        return self._prefill.prefill(spec, layer, q, new, batch, out, sinks)

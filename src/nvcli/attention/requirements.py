@@ -11,10 +11,15 @@ from nvcli.attention.spec import AttentionCase
 
 
 def unmet_requirements(
-    case: AttentionCase, *, capability: tuple[int, int], dtypes: Sequence[torch.dtype], head_dims: Sequence[int]
+    case: AttentionCase,
+    *,
+    capability: tuple[int, int],
+    dtypes: Sequence[torch.dtype],
+    head_dims: Sequence[int],
+    takes_sinks: bool = False,
 ) -> list[str]:
-    """Return the reasons why a backend that needs this compute capability, and serves these types and head sizes,
-    cannot serve `case`."""
+    """Return the reasons why a backend that needs this compute capability, and serves these types and head sizes, and
+    sinks if `takes_sinks`, cannot serve `case`."""
     if case.device.type != "cuda":
         return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
     reasons = []
@@ -30,6 +35,8 @@ def unmet_requirements(
             reasons.append(f"head size {spec.head_dim} is not one of {', '.join(map(str, head_dims))}")
         if spec.num_heads % spec.num_kv_heads:
             reasons.append(f"{spec.num_heads} heads do not divide by {spec.num_kv_heads} KV heads")
+        if spec.has_sinks and not takes_sinks:
+            reasons.append("the model's heads have attention sinks, which it does not take")
     return list(dict.fromkeys(reasons))
 
 

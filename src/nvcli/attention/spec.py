@@ -20,6 +20,9 @@ class AttentionSpec:
     """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
     soft_cap: float | None = None
     """Scaled scores are taken through soft_cap × tanh(score / soft_cap); None: they are not."""
+    has_sinks: bool = False
+    """Whether each head has a sink: one score more in every softmax, which belongs to no key, so that the weights of
+    the keys add up to less than 1."""
     kv_group: int = 0
     """Index of the KV group whose blocks hold its keys and values."""
 

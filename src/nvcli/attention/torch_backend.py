@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nvcli.attention import written_softmax
 from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK
@@ -109,7 +110,15 @@ class TorchBackend(AttentionBackend):
         lens = batch.seq_lens[batch.num_single_rows :].tolist()
         self._chunks = {kind: list(self._lay_out_chunks(kind, batch, lens)) for kind in self._kinds}
 
-    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         decodes = self._decodes[spec.window, spec.kv_group]
         k_cache, v_cache = batch.kv_cache.layer(layer)
         num_kv_heads, head_dim = k_cache.shape[2:]
@@ -129,11 +138,19 @@ class TorchBackend(AttentionBackend):
                 v.view(shape)[:, : group.most_keys].transpose(1, 2),
                 mask=group.mask,
                 is_causal=False,
+                sinks=None if sinks is None else sinks.view(num_kv_heads, -1, 1),
             )
         return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=new_or(out, q))
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        new: NewKV,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         assert new is not None, "this backend reads new keys"
         k, v = new
@@ -147,7 +164,7 @@ class TorchBackend(AttentionBackend):
                 continue
             if chunk.block_ids is None:
                 if spec.window is None or num_tokens <= spec.window:
-                    out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None)
+                    out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None, sinks=sinks)
                     continue
                 keys, values = k[rows], v[rows]
             else:
@@ -160,7 +177,7 @@ class TorchBackend(AttentionBackend):
                 seen = slice(_first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
                 mask = self._mask(spec.window, end - start, seen.stop - seen.start)
                 queries = slice(chunk.start + start, chunk.start + end)
-                out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask)
+                out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks)
         out[chunks[-1].end :].zero_()  # padding
         return out
 
@@ -263,8 +280,10 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
-    """Attend tokens of one request. q: [n, num_heads, D]; k, v: [m, KV, D] → [n, num_heads, D].
+def _attend(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend tokens of one request. q: [n, num_heads, D]; k, v: [m, KV, D]; sinks: [num_heads] → [n, num_heads, D].
 
     Without a mask n equals m and the attention is causal. KV heads take the batch dimension, and the query heads that
     share one the head dimension, where k and v are expanded without a copy.
@@ -273,25 +292,21 @@ def _attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tenso
     q = q.view(q.shape[0], -1, group, q.shape[-1]).permute(1, 2, 0, 3)  # [KV, G, n, D]
     k = k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)  # [KV, G, m, D]
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-    out = _softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None)
+    if sinks is not None:
+        sinks = sinks.view(-1, group, 1, 1)
+    out = _softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None, sinks=sinks)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _softmax_attention(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, sinks: Tensor | None
 ) -> Tensor:
-    """Compute softmax(q kᵀ scale, capped) v, over the last two dimensions. `mask` is added to the scores."""
-    if spec.soft_cap is None:
-        with _sound_kernels(q.device):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale)
-    scores = torch.matmul(q.float() * spec.scale, k.float().transpose(-1, -2))
-    scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(hidden, float("-inf"))
-    elif mask is not None:
-        scores.add_(mask)
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    """Compute softmax(q kᵀ scale, capped) v, over the last two dimensions. `mask` is added to the scores; sinks: see
+    `written_softmax.attend`."""
+    if written_softmax.is_needed(spec):
+        return written_softmax.attend(spec, q, k, v, mask=mask, is_causal=is_causal, sinks=sinks)
+    with _sound_kernels(q.device):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=spec.scale)
 
 
 def _sound_kernels(device: torch.device) -> AbstractContextManager[None]:

@@ -74,6 +74,7 @@ class TritonBackend(AttentionBackend):
             capability=(8, 0),
             dtypes=(torch.bfloat16, torch.float16, torch.float32),
             head_dims=(16, 32, 64, 128, 256, 512),
+            takes_sinks=True,
         )
         if case.max_num_seqs > _MAX_ROWS:
             reasons.append(f"max_num_seqs {case.max_num_seqs} is above {_MAX_ROWS}")
@@ -100,16 +101,41 @@ class TritonBackend(AttentionBackend):
                 num_tokens=batch.num_tokens - first,
             )
 
-    def decode(self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+    def decode(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         out = new_or(out, q)
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
         decode = self._decodes[_geometry(spec)]
-        decode.run(q, k_cache, v_cache, block_tables, out, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap)
+        decode.run(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            out,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            sinks=sinks,
+        )
         return out
 
     def prefill(
-        self, spec: AttentionSpec, layer: int, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        new: NewKV,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
         k_cache, v_cache = batch.kv_cache.layer(layer)
@@ -117,7 +143,16 @@ class TritonBackend(AttentionBackend):
         prefill = self._prefills[_geometry(spec)]
         tiles = self._tiles[prefill.tile_key]
         prefill.run(
-            q, k_cache, v_cache, block_tables, tiles, out, scale=spec.scale, window=spec.window, soft_cap=spec.soft_cap
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            tiles,
+            out,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            sinks=sinks,
         )
         return out
 

@@ -59,6 +59,40 @@ def _qwen3_moe(
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """The published models differ in these two. Shapes have their weights in bfloat16."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "intermediate_size": 2880,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "hidden_act": "silu",
+        "vocab_size": 201088,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 131072,
+        "eos_token_id": 200002,
+    }
+
+
 SHAPES = {
     **DENSE_SHAPES,
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
@@ -69,6 +103,8 @@ SHAPES = {
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 768, 128, 8),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 1536, 128, 8),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
 """The shapes, as the models' published config.json files have them."""
 

@@ -22,6 +22,7 @@ class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
 
 
 class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ def probe(task: AttentionTask) -> list[Finding]:
                 scale=kind.head_dim**-0.5,
                 window=kind.window,
                 soft_cap=kind.soft_cap,
+                has_sinks=kind.has_sinks,
             )
             for kind in task.kinds
         ),

@@ -178,6 +178,7 @@ def _attention_kinds(model: ModelConfig, tensor_parallel_size: int) -> tuple[Att
             head_dim=attention.head_dim,
             window=attention.window,
             soft_cap=attention.soft_cap,
+            has_sinks=attention.has_sinks,
         )
         for attention in (layer.attention for layer in model.decoder.layer_kinds)
     )

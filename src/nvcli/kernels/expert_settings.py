@@ -8,6 +8,8 @@ from typing import Literal
 
 EXPERT_ALIGNMENT = 8
 """The intermediate size of experts is a multiple of it on each rank: rows of weights begin at multiples of 16 bytes."""
+MXFP4_BLOCK = 32
+"""How many neighbours of a row share a scale in MXFP4 (`kernels/mxfp4.py`)."""
 TINY = 1e-20
 """Added to a sum of scores before a division by it."""
 

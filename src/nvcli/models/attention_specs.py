@@ -22,6 +22,7 @@ def attention_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage
             scale=attention.scale,
             window=attention.window,
             soft_cap=attention.soft_cap,
+            has_sinks=attention.has_sinks,
             kv_group=group_of[owners[number] - numbers.start],
         )
         for number, attention in ((number, layers[number].attention) for number in numbers)

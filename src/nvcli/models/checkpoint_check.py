@@ -50,7 +50,7 @@ def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo
             raise LoadError(
                 f"{found.file}: tensor {found.name} has shape {list(found.shape)}, config.json asks for {list(shape)}"
             )
-        if found.dtype not in _FLOAT_DTYPES:
+        if found.scales is None and found.dtype not in _FLOAT_DTYPES:
             raise LoadError(
                 f"{found.file}: tensor {found.name} is stored as {found.dtype}; supported: "
                 f"{', '.join(sorted(_FLOAT_DTYPES))}"

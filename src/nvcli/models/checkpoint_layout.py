@@ -13,6 +13,7 @@ from itertools import count, takewhile
 from typing import Protocol
 
 from nvcli.errors import LoadError
+from nvcli.models.interleaved_experts import split_interleaved
 from nvcli.models.safetensors_header import TensorInfo
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -46,6 +47,8 @@ class CheckpointLayout:
     """Whether the checkpoint holds more than the text model. The rest is left on disk."""
     left: tuple[str, ...] = ()
     """How the names of other tensors begin that are left on disk."""
+    interleaves_experts: bool = False
+    """Whether stacks of experts are those of `interleaved_experts.py`."""
 
     def decoder_name(self, stored: str) -> str | None:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
@@ -111,7 +114,10 @@ def locate_tensors(
             left[name] = info
         else:
             found[decoder_name] = info
-    num_rows = {name: tensor.stored_shape[0] for tensor in wanted for name in tensor.stored_names}
+    shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
+    if layout.interleaves_experts:
+        split_interleaved(found, shapes)
+    num_rows = {name: shape[0] for name, shape in shapes.items()}
     for name in [name for name in found if name not in num_rows]:
         if parts := [part for part in _projections(name) if part in num_rows]:
             _split(found, found.pop(name), parts, num_rows)

@@ -112,7 +112,7 @@ def load_model_config(path: Path) -> ModelConfig:
     config = JsonFile.read(path / CONFIG_FILE)
     generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
     architecture, family = _family(config)
-    _refuse_quantised(config)
+    _refuse_quantised(config, family)
     text = _text_config(config, family)
     decoder = family.read(text)
     return ModelConfig(
@@ -154,10 +154,12 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
     return JsonFile(config.path, {**family.defaults, **found}, section=f"{_TEXT}.")
 
 
-def _refuse_quantised(config: JsonFile) -> None:
+def _refuse_quantised(config: JsonFile, family: Family) -> None:
     quantization = config.values.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if method in family.quantisations:
+            return
         raise config.error(
             "quantization_config",
             f"quantised weights ({show(method)}) are not supported; use the model's bfloat16 or float16 checkpoint",

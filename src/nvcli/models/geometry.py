@@ -209,6 +209,9 @@ def _attention(
         yield from _linear(weight, bias=attention.qkv_bias)
     o_proj = _matrix(f"{path}.o_proj", (hidden, query_size), Cut.COLUMNS, dtype, "attention")
     yield from _linear(o_proj, bias=attention.o_bias)
+    if attention.has_sinks:  # in float32, as kernels take them
+        shape = (attention.num_heads,)
+        yield TensorSpec(name=f"{path}.sinks", shape=shape, cut=Cut.ROWS, dtype="float32", part="attention")
     if attention.qk_norm == "head":
         for name in ("q_norm",) if attention.shares_kv else ("q_norm", "k_norm"):
             yield replace(_norm(f"{path}.{name}", head_dim, norm, dtype, "attention"), row_order=order)
@@ -227,13 +230,13 @@ def _mlp(path: str, mlp: MLPConfig, hidden: int, dtype: StoredDtype) -> Iterator
 
 
 def _experts(path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype) -> Iterator[TensorSpec]:
-    """The router, the experts, and what all tokens share. The router's correction is kept in float32, in which it is
-    added."""
+    """The router, the experts, and what all tokens share. The router's bias and correction are kept in float32, in
+    which they are added."""
     num_experts, size = config.routing.num_experts, config.intermediate_size
-    router = _matrix(f"{path}.gate", (num_experts, hidden), Cut.REPLICATED, dtype, "MLP")
-    yield from _linear(router, bias=config.bias)
-    if config.has_correction:
-        name = f"{path}.gate.e_score_correction_bias"
+    yield _matrix(f"{path}.gate", (num_experts, hidden), Cut.REPLICATED, dtype, "MLP")
+    vectors = {"bias": config.bias, "e_score_correction_bias": config.has_correction}
+    for name in (name for name, is_there in vectors.items() if is_there):
+        name = f"{path}.gate.{name}"
         yield TensorSpec(name=name, shape=(num_experts,), cut=Cut.REPLICATED, dtype="float32", part="MLP")
     for name, shape, cut in (
         ("gate_proj", (size, hidden), Cut.ROWS),

@@ -45,6 +45,8 @@ class AttentionConfig:
     """How many tokens a token attends to: itself and those right before it; None: all before it."""
     soft_cap: float | None = None
     """Scores are taken through soft_cap × tanh(score / soft_cap); None: they are not."""
+    has_sinks: bool = False
+    """Whether each head has a score of the checkpoint in every softmax that belongs to no key."""
     qk_norm: QKNorm | None = None
     norms_values: bool = False
     """Whether each head of the values is normed, without a weight."""

@@ -23,7 +23,7 @@ from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParalle
 from nvcli.models.qkv import QKVPreparation, QueryScaleTable
 from nvcli.models.rope import RotaryTable
 from nvcli.models.rope_config import RopeConfig
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
 
 class Norm(WeightModule):
@@ -110,6 +110,20 @@ class RotaryTables(nn.Module):
         return Angles({key: table(positions) for key, table in zip(self.keys, self.tables, strict=True)})
 
 
+class Sinks(WeightModule):
+    """The sinks of this rank's heads, [heads] float32."""
+
+    def __init__(self, build: BuildContext, path: str) -> None:
+        super().__init__()
+        self.tensor = build.tensors[path]
+        self.read = self.tensor.shard(build.group.rank, build.group.size)
+        self.weight = empty_parameter(self.tensor, *self.tensor.kept_shape(build.group.size))
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        write = tuple(slice(0, length(part)) for part in self.read)
+        yield WeightSource(tensor=self.tensor, read=self.read, parameter="weight", write=write)
+
+
 class Attention(nn.Module):
     """Grouped-query attention, cut over the ranks by heads. [T, H] → [T, this rank's heads × D].
 
@@ -137,6 +151,7 @@ class Attention(nn.Module):
         norms_heads = config.qk_norm == "head"
         self.q_norm = Norm(build, f"{path}.q_norm", norm) if norms_heads else None
         self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
+        self.sinks = Sinks(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm.eps) if QKVPreparation.is_needed(config) else None
         scaling = config.query_scaling
         scales = scaling is not None and build.max_positions > scaling.length
@@ -163,7 +178,12 @@ class Attention(nn.Module):
         )
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
-        return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch).flatten(1)
+        return self._attend(q, k, v, batch)
+
+    def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
+        """q: [T, this rank's heads, D]; k, v: those of `AttentionBackend.forward` → [T, this rank's heads × D]."""
+        sinks = None if self.sinks is None else self.sinks.weight
+        return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch, sinks).flatten(1)
 
     def _attend_to_cache(self, queries: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Attend to what another layer has stored. [T, this rank's heads × D] → the same shape."""
@@ -177,4 +197,4 @@ class Attention(nn.Module):
             k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
             places = slots // k_cache.shape[1], slots % k_cache.shape[1]
             k, v = k_cache[places].to(q.dtype), v_cache[places].to(q.dtype)
-        return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch).flatten(1)
+        return self._attend(q, k, v, batch)

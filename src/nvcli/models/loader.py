@@ -21,6 +21,7 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.geometry import TensorSpec
 from nvcli.models.safetensors_header import TensorInfo
+from nvcli.models.stored_values import OpenFiles
 from nvcli.models.weights import DerivedModule, WeightModule, WeightSource
 
 _MAX_THREADS = 8
@@ -164,12 +165,10 @@ def _read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo])
 def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str, TensorInfo]) -> None:
     try:
         # The mode is a thread's own, and parameters made in inference mode may be written in it alone.
-        with torch.inference_mode(), safe_open(file, framework="pt", device="cpu") as handle:
+        with torch.inference_mode(), OpenFiles() as files:
             for a in assignments:
-                info, (rows, *columns) = tensors[a.source.stored_name], a.source.read
-                rows = slice(info.first_row + rows.start, info.first_row + rows.stop)
-                expert = [] if info.expert is None else [info.expert]
-                a.target.copy_(_as_kept(handle.get_slice(info.name)[*expert, rows, *columns], a.source.tensor))
+                info = tensors[a.source.stored_name]
+                a.target.copy_(_as_kept(files.read(info, a.source.read, a.target.device), a.source.tensor))
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
 

@@ -26,7 +26,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """A tensor in a safetensors file, as its header describes it, or some of its rows."""
+    """A tensor in a safetensors file, as its header describes it, or some of its rows [out, in]."""
 
     file: Path
     name: str
@@ -39,6 +39,12 @@ class TensorInfo:
     """Where the rows begin in the file's tensor."""
     expert: int | None = None
     """Which matrix of the file's tensor it is, where that is a stack of those of all experts."""
+    row_step: int = 1
+    """How far the rows are apart in the file's tensor."""
+    is_transposed: bool = False
+    """Whether the file's matrices are [in, out]."""
+    scales: TensorInfo | None = None
+    """Where the file's tensor is of MXFP4 blocks [..., out, blocks, bytes], their scales [..., out, blocks]."""
 
 
 class _Entry(msgspec.Struct, frozen=True):

@@ -31,6 +31,12 @@ def soft_capped(scores, CAP: tl.constexpr):
     return 2 * CAP * tl.sigmoid(scores * (2 / CAP)) - CAP
 
 
+@triton.jit
+def log2_scores(scores):
+    """Scores in the unit of the kernels, whose softmax takes powers of 2."""
+    return scores * 1.4426950408889634
+
+
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def decode_attention_kernel(
     q,  # [B, H, D], rows q_stride apart
@@ -43,6 +49,7 @@ def decode_attention_kernel(
     partial_out,  # [chunks of cut rows, KV, G, D] float32
     partial_lse,  # [chunks of cut rows, KV, G] float32, base 2
     arrivals,  # [B, KV] int32, 0 between launches
+    sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
     scale_log2,  # scores × scale × log2(e)
     q_stride,
     block_table_stride,
@@ -53,6 +60,7 @@ def decode_attention_kernel(
     BLOCK_STRIDE: tl.constexpr,  # elements from one block to the next
     HAS_WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,  # soft cap × log2(e); 0: none
+    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
@@ -92,6 +100,12 @@ def decode_attention_kernel(
     highest = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     weight_sum = tl.zeros([PADDED_GROUP], tl.float32)
     acc = tl.zeros([PADDED_GROUP, HEAD_DIM], tl.float32)
+    if HAS_SINKS:
+        # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
+        is_first = tl.load(item + 5) == 0
+        sink = log2_scores(tl.load(sinks + kv_head * GROUP + group, mask=in_group, other=0.0))
+        highest = tl.where(is_first, sink, highest)
+        weight_sum = tl.where(is_first, 1.0, weight_sum)
     for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
         keys = start + lanes
         is_key = keys < end
@@ -236,9 +250,10 @@ class DecodeAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Attend as planned. q, out: [B, H, D]; q's rows may be strided, out is contiguous; block_tables: [slots, ...]
-        int32, of the layer's KV group; window: one of those that this was made for."""
+        int32, of the layer's KV group; window: one of those that this was made for; sinks: [H] float32."""
         num_rows = q.shape[0]
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
@@ -258,6 +273,7 @@ class DecodeAttention:
             self._partial_out,
             self._partial_lse,
             self._arrivals,
+            self._partial_lse if sinks is None else sinks,
             scale * _LOG2_E,
             q.stride(0),
             block_tables.stride(0),
@@ -268,6 +284,7 @@ class DecodeAttention:
             BLOCK_STRIDE=k_cache.stride(0),
             HAS_WINDOW=window is not None,
             SOFT_CAP=0.0 if soft_cap is None else soft_cap * _LOG2_E,
+            HAS_SINKS=sinks is not None,
             TILE=self._tile,
             PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
             ITEM_FIELDS=ITEM_FIELDS,

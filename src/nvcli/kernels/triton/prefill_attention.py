@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.decode_attention import soft_capped
+from nvcli.kernels.triton.decode_attention import log2_scores, soft_capped
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
 
 _LOG2_E = 1.4426950408889634
@@ -120,6 +120,7 @@ def prefill_attention_kernel(
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
     tiles,  # [capacity, TILE_FIELDS] int32
     num_tiles,  # [1] int32
+    sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
     window,  # keys that a row sees at most, where HAS_WINDOW
     scale_log2,  # scale × log2(e); positive
     q_stride,
@@ -131,6 +132,7 @@ def prefill_attention_kernel(
     BLOCK_STRIDE: tl.constexpr,  # elements from one block to the next
     HAS_WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,  # soft cap × log2(e); 0: none
+    HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,  # of a tile without masks
     MASKED_KEYS: tl.constexpr,  # of a tile with masks; divides KEYS
@@ -170,6 +172,9 @@ def prefill_attention_kernel(
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    if HAS_SINKS:
+        highest = log2_scores(tl.load(sinks + head))
+        weight_sum += 1.0
     if HAS_WINDOW:
         # Where blocks hold whole tiles the first tile is rounded down within its block; else it begins where the first
         # row's window does, for what is before may lie in a block that was given back.
@@ -281,9 +286,10 @@ class PrefillAttention:
         scale: float,
         window: int | None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Attend the tiles. q, out: [T, H, D], the chunks' tokens; q's may be strided, out is contiguous.
-        block_tables: [slots, ...] int32, of the layer's KV group."""
+        block_tables: [slots, ...] int32, of the layer's KV group; sinks: [H] float32."""
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         assert k_cache.stride() == v_cache.stride()
@@ -297,6 +303,7 @@ class PrefillAttention:
             block_tables,
             tiles.tiles,
             tiles.num_tiles,
+            out if sinks is None else sinks,
             window or 0,
             scale * _LOG2_E,
             q.stride(0),
@@ -308,6 +315,7 @@ class PrefillAttention:
             BLOCK_STRIDE=k_cache.stride(0),
             HAS_WINDOW=window is not None,
             SOFT_CAP=0.0 if soft_cap is None else soft_cap * _LOG2_E,
+            HAS_SINKS=sinks is not None,
             ROWS=launch.rows,
             KEYS=launch.keys,
             MASKED_KEYS=launch.masked_keys,

@@ -12,6 +12,7 @@ from nvcli.models.families.gemma3 import GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4
 from nvcli.models.families.glm import GLM, GLM4
 from nvcli.models.families.glm_moe import GLM4_MOE
+from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.llama import INTERNLM3, LLAMA
 from nvcli.models.families.ministral import MINISTRAL, MINISTRAL3, MISTRAL3
@@ -51,6 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     GRANITE,
     GRANITE4,
+    GPT_OSS,
     SEED_OSS,
     COHERE2,
 )

@@ -25,5 +25,7 @@ class Family:
     """Reads config.json, or its `text_config` where it describes more than text."""
     ties_embeddings: bool = False
     """What an absent `tie_word_embeddings` stands for."""
+    quantisations: tuple[str, ...] = ()
+    """The `quant_method` of checkpoints whose weights are turned into plain ones when they are loaded."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What absent keys stand for, for a family whose published files leave keys out."""

@@ -1,0 +1,56 @@
+"""Attention whose scores are written out in plain torch, for what `scaled_dot_product_attention` has no word for: soft
+caps and sinks.
+
+A head's sink is one score more in each of its softmaxes, which belongs to no key: the weights of the keys add up to
+less than 1 (StreamingLLM, https://arxiv.org/abs/2309.17453; learned in gpt-oss, https://arxiv.org/abs/2508.10925).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.spec import AttentionSpec
+
+_CAUSAL_QUERIES = 256
+"""Queries of a prompt that are attended at once; bounds the memory of the scores."""
+
+
+def is_needed(spec: AttentionSpec) -> bool:
+    """Whether a kind of attention has something that is written out here."""
+    return spec.soft_cap is not None or spec.has_sinks
+
+
+def attend(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, sinks: Tensor | None
+) -> Tensor:
+    """Compute softmax(q kᵀ scale, capped) v over the last two dimensions: [..., n, D] and twice [..., m, D] →
+    [..., n, D].
+
+    `mask` is added to the scores. `is_causal`: n equals m, and query i sees the keys up to i. sinks: broadcast against
+    [..., n, 1], float32.
+    """
+    if not is_causal:
+        return _attend(spec, q, k, v, sinks=sinks, mask=mask)
+    parts = []
+    for start in range(0, q.shape[-2], _CAUSAL_QUERIES):
+        queries = q[..., start : start + _CAUSAL_QUERIES, :]
+        num_seen = start + queries.shape[-2]
+        hidden = torch.full((queries.shape[-2], num_seen), float("-inf"), device=q.device).triu_(start + 1)
+        parts.append(_attend(spec, queries, k[..., :num_seen, :], v[..., :num_seen, :], sinks=sinks, mask=hidden))
+    return torch.cat(parts, dim=-2)
+
+
+def _attend(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    scores = torch.matmul(q.float() * spec.scale, k.float().transpose(-1, -2))
+    if spec.soft_cap is not None:
+        scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if mask is not None:
+        scores.add_(mask)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1).softmax(-1)[..., :-1]
+    return torch.matmul(weights, v.float()).to(q.dtype)

@@ -1,0 +1,40 @@
+"""MXFP4 in plain torch: numbers of 4 bits, of which each 32 neighbours share a scale of 8 bits (OCP Microscaling
+Formats, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of E2M1 without the sign, by their lower three bits."""
+_SCALE_BIAS = 127
+_NAN_SCALE = 255
+
+
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers in bfloat16, which holds them exactly, or as infinity above its range: [..., G × 32].
+
+    blocks: [..., G, 16] uint8, the earlier one of two numbers in the lower half of its byte; scales: [..., G] uint8,
+    exponents of 2 with a bias of 127, or 255 for NaN.
+    """
+    # Both numbers of a byte are looked up at once, as one number of 32 bits.
+    pairs = _byte_pairs(blocks.device).index_select(0, blocks.flatten().int())
+    factors = _powers(blocks.device).index_select(0, scales.flatten().int())
+    numbers = pairs.view(torch.bfloat16).view(*scales.shape, -1)
+    return numbers.mul_(factors.view(*scales.shape, 1)).flatten(-2)
+
+
+def _byte_pairs(device: torch.device) -> Tensor:
+    """The two bfloat16 numbers of each byte, as [256] int32."""
+    half = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16, device=device)
+    pairs = torch.stack((half.repeat(16), half.repeat_interleave(16)), dim=-1)
+    return pairs.view(torch.int32).flatten()
+
+
+def _powers(device: torch.device) -> Tensor:
+    """The factor of each scale, [256] bfloat16."""
+    exponents = torch.arange(256, dtype=torch.float64, device=device) - _SCALE_BIAS
+    powers = torch.exp2(exponents)
+    powers[_NAN_SCALE] = torch.nan
+    return powers.to(torch.bfloat16)

@@ -1,0 +1,67 @@
+"""gpt-oss (https://arxiv.org/abs/2508.10925): attention sinks, windows in every other layer, biases everywhere, and a
+mixture of experts whose gate and up projections are clamped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.family import Family
+from nvcli.models.families.reading import (
+    FULL,
+    SLIDING,
+    bounded,
+    every_nth_full,
+    read_activation,
+    read_attention,
+    read_decoder,
+    read_window,
+)
+from nvcli.models.families.reading_experts import read_experts, read_routing
+from nvcli.models.json_file import JsonFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+
+_LAYOUT = CheckpointLayout(renamed=((".mlp.router.", ".mlp.gate."),), interleaves_experts=True)
+
+
+def read(config: JsonFile) -> DecoderConfig:
+    """Read two kinds of layers. The weights of a token's experts are a softmax over these experts alone."""
+    if read_activation(config) != "silu":
+        raise config.error("hidden_act", "only silu is supported here, which the experts' gates build on")
+    bias = config.get("attention_bias", bool, True)
+    full = read_attention(config, default_theta=150_000.0, qkv_bias=bias, o_bias=bias, has_sinks=True)
+    attention = {FULL: full, SLIDING: replace(full, window=bounded(read_window(config, 128), config))}
+    activation = GatedActivation(
+        kind="clamped_swiglu",
+        alpha=config.positive_number("swiglu_alpha", 1.702),
+        limit=config.positive_number("swiglu_limit", 7.0),
+    )
+    experts = read_experts(
+        config,
+        read_routing(config, renormalise=True),
+        size_key="intermediate_size",
+        activation=activation,
+        bias=True,
+    )
+    kinds = every_nth_full(config, 2)
+    return read_decoder(config, (LayerConfig(attention=attention[kind], mlp=experts) for kind in kinds), layout=_LAYOUT)
+
+
+GPT_OSS = Family(
+    name="gpt-oss",
+    architectures=("GptOssForCausalLM",),
+    features="attention sinks, windows in every other layer, a mixture of experts; MXFP4 weights are read as bfloat16",
+    examples=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+    read=read,
+    quantisations=("mxfp4",),
+    defaults={
+        "dtype": "bfloat16",  # the published files leave it out
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    },
+)
