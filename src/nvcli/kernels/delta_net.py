@@ -54,7 +54,8 @@ class DeltaGates(NamedTuple):
 
     def decay(self) -> Tensor:
         """The logarithm g of each token's decay: [T, Hv] float32, at most 0."""
-        return -self.log_rate.float().exp() * F.softplus(self.step.float() + self.step_bias.float())
+        steps: Tensor = F.softplus(self.step.float() + self.step_bias.float())
+        return -self.log_rate.float().exp() * steps
 
 
 def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads) -> Tensor:
@@ -132,10 +133,11 @@ def _heads(qkv: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
     """Cut queries, keys and values into heads, one key head for each value head, norm and scale: float32
     [T, Hv, Dk] twice, and [T, Hv, Dv]."""
     key_size = heads.num_key_heads * heads.key_dim
-    q, k, v = qkv.float().split([key_size, key_size, heads.num_value_heads * heads.value_dim], dim=1)
+    sizes = [key_size, key_size, heads.num_value_heads * heads.value_dim]
+    q, k, v = torch.split(qkv.float(), sizes, dim=1)
     repeats = heads.num_value_heads // heads.num_key_heads
-    q, k = (_unit(x.unflatten(1, (-1, heads.key_dim))).repeat_interleave(repeats, dim=1) for x in (q, k))
-    return q * heads.key_dim**-0.5, k, v.unflatten(1, (-1, heads.value_dim))
+    q, k = (_unit(x.view(len(x), -1, heads.key_dim)).repeat_interleave(repeats, dim=1) for x in (q, k))
+    return q * heads.key_dim**-0.5, k, v.view(len(v), -1, heads.value_dim)
 
 
 def _unit(x: Tensor) -> Tensor:
