@@ -14,7 +14,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from nvcli.kernels.causal_conv import causal_conv
-from nvcli.kernels.delta_net import DeltaGates, DeltaHeads, delta_chunks, delta_rule, delta_step
+from nvcli.kernels.delta_net import delta_chunks, delta_rule, delta_step
+from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.norm import gated_rms_norm
 
 HEADS = DeltaHeads(num_key_heads=2, key_dim=8, num_value_heads=4, value_dim=16)

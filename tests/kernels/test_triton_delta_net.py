@@ -13,7 +13,7 @@ from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import causal_conv as conv_reference
 from nvcli.kernels import delta_net as reference
 from nvcli.kernels import norm as norm_reference
-from nvcli.kernels.delta_net import DeltaGates, DeltaHeads
+from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton import causal_conv, delta_net, norm
 

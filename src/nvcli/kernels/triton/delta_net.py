@@ -1,5 +1,5 @@
 """The gated delta rule in Triton. A program has some columns of one head's state, which it alone reads and writes: for
-rows of one token it is one pass over them; for chunks the program goes through the row's tokens, 64 at a time.
+rows of one token it is one pass over them; for chunks the program goes through the row's tokens, 32 at a time.
 
 The triangular system of a chunk is solved by its inverse, which is put together from blocks: that of [[A, 0], [C, B]]
 is [[A⁻¹, 0], [-B⁻¹ C A⁻¹, B⁻¹]]. From blocks of 1 to half a chunk, each size takes two products for all blocks at once,
@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.delta_net import CHUNK, DeltaGates, DeltaHeads
+from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.state_rows import row_arguments, row_of
 
 _NORM_EPS = tl.constexpr(1e-6)
 _STEP_TILE, _STEP_WARPS = 32, 4
 _CHUNK_TILE, _CHUNK_WARPS = 64, 8
+_CHUNK_LEVELS = 5
+"""A chunk has 2^5 tokens: with 64 the compiler keeps many more values in memory that registers do not hold."""
 
 
 @triton.jit
@@ -238,8 +240,8 @@ def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, he
             **sizes,
             KEY_TILE=max(16, triton.next_power_of_2(heads.key_dim)),
             VALUE_TILE=tile,
-            LEVELS=CHUNK.bit_length() - 1,
-            PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+            LEVELS=_CHUNK_LEVELS,
+            PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",
             num_warps=_CHUNK_WARPS,
             num_stages=1,
         )
