@@ -1,4 +1,4 @@
-"""What the gated delta rule takes beside queries, keys and values (`delta_net.py`). Shapes: T tokens, Hv value heads."""
+"""What the gated delta rule (`delta_net.py`) takes beside queries, keys and values. T tokens, Hv value heads."""
 
 from __future__ import annotations
 
