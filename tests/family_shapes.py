@@ -151,6 +151,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen 3-next": ("Qwen3Next", HYBRID_EXPERTS),
     "qwen 3.5": ("Qwen3_5Text", HYBRID),
+    "qwen 3.5 with vision": ("Qwen3_5", HYBRID),
     "qwen 3.5 mixture of experts": ("Qwen3_5MoeText", HYBRID_EXPERTS),
     **EXPERT_SHAPES,
 }

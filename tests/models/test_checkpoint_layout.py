@@ -106,6 +106,6 @@ def test_rows_stand_in_the_order_in_which_one_rotation_serves_all(tmp_path: Path
     """Neighbouring pairs of GLM's heads stand half a head apart; half of each head is not rotated."""
     path = write_tiny_model(tmp_path / "glm", "Glm", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
     stored = load_file(path / FILE)["model.layers.0.self_attn.q_proj.weight"].view(4, 16, 32)
-    kept = ModelDriver(path, device=CPU).model.model.layers["0"].self_attn.qkv_proj.weight[:64].view(4, 16, 32)
+    kept = ModelDriver(path, device=CPU).model.model.layers["0"].mixer.qkv_proj.weight[:64].view(4, 16, 32)
     order = [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
     assert torch.equal(kept, stored[:, order])

@@ -52,8 +52,8 @@ def logits_in_steps(driver: ModelDriver, ids: list[int], *lengths: int) -> Tenso
 
 
 def assert_close(found: Tensor, expected: Tensor, *, name: str = "") -> None:
-    # With Qwen3-Next the two forms of the delta rule in transformers differ by 4e-4 themselves.
-    atol = 8e-4 if name == "qwen 3-next" else 2e-4
+    # Delta nets of random weights enlarge rounding: with Qwen3-Next the two forms of transformers differ by 4e-4.
+    atol = 3e-3 if name.startswith(("qwen 3-next", "qwen 3.5")) else 2e-4
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
     assert expected.std() > 0.3, "the reference must not be so flat that everything agrees"
 
