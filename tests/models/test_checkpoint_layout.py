@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import write_tiny_model
+from family_shapes import SHAPES
 from nvcli.doctor.model_probe import check_tensors
 from nvcli.errors import LoadError
 
@@ -109,3 +110,15 @@ def test_rows_stand_in_the_order_in_which_one_rotation_serves_all(tmp_path: Path
     kept = ModelDriver(path, device=CPU).model.model.layers["0"].mixer.qkv_proj.weight[:64].view(4, 16, 32)
     order = [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
     assert torch.equal(kept, stored[:, order])
+
+
+def test_heads_that_predict_several_tokens_stay_on_disk(tmp_path: Path) -> None:
+    family, overrides = SHAPES["qwen 3.5"]
+    path = write_tiny_model(tmp_path, family, **overrides)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    weights["mtp.fc.weight"] = torch.zeros(4, 4)
+    save_file(weights, file, metadata={"format": "pt"})
+    driver = ModelDriver(path, device=CPU)
+    assert "1 tensors" in driver.notes[0]
+    assert "(mtp)" in driver.notes[0]
