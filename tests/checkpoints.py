@@ -19,6 +19,11 @@ _VISION = {
 }
 WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Gemma3": ("Gemma3Text", "SiglipVision", _VISION),
+    "Qwen3_5": (
+        "Qwen3_5Text",
+        "Qwen3_5Vision",
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    ),
     "Mistral3": ("Ministral3", "PixtralVision", {**_VISION, "head_dim": 8}),
 }
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""

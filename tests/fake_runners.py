@@ -143,6 +143,10 @@ class HashingRunner(CountingRunner):
         self.block_size = config.block_size
         self.windows = self.ready.group_windows
         """The window of each KV group: at least 2 tokens, or None."""
+        self.state_groups = self.ready.state_groups
+        """The KV groups in which no row may read what another row of its step has written."""
+        self.written_by: dict[tuple[int, int], int] = {}
+        """By KV group with states and block, the slot whose row has written to the block in this step."""
         self.accept: Callable[[int], int] | None = None
         """Given a row's number of logits, how many of its tokens count."""
         self.kv: dict[tuple[int, int], Key] = {}
@@ -156,6 +160,7 @@ class HashingRunner(CountingRunner):
 
     def launch(self, step: StepInput) -> Output | None:
         self.apply(step)
+        self.written_by.clear()
         tokens: list[int] = []
         counts: list[int] = []
         bounds = unpack(step.seq_lens)
@@ -205,6 +210,8 @@ class HashingRunner(CountingRunner):
             key = Key(position, last, hash((last, known[position] if is_right else self.BAD_TOKEN)))
             for group in range(len(self.windows)):
                 self.kv[self.place(group, slot, position)] = key
+            for group in self.state_groups:
+                self.written_by[group, self.place(group, slot, position)[0]] = slot
             last = key.hash
             if position >= start + num_tokens - num_logits and len(given) < count:
                 known[position + 1] = self.sample(slot, position, key)
@@ -221,6 +228,8 @@ class HashingRunner(CountingRunner):
 
     def check_group(self, group: int, slot: int, start: int) -> int:
         window = self.windows[group]
+        writer = self.written_by.get((group, self.place(group, slot, start - 1)[0]), slot)
+        assert writer == slot, "a state of the same step"
         first = 0 if window is None else max(0, start - window + 1)
         keys = [self.kv[self.place(group, slot, position)] for position in range(first, start)]
         assert [key.position for key in keys] == list(range(first, start)), "keys of other positions"

@@ -6,7 +6,7 @@ from typing import Any
 
 from expert_shapes import EXPERT_SHAPES
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 HALF = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -24,6 +24,23 @@ BY_LAYER_TYPE = {
 FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}
 LONGEST_SHORT_RUN = 70
 """With longrope, longer runs take the long factors."""
+
+HYBRID = {
+    "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.25},
+    "num_hidden_layers": 5,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+HYBRID_EXPERTS = {
+    **HYBRID,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3, layers without rope": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
@@ -132,5 +149,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **FOUR_LAYERS,
         },
     ),
+    "qwen 3-next": ("Qwen3Next", HYBRID_EXPERTS),
+    "qwen 3.5": ("Qwen3_5Text", HYBRID),
+    "qwen 3.5 with vision": ("Qwen3_5", HYBRID),
+    "qwen 3.5 mixture of experts": ("Qwen3_5MoeText", HYBRID_EXPERTS),
     **EXPERT_SHAPES,
 }

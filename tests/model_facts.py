@@ -12,7 +12,9 @@ from nvcli.models.rope_config import RopeConfig
 
 def attention_of(config: ModelConfig, layer: int = 0) -> AttentionConfig:
     """The attention of one layer."""
-    return config.layers[layer].attention
+    attention = config.layers[layer].attends
+    assert attention is not None
+    return attention
 
 
 def rope_of(config: ModelConfig, layer: int = 0) -> RopeConfig:
@@ -24,14 +26,14 @@ def rope_of(config: ModelConfig, layer: int = 0) -> RopeConfig:
 
 def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
     """The window of each layer."""
-    return tuple(layer.attention.window for layer in config.layers)
+    return tuple(attention_of(config, layer).window for layer in range(config.num_layers))
 
 
 def with_windows(config: ModelConfig, windows: Sequence[int | None]) -> ModelConfig:
     """The same model with other windows."""
     layers = (
-        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=window))
-        for layer, window in zip(config.layers, windows, strict=True)
+        dataclasses.replace(layer, attention=dataclasses.replace(attention_of(config, number), window=window))
+        for number, (layer, window) in enumerate(zip(config.layers, windows, strict=True))
     )
     kinds, kind_of_layer = index_kinds(layers)
     decoder = dataclasses.replace(config.decoder, layer_kinds=kinds, kind_of_layer=kind_of_layer)

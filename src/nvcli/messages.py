@@ -207,6 +207,8 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     group_windows: list[int | None] = msgspec.field(default_factory=lambda: [None])
     """The window of each KV group's layers, in tokens; None: they attend to all tokens before them. At most
     `MAX_KV_GROUPS`."""
+    state_groups: list[int] = []
+    """The numbers of the KV groups whose blocks hold recurrent states."""
     seconds: dict[str, float]
     """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""
     notes: list[str] = []

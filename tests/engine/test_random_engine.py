@@ -22,6 +22,7 @@ from requests_factory import make_request
 MAX_MODEL_LEN = 96
 Tokens = dict[int, list[int]]
 FULL, NARROW, WIDE = KVGroup(), KVGroup(window=6), KVGroup(window=17)
+STATE = KVGroup(window=2, is_state=True)
 
 
 @dataclass
@@ -71,7 +72,8 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
         max_model_len=MAX_MODEL_LEN,
         block_size=block_size,
         num_micro_batches=rng.choice([1, 1, 1, 2, 3]),
-        tokens_per_row=rng.choice([1, 1, 2, 3, 5]),
+        # A state does not go back by drafted tokens that were not accepted.
+        tokens_per_row=rng.choice([1, 1, 2, 3, 5]) if STATE not in groups else 1,
         kv_groups=groups,
     )
     failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
@@ -149,6 +151,7 @@ GROUPS = {
     "wide window": (WIDE,),
     "full and window": (FULL, NARROW),
     "three": (WIDE, FULL, NARROW),
+    "full and states": (FULL, STATE, STATE),
 }
 
 

@@ -43,7 +43,7 @@ class ModelDriver:
         self.num_bytes = load_weights(self.model, path, device, say=self.notes.append)
         layers = self.model.attention_layers
         group_layers = tuple(group.layers for group in kv_groups(config, stage))
-        cache_spec = KVCacheSpec.of_layers(layers, group_layers, block_size=block_size, dtype=dtype)
+        cache_spec = KVCacheSpec.of_layers(self.model.cache_layers, group_layers, block_size=block_size, dtype=dtype)
         self.kv_cache = KVCache(cache_spec, num_blocks, device)
         self.blocks = Blocks(num_blocks)
         case = AttentionCase(

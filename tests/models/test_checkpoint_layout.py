@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import write_tiny_model
+from family_shapes import SHAPES
 from nvcli.doctor.model_probe import check_tensors
 from nvcli.errors import LoadError
 
@@ -106,6 +107,18 @@ def test_rows_stand_in_the_order_in_which_one_rotation_serves_all(tmp_path: Path
     """Neighbouring pairs of GLM's heads stand half a head apart; half of each head is not rotated."""
     path = write_tiny_model(tmp_path / "glm", "Glm", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
     stored = load_file(path / FILE)["model.layers.0.self_attn.q_proj.weight"].view(4, 16, 32)
-    kept = ModelDriver(path, device=CPU).model.model.layers["0"].self_attn.qkv_proj.weight[:64].view(4, 16, 32)
+    kept = ModelDriver(path, device=CPU).model.model.layers["0"].mixer.qkv_proj.weight[:64].view(4, 16, 32)
     order = [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
     assert torch.equal(kept, stored[:, order])
+
+
+def test_heads_that_predict_several_tokens_stay_on_disk(tmp_path: Path) -> None:
+    family, overrides = SHAPES["qwen 3.5"]
+    path = write_tiny_model(tmp_path, family, **overrides)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    weights["mtp.fc.weight"] = torch.zeros(4, 4)
+    save_file(weights, file, metadata={"format": "pt"})
+    driver = ModelDriver(path, device=CPU)
+    assert "1 tensors" in driver.notes[0]
+    assert "(mtp)" in driver.notes[0]

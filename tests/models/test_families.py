@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from checkpoints import tiny_model_config
+from checkpoints import tiny_model_config, write_tiny_model
+from family_shapes import SHAPES as FAMILY_SHAPES
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.bench.shapes import SHAPES
 from nvcli.cli.main import app
@@ -165,10 +166,17 @@ def test_refused(tmp_path: Path, architecture: str, values: dict[str, Any], part
 @pytest.mark.parametrize(
     ("unknown", "nearest"),
     [
-        ("Qwen3_5ForConditionalGeneration", "Qwen3ForCausalLM"),
-        ("Qwen3_5MoeForConditionalGeneration", "Qwen3MoeForCausalLM"),
+        ("Qwen2VLForConditionalGeneration", "Qwen2ForCausalLM"),
         ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
     ],
 )
 def test_the_nearest_architecture_is_of_the_same_family(unknown: str, nearest: str) -> None:
     assert nearest_architecture(unknown) == nearest
+
+
+def test_every_stage_needs_a_layer_of_full_attention(tmp_path: Path) -> None:
+    family, overrides = FAMILY_SHAPES["qwen 3.5"]
+    config = load_model_config(write_tiny_model(tmp_path, family, **overrides))
+    config.check_pipeline_parallel(2)
+    with pytest.raises(ConfigError, match="stage 1 would have layers 0 to 1 of this model, none of which"):
+        config.check_pipeline_parallel(3)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import tiny_model_config
+from checkpoints import tiny_model_config, write_tiny_model
+from family_shapes import SHAPES
 from model_facts import windows_of
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.distributed.stage import Stage
 from nvcli.messages import MAX_KV_GROUPS
-from nvcli.models.attention_specs import attention_specs
+from nvcli.models.attention_specs import attention_specs, layer_specs
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import KVGroup, block_bytes, blocks_needed, kv_groups
 
@@ -156,3 +157,30 @@ def test_no_more_blocks_are_needed_than_are_held(tmp_path: Path) -> None:
             most = max(most, (end - 1) // block_size - first // block_size + 1)
             length = end
         assert most <= blocks_needed(model, num_tokens, block_size=block_size, chunk=chunk)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_states_have_blocks_of_their_own(tp: int, tmp_path: Path) -> None:
+    """A state is a group with a window of two tokens, and is as large in plans as in the pool."""
+    family, overrides = SHAPES["qwen 3.5"]
+    config = load_model_config(write_tiny_model(tmp_path, family, **overrides))
+    groups = kv_groups(config)
+    assert [group for group in groups if not group.is_state] == [KVGroup(None, (2, 4))]
+    states = [group for group in groups if group.is_state]
+    assert sorted(layer for group in states for layer in group.layers) == [0, 1, 3]
+    assert all(group.window == 2 for group in states)
+    layers, group_layers = layer_specs(config, tp), tuple(group.layers for group in groups)
+    for block_size in (1, 4, 64):
+        spec = KVCacheSpec.of_layers(layers, group_layers, block_size=block_size, dtype=torch.bfloat16)
+        planned = block_bytes(config, "bfloat16", block_size=block_size, tensor_parallel_size=tp)
+        assert spec.block_bytes == planned
+        cache = KVCache(spec, 3, torch.device("cpu"))
+        conv, recurrent = cache.state(1)
+        assert conv.shape == (3, 3, 96 // tp)
+        assert recurrent.shape == (3, 4 // tp, 8, 16)
+        recurrent[1], conv[1] = 2.0, 3.0
+        assert all(part[block].count_nonzero() == 0 for part in (conv, recurrent) for block in (0, 2))
+        assert (recurrent[1] == 2.0).all(), "conv inputs lie where the state does"
+        cache.clear(torch.tensor([1]))
+        assert conv.count_nonzero() == recurrent.count_nonzero() == 0
+    assert blocks_needed(config, 1000, block_size=4, chunk=1) == 250 + 2 * len(states)

@@ -72,7 +72,7 @@ def test_fused_parameters_are_the_checkpoints_tensors_stacked(single: Path) -> N
     tensors = load_file(single / "model.safetensors")
     attention = "model.layers.0.self_attn."
     expected = torch.cat([tensors[f"{attention}{name}_proj.weight"] for name in "qkv"])
-    assert torch.equal(parameters[f"{attention}qkv_proj.weight"], expected)
+    assert torch.equal(parameters["model.layers.0.mixer.qkv_proj.weight"], expected)
     assert not any(parameter.is_meta or parameter.requires_grad for parameter in parameters.values())
     assert num_bytes == sum(tensor.numel() * 4 for tensor in tensors.values())
 

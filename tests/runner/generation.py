@@ -62,7 +62,7 @@ def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int,
     num_kv_tokens = config.pop("num_kv_tokens", None)
     if num_kv_tokens is not None:
         first = Stage(0, config.get("pipeline_parallel_size", 1))
-        size = block_bytes(load_model_config(path), "float32", block_size=1, stage=first)
+        size = block_bytes(load_model_config(path), "float32", block_size=4, stage=first) // 4
         config["kv_cache_memory"] = num_kv_tokens * size
     client = EngineClient.start(engine_config(model_path=path, max_model_len=400, **config))
     try:

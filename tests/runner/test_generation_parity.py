@@ -17,6 +17,21 @@ from checkpoints import write_tiny_model
 from nvcli.messages import unpack
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "qwen-3.5": {
+        "family": "Qwen3_5MoeText",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "seed": 4,
+    },
     "tied-gqa2": {"tie_word_embeddings": True},
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "untied-gqa4": {"num_key_value_heads": 1, "head_dim": 32, "seed": 3},

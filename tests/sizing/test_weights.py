@@ -33,7 +33,7 @@ def assert_same(path: Path, tp: int, rank: int, stage: Stage = WHOLE, dtype: tor
     planned = weight_bytes(config, name, tensor_parallel_size=tp, stage=stage)
     assert planned == model.weight_bytes()
     assert sum(planned.values()) == sum(p.numel() * p.element_size() for p in model.parameters())
-    by_name = {"embed_tokens": "embeddings", "self_attn": "attention", "mlp": "MLP", "lm_head": "LM head"}
+    by_name = {"embed_tokens": "embeddings", "mixer": "attention", "mlp": "MLP", "lm_head": "LM head"}
     experts = planned.get("experts", 0)
     for key, part in by_name.items():
         found = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if f".{key}." in f".{n}")

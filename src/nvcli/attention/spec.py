@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nvcli.attention.state_size import state_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
@@ -25,6 +27,21 @@ class AttentionSpec:
     the keys add up to less than 1."""
     kv_group: int = 0
     """Index of the KV group whose blocks hold its keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """The recurrent state that one layer keeps of a request on this rank, in place of keys and values."""
+
+    conv_shape: tuple[int, int]
+    """(last inputs, channels) of the layer's convolution, kept in the model's type."""
+    recurrent_shape: tuple[int, int, int]
+    """(heads, key size, value size), kept in float32."""
+    kv_group: int = 0
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """The bytes of the state, in a model of this type."""
+        return state_bytes(self.conv_shape, self.recurrent_shape, dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,7 +180,8 @@ def _attention_kinds(model: ModelConfig, tensor_parallel_size: int) -> tuple[Att
             soft_cap=attention.soft_cap,
             has_sinks=attention.has_sinks,
         )
-        for attention in (layer.attention for layer in model.decoder.layer_kinds)
+        for attention in (layer.attends for layer in model.decoder.layer_kinds)
+        if attention is not None
     )
     return tuple(dict.fromkeys(kinds))
 

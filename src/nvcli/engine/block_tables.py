@@ -8,6 +8,9 @@ Freed blocks may be given away at once, although steps in flight still read them
 
 A prefix is reused as far as every group allows. A group without a window needs all of its blocks; one with a window
 needs those that the first token behind the prefix attends to.
+
+Rows of one step may share blocks of keys that one of them fills, because keys are stored before they are read.
+Recurrent states are not: a request that would go on from a state of the step being planned waits for the next step.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ class KVGroup:
 
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
+    is_state: bool = False
+    """Whether a block holds the recurrent state behind its last token, and not keys. Its window is of two tokens: a
+    token goes on from the state behind the one before it."""
 
     def first_column(self, position: int, block_size: int) -> int:
         """The first column of a block table that a token at `position`, or one behind it, attends to."""
@@ -46,6 +52,13 @@ class BlockTables:
         self._groups = tuple(groups)
         self._num_full = sum(group.window is None for group in groups)
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
+        self._of_states = [number for number, group in enumerate(groups) if group.is_state]
+        self._new_states: set[int] = set()
+        """Blocks of states that were registered since the step being planned was begun."""
+
+    def begin_step(self) -> None:
+        """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
+        self._new_states.clear()
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
@@ -60,7 +73,8 @@ class BlockTables:
         """Take the blocks with which a waiting request begins, cached ones first, and set `num_computed` accordingly.
 
         Groups without a window get blocks for all known tokens, groups with one for the first token to compute.
-        Returns False, and takes nothing, if fewer than `reserve` free blocks would be left.
+        Returns False, and takes nothing, if fewer than `reserve` free blocks would be left, or if it would go on from a
+        state that is not there before this step.
         """
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
@@ -68,6 +82,9 @@ class BlockTables:
         num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
         state.blocks, state.first_columns = self._match(state.hash_blocks(0, num_reusable, block_size))
         num_cached = len(state.blocks[0])
+        if num_cached and any(state.blocks[group][-1] in self._new_states for group in self._of_states):
+            self.release(state)
+            return False
         num_fresh = -(-num_tokens // block_size) - num_cached
         fresh = manager.allocate(num_fresh * self._num_full + len(self._windowed), reserve=reserve)
         if fresh is None:
@@ -138,6 +155,8 @@ class BlockTables:
             for column in range(max(first, state.first_columns[group]), num_full):
                 manager.register(blocks[column], hashes[column - first], group)
                 registered.append(blocks[column])
+        for group in self._of_states:
+            self._new_states.update(state.blocks[group][max(first, state.first_columns[group]) : num_full])
         return registered
 
     def forget(self, state: RequestState) -> None:

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -70,15 +70,18 @@ def main(start: EngineStart, control: Connection) -> None:
     os._exit(0)
 
 
-def scheduler_limits(config: EngineConfig, windows: Iterable[int | None] = (None,)) -> SchedulerLimits:
-    """Return the limits that a configuration sets. `windows` are those of the KV groups, as the ranks report them."""
+def scheduler_limits(
+    config: EngineConfig, windows: Iterable[int | None] = (None,), state_groups: Container[int] = ()
+) -> SchedulerLimits:
+    """Return the limits that a configuration sets. `windows` are those of the KV groups, and `state_groups` the numbers
+    of the groups that hold recurrent states, as the ranks report them."""
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         num_micro_batches=config.pipeline_parallel_size,
-        kv_groups=tuple(map(KVGroup, windows)),
+        kv_groups=tuple(KVGroup(window, number in state_groups) for number, window in enumerate(windows)),
     )
 
 
@@ -91,7 +94,7 @@ def _serve(
     """Make the scheduler once the ranks are ready, and run the engine's loop until the parent ends it."""
     ready = executor.wait_ready()
     send(ReadyReport(ready))
-    limits = scheduler_limits(config, ready.group_windows)
+    limits = scheduler_limits(config, ready.group_windows, ready.state_groups)
     blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
     recorder = _make_recorder() if config.record_steps else None
     core = EngineCore(Scheduler(limits, blocks), executor, max_in_flight=config.max_steps_in_flight, recorder=recorder)

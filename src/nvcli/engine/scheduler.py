@@ -138,6 +138,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Return the next step, or None when nothing can be computed now."""
         draft = StepDraft()
+        self._tables.begin_step()
         width = self.limits.decode_width
         num_preemptions = self._num_preemptions
         rows = self._plan_decode_rows(width, draft)

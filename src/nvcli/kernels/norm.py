@@ -8,6 +8,7 @@ bias is the same norm of a row from which its mean has been taken (`is_centered`
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -45,3 +46,13 @@ def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, 
 
         return norm.sum_rms_norm(parts, weight, eps, dtype, is_centered=is_centered)
     return rms_norm(parts.sum(dim=0), weight, eps, is_centered=is_centered).to(dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute norm(x) × weight × silu(gate) over the last dimension. x: [T, heads, D], contiguous; gate: [T, heads, D],
+    dense in its last two dimensions; weight: [D] → [T, heads, D]."""
+    if x.is_cuda:
+        from nvcli.kernels.triton import norm
+
+        return norm.gated_rms_norm(x, gate, weight, eps)
+    return (rms_norm(x.float(), weight, eps) * F.silu(gate.float())).to(x.dtype)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.distributed.tensor_parallel import StageState
+from nvcli.models.attention_specs import LayerSpec
 from nvcli.models.config import ModelConfig
+from nvcli.models.delta_net import GatedDeltaNet
 from nvcli.models.layers import Attention
 from nvcli.models.parallel import BuildContext
 from nvcli.models.weights import WeightModule
@@ -44,8 +46,13 @@ class CausalLM(nn.Module, ABC):
         """
 
     @property
+    def cache_layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer of this rank keeps in the KV cache, in the order of the layers."""
+        return tuple(module.spec for module in self.modules() if isinstance(module, Attention | GatedDeltaNet))
+
+    @property
     def attention_layers(self) -> tuple[AttentionSpec, ...]:
-        """The attention kind of each layer of this rank, in the order of the KV cache's layers."""
+        """The attention kind of each layer of this rank that attends, in the order of the layers."""
         return tuple(module.spec for module in self.modules() if isinstance(module, Attention))
 
     def weight_bytes(self) -> dict[str, int]:

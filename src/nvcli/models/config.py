@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nvcli.distributed.stage import Stage
 from nvcli.errors import ConfigError
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
 from nvcli.models.families.catalogue import find_family, nearest_architecture
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
-from nvcli.models.layer_config import DecoderConfig, ExpertsConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -73,7 +74,9 @@ class ModelConfig:
                 f"pipeline_parallel_size (--pp) is {size}, and each layer of this model has an input of its own, which "
                 "the first stage alone could compute: leave it out, or use --tp"
             )
-        if size > 1 and any(layer.attention.shares_kv for layer in self.decoder.layer_kinds):
+        if size > 1 and any(
+            layer.attends is not None and layer.attends.shares_kv for layer in self.decoder.layer_kinds
+        ):
             raise ConfigError(
                 f"pipeline_parallel_size (--pp) is {size}, and later layers of this model read the keys and values of "
                 "earlier ones, which are in another stage: leave it out, or use --tp"
@@ -83,6 +86,13 @@ class ModelConfig:
                 f"pipeline_parallel_size (--pp) is {size}, and this model has {self.num_layers} layers, of which each "
                 f"stage needs one: lower it to {self.num_layers} or less"
             )
+        for index in range(size):
+            numbers = Stage(index, size).layers(self.num_layers)
+            if all(self.layers[number].attends is None for number in numbers):
+                raise ConfigError(
+                    f"pipeline_parallel_size (--pp) is {size}, and stage {index + 1} would have layers {numbers.start} "
+                    f"to {numbers.stop - 1} of this model, none of which has full attention: lower it, or use --tp"
+                )
 
     def divides_by(self, size: int) -> bool:
         """Whether the model can be cut over `size` ranks."""
@@ -93,9 +103,12 @@ class ModelConfig:
         problems = []
         for layer in self.decoder.layer_kinds:
             attention = layer.attention
-            if attention.num_heads % size:
+            if isinstance(attention, DeltaNetConfig):
+                if attention.num_key_heads % size:
+                    problems.append(f"{attention.num_key_heads} key heads of linear attention do not divide by {size}")
+            elif attention.num_heads % size:
                 problems.append(f"{attention.num_heads} attention heads do not divide by {size}")
-            if attention.num_kv_heads % size and size % attention.num_kv_heads:
+            elif attention.num_kv_heads % size and size % attention.num_kv_heads:
                 problems.append(f"{attention.num_kv_heads} KV heads neither divide by {size} nor divide it")
             if layer.dense_mlp is not None and layer.dense_mlp.intermediate_size % size:
                 problems.append(f"intermediate size {layer.dense_mlp.intermediate_size} does not divide by {size}")

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, StateSpec
 from nvcli.distributed.tensor_parallel import StageState
-from nvcli.models.attention_specs import attention_specs
+from nvcli.models.attention_specs import LayerSpec, layer_specs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
+from nvcli.models.delta_net import GatedDeltaNet
 from nvcli.models.experts import MixtureOfExperts
 from nvcli.models.geometry import EMBEDDING, HEAD
-from nvcli.models.layer_config import ExpertsConfig, LayerConfig, NormConfig
+from nvcli.models.layer_config import DeltaNetConfig, ExpertsConfig, LayerConfig, NormConfig
 from nvcli.models.layer_inputs import LayerInput, LayerInputs
 from nvcli.models.layers import Angles, Attention, GatedMLP, InputNorm, ResultNorm, RotaryTables
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
@@ -34,7 +35,7 @@ class DenseLayer(nn.Module):
         path: str,
         config: LayerConfig,
         norm: NormConfig,
-        spec: AttentionSpec,
+        spec: LayerSpec,
         cache_layer: int,
         *,
         has_input: bool,
@@ -52,7 +53,13 @@ class DenseLayer(nn.Module):
 
         norms = config.norms
         self.before_attention = before(norms.before_attention, norms.after_mlp)
-        self.self_attn = Attention(build, f"{path}.self_attn", config.attention, norm, spec, cache_layer)
+        self.mixer: Attention | GatedDeltaNet
+        if isinstance(config.attention, DeltaNetConfig):
+            assert isinstance(spec, StateSpec)
+            self.mixer = GatedDeltaNet(build, f"{path}.linear_attn", config.attention, norm, spec, cache_layer)
+        else:
+            assert isinstance(spec, AttentionSpec)
+            self.mixer = Attention(build, f"{path}.self_attn", config.attention, norm, spec, cache_layer)
         self.after_attention = after(norms.after_attention)
         self.before_mlp = before(norms.before_mlp, norms.after_attention)
         self.mlp: GatedMLP | MixtureOfExperts
@@ -76,16 +83,16 @@ class DenseLayer(nn.Module):
         """Give the next `delta` and `residual`: [T, H] each, or [N, H] where only the tokens `rows` [N] go on behind
         the attention. `own` is the layer's input beside the stream [T, P]."""
         x = _input(self.before_attention, delta, residual)
-        attended = self.self_attn(x, angles, batch)
+        mixed = self.mixer(x, batch) if isinstance(self.mixer, GatedDeltaNet) else self.mixer(x, angles, batch)
         if rows is not None:
-            attended, residual = attended[rows], residual[rows]
+            mixed, residual = mixed[rows], residual[rows]
             x = x[rows] if self.is_parallel else x
             if len(rows) == 0:
                 return residual, residual
         if self.is_parallel:
-            return _add_part(self.mlp(x, None), self.self_attn.o_proj.part(attended)), residual
-        delta = self.self_attn.o_proj(attended, residual if self.after_attention is None else None)
-        del attended  # the MLP can have its memory
+            return _add_part(self.mlp(x, None), self.mixer.o_proj.part(mixed)), residual
+        delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None)
+        del mixed  # the MLP can have its memory
         if self.after_attention is not None:
             delta = self.after_attention(delta, residual)
         x = _input(self.before_mlp, delta, residual)
@@ -129,8 +136,10 @@ class DenseModel(nn.Module):
         inputs = decoder.layer_inputs
         self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
         numbers, owners = stage.layers(config.num_layers), decoder.kv_owners
-        self.rotary = RotaryTables((layers[number].attention for number in numbers), build.max_positions)
-        specs = attention_specs(config, build.group.size, stage)
+        self.rotary = RotaryTables(
+            (attends for number in numbers if (attends := layers[number].attends) is not None), build.max_positions
+        )
+        specs = layer_specs(config, build.group.size, stage)
         self.layers = nn.ModuleDict(
             {
                 str(number): DenseLayer(

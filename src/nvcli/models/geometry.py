@@ -19,6 +19,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import (
     AttentionConfig,
     DecoderConfig,
+    DeltaNetConfig,
     ExpertsConfig,
     LayerConfig,
     LayerInputsConfig,
@@ -141,7 +142,7 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of tensors that a checkpoint may have and the model has no use for: projections of keys and
     values in layers that read those of others."""
     names = ("k_proj", "v_proj", "k_norm")
-    shared = [number for number, layer in enumerate(config.layers) if layer.attention.shares_kv]
+    shared = [number for number, layer in enumerate(config.layers) if layer.attends and layer.attends.shares_kv]
     return tuple(f"model.layers.{number}.self_attn.{name}.weight" for number in shared for name in names)
 
 
@@ -167,7 +168,10 @@ def _layer(
 ) -> Iterator[TensorSpec]:
     """The tensors of one layer. A norm's name says nothing of its place, and all norms of the layer are alike."""
     norm, layer_inputs = decoder.norm, decoder.layer_inputs
-    yield from _attention(f"{path}.self_attn", layer.attention, norm, hidden, dtype)
+    if isinstance(layer.attention, DeltaNetConfig):
+        yield from _delta_net(f"{path}.linear_attn", layer.attention, norm, hidden, dtype)
+    else:
+        yield from _attention(f"{path}.self_attn", layer.attention, norm, hidden, dtype)
     if isinstance(layer.mlp, ExpertsConfig):
         yield from _experts(f"{path}.mlp", layer.mlp, hidden, dtype)
     else:
@@ -200,7 +204,8 @@ def _attention(
     query_size, kv_size = attention.num_heads * head_dim, kv_heads * head_dim
     order = None if attention.rope is None else attention.rope.row_order(head_dim)
     assert order is None or not attention.keys_are_values, "values keep the order that o_proj was trained with"
-    q_proj = _matrix(f"{path}.q_proj", (query_size, hidden), Cut.ROWS, dtype, "attention")
+    q_rows = 2 * query_size if attention.has_gate else query_size
+    q_proj = _matrix(f"{path}.q_proj", (q_rows, hidden), Cut.ROWS, dtype, "attention")
     yield from _linear(replace(q_proj, row_order=order), bias=attention.qkv_bias)
     kv_names = ("k_proj",) if attention.keys_are_values else ("k_proj", "v_proj")
     for name in () if attention.shares_kv else kv_names:
@@ -220,6 +225,31 @@ def _attention(
         k_norm = _norm(f"{path}.k_norm", kv_size, norm, dtype, "attention")
         yield replace(q_norm, cut=Cut.ROWS, row_order=order)
         yield replace(k_norm, cut=Cut.ROWS, row_order=order, max_shards=kv_heads)
+
+
+def _delta_net(
+    path: str, config: DeltaNetConfig, norm: NormConfig, hidden: int, dtype: StoredDtype
+) -> Iterator[TensorSpec]:
+    """The tensors of a gated delta net. What makes the decay is kept in float32, in which it is computed, and the norm
+    of the heads is not that of the decoder: its weights are as they are."""
+    num_heads = config.num_value_heads
+    if config.is_fused_by_head:
+        rows = {"in_proj_qkvz": config.num_channels + config.value_size, "in_proj_ba": 2 * num_heads}
+    else:
+        rows = {
+            "in_proj_qkv": config.num_channels,
+            "in_proj_z": config.value_size,
+            "in_proj_b": num_heads,
+            "in_proj_a": num_heads,
+        }
+    for name, count in rows.items():
+        yield _matrix(f"{path}.{name}", (count, hidden), Cut.ROWS, dtype, "attention")
+    conv = _matrix(f"{path}.conv1d", (config.num_channels, 1, config.conv_taps), Cut.ROWS, dtype, "attention")
+    yield conv
+    for name in ("A_log", "dt_bias"):
+        yield TensorSpec(name=f"{path}.{name}", shape=(num_heads,), cut=Cut.ROWS, dtype="float32", part="attention")
+    yield _norm(f"{path}.norm", config.value_dim, replace(norm, weight_offset=0.0), dtype, "attention")
+    yield _matrix(f"{path}.out_proj", (hidden, config.value_size), Cut.COLUMNS, dtype, "attention")
 
 
 def _mlp(path: str, mlp: MLPConfig, hidden: int, dtype: StoredDtype) -> Iterator[TensorSpec]:

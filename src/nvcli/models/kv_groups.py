@@ -13,10 +13,12 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from nvcli.attention.state_size import STATE_ALIGNMENT, state_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.messages import MAX_KV_GROUPS
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES, StoredDtype
+from nvcli.models.layer_config import DeltaNetConfig
 
 _FULL_PADDING_COST = 4
 """A place without a layer in a group of full attention wastes memory of every block that a sequence has ever filled; in
@@ -31,6 +33,8 @@ class KVGroup(NamedTuple):
     layers: tuple[int, ...]
     """Their numbers in the stage, from 0, in ascending order. A stage may have none of a group. Layers that read the
     keys and values of others are in none."""
+    is_state: bool = False
+    """Whether its blocks hold recurrent states: each the state behind the last token of the block that is computed."""
 
 
 class _Kind(NamedTuple):
@@ -39,6 +43,7 @@ class _Kind(NamedTuple):
     window: int | None
     num_kv_heads: int
     head_dim: int
+    is_state: bool = False
 
     @property
     def elements(self) -> int:
@@ -46,12 +51,16 @@ class _Kind(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
+_STATE = _Kind(window=2, num_kv_heads=0, head_dim=0, is_state=True)
+"""A token goes on from the state behind the one before it, as with a window of two tokens."""
+
+
 @lru_cache(maxsize=64)  # plans ask for the same few stages many times
 def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     """The KV groups of a stage. Every stage has the same groups in the same order, each with the layers it holds."""
     held = stage.layers(config.num_layers)
     return tuple(
-        KVGroup(kind.window, tuple(number - held.start for number in numbers if number in held))
+        KVGroup(kind.window, tuple(number - held.start for number in numbers if number in held), kind.is_state)
         for kind, numbers in _whole_groups(config)
     )
 
@@ -60,15 +69,20 @@ def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
 def block_bytes(
     config: ModelConfig, dtype: StoredDtype, *, block_size: int, tensor_parallel_size: int = 1, stage: Stage = WHOLE
 ) -> int:
-    """The bytes of one KV block on one rank: keys and values of `block_size` tokens in each layer of a group, of the
-    group that needs most."""
+    """The bytes of one KV block on one rank: keys and values of `block_size` tokens, or the state, in each layer of a
+    group, of the group that needs most."""
     layers = config.layers
-    most = 0
+    most, states = 0, 0
     for (_, numbers), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
         attention = layers[numbers[0]].attention
+        if isinstance(attention, DeltaNetConfig):
+            shapes = attention.conv_shape(tensor_parallel_size), attention.recurrent_shape(tensor_parallel_size)
+            states = max(states, len(group.layers) * state_bytes(*shapes, DTYPE_BYTES[dtype]))
+            continue
         heads = attention.kv_heads_per_rank(tensor_parallel_size)
         most = max(most, len(group.layers) * 2 * heads * attention.head_dim)
-    return most * block_size * DTYPE_BYTES[dtype]
+    keys = most * block_size * DTYPE_BYTES[dtype]
+    return keys if states == 0 else -(-max(keys, states) // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
 def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chunk: int) -> int:
@@ -90,8 +104,12 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
 def _whole_groups(config: ModelConfig) -> tuple[tuple[_Kind, tuple[int, ...]], ...]:
     """(kind, layers) of each group of the whole model, kinds in the order of their first layers."""
     kinds: dict[_Kind, list[int]] = {}
+    with_states: dict[DeltaNetConfig, list[int]] = {}
     for number, layer in enumerate(config.layers):
         attention = layer.attention
+        if isinstance(attention, DeltaNetConfig):
+            with_states.setdefault(attention, []).append(number)
+            continue
         if attention.shares_kv:
             continue
         kinds.setdefault(_Kind(attention.window, attention.num_kv_heads, attention.head_dim), []).append(number)
@@ -101,6 +119,12 @@ def _whole_groups(config: ModelConfig) -> tuple[tuple[_Kind, tuple[int, ...]], .
         count = -(-len(numbers) // (size // kind.elements))
         # Every count-th layer: so each stage of a pipeline has about as many layers of each group.
         groups += [(kind, tuple(numbers[first::count])) for first in range(count)]
+    for index, numbers in enumerate(with_states.values()):
+        # A state is as large as the keys of many tokens, so the fewest layers of a group make the smallest blocks.
+        count = (MAX_KV_GROUPS - len(groups)) // (len(with_states) - index)
+        per_group = -(-len(numbers) // count)
+        count = -(-len(numbers) // per_group)
+        groups += [(_STATE, tuple(numbers[first::count])) for first in range(count)]
     return tuple(groups)
 
 

@@ -58,6 +58,9 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     query_scaling: QueryScaling | None = None
+    has_gate: bool = False
+    """Whether each head's result is multiplied by the sigmoid of a gate, whose rows stand behind those of each query
+    head in the projection of the queries."""
 
     @property
     def shares_kv(self) -> bool:
@@ -67,6 +70,43 @@ class AttentionConfig:
     def kv_heads_per_rank(self, tensor_parallel_size: int) -> int:
         """How many KV heads each rank has. With fewer KV heads than ranks, neighbouring ranks hold the same one."""
         return max(1, self.num_kv_heads // tensor_parallel_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetConfig:
+    """A gated delta net in attention's place: it keeps a state of fixed size, and no keys and values."""
+
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    """A multiple of the key heads, each of which belongs to as many value heads."""
+    value_dim: int
+    conv_taps: int
+    """The tokens that the convolution reads: the token's own, and those right before it."""
+    is_fused_by_head: bool
+    """Whether files hold the projections fused key head by key head, or each of them whole."""
+
+    @property
+    def key_size(self) -> int:
+        """The size of all keys of a token, which is that of its queries too."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """The channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    def conv_shape(self, tensor_parallel_size: int) -> tuple[int, int]:
+        """The inputs that a rank's convolution keeps: (tokens, channels)."""
+        return self.conv_taps - 1, self.num_channels // tensor_parallel_size
+
+    def recurrent_shape(self, tensor_parallel_size: int) -> tuple[int, int, int]:
+        """The state that a rank keeps: (value heads, key size, value size)."""
+        return self.num_value_heads // tensor_parallel_size, self.key_dim, self.value_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +165,16 @@ class LayerNorms:
 class LayerConfig:
     """One decoder layer."""
 
-    attention: AttentionConfig
+    attention: AttentionConfig | DeltaNetConfig
     mlp: MLPConfig | ExpertsConfig
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
     """Whether the residual stream is multiplied by a number of the checkpoint at the layer's end."""
+
+    @property
+    def attends(self) -> AttentionConfig | None:
+        """Its attention over keys and values; None where it keeps a state."""
+        return self.attention if isinstance(self.attention, AttentionConfig) else None
 
     @property
     def dense_mlp(self) -> MLPConfig | None:
@@ -187,13 +232,14 @@ class DecoderConfig:
     @property
     def kv_owners(self) -> tuple[int, ...]:
         """For each layer the number of the layer whose keys and values it reads: itself, or one before it."""
-        others = (layer.attention.reads_kv_of for layer in self.layers)
+        others = (None if layer.attends is None else layer.attends.reads_kv_of for layer in self.layers)
         return tuple(number if other is None else other for number, other in enumerate(others))
 
     @property
     def angles_per_position(self) -> int:
         """The cosines and sines of one position, over all rotations of the model."""
-        ropes = {(layer.attention.rope, layer.attention.head_dim) for layer in self.layer_kinds}
+        attends = [layer.attends for layer in self.layer_kinds if layer.attends is not None]
+        ropes = {(attention.rope, attention.head_dim) for attention in attends}
         return sum(head_dim for rope, head_dim in ropes if rope is not None)
 
 

@@ -11,6 +11,7 @@ the ranks' parts, and `delta` is its result, alike on all ranks. Shapes: T token
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 from nvcli.models.layer_config import AttentionConfig, MLPConfig, NormConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, LinearPiece, RowParallelLinear, linear_piece
 from nvcli.models.qkv import QKVPreparation, QueryScaleTable
 from nvcli.models.rope import RotaryTable
 from nvcli.models.rope_config import RopeConfig
@@ -145,7 +146,11 @@ class Attention(nn.Module):
         self.spec = spec
         self.cache_layer = cache_layer
         self.eps = norm.eps
-        projections = ("q_proj", "k_proj", "v_proj")[: 1 if config.shares_kv else 2 if config.keys_are_values else 3]
+        projections: tuple[str | LinearPiece, ...] = ("q_proj", "k_proj", "v_proj")
+        projections = projections[: 1 if config.shares_kv else 2 if config.keys_are_values else 3]
+        if config.has_gate:
+            queries, gates = _queries_and_gates(linear_piece(build, f"{path}.q_proj"), config.head_dim)
+            projections = *queries, *projections[1:], *gates
         self.qkv_proj = ColumnParallelLinear(build, f"{path}.qkv_proj", projections)
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
         norms_heads = config.qk_norm == "head"
@@ -161,6 +166,10 @@ class Attention(nn.Module):
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
         qkv = self.qkv_proj(x)
+        gate: Tensor | None = None
+        if self.config.has_gate:
+            gate = qkv[:, -self.spec.num_heads * self.spec.head_dim :]
+            qkv = qkv[:, : -gate.shape[1]].contiguous()
         if self.config.shares_kv:
             return self._attend_to_cache(qkv, angles, batch)
         q, k, v = qk_norm_rope_store(
@@ -178,7 +187,8 @@ class Attention(nn.Module):
         )
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
-        return self._attend(q, k, v, batch)
+        attended = self._attend(q, k, v, batch)
+        return attended if gate is None else attended * gate.sigmoid()
 
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
         """q: [T, this rank's heads, D]; k, v: those of `AttentionBackend.forward` → [T, this rank's heads × D]."""
@@ -198,3 +208,17 @@ class Attention(nn.Module):
             places = slots // k_cache.shape[1], slots % k_cache.shape[1]
             k, v = k_cache[places].to(q.dtype), v_cache[places].to(q.dtype)
         return self._attend(q, k, v, batch)
+
+
+def _queries_and_gates(piece: LinearPiece, head_dim: int) -> tuple[list[LinearPiece], list[LinearPiece]]:
+    """Part a projection in which each head's gate follows its query. Gates are multiplied with what attention gives,
+    whose dimensions keep their order."""
+
+    def part(first: int, *, in_order: bool) -> LinearPiece:
+        order = None if in_order else piece.weight.row_order
+        bias = None if piece.bias is None else replace(piece.bias, row_order=order)
+        weight = replace(piece.weight, row_order=order)
+        return replace(piece, weight=weight, bias=bias, rows=slice(first, first + head_dim))
+
+    heads = range(piece.rows.start, piece.rows.stop, 2 * head_dim)
+    return [part(first, in_order=False) for first in heads], [part(first + head_dim, in_order=True) for first in heads]

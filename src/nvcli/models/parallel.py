@@ -45,12 +45,15 @@ class ShardedLinear(WeightModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, build: BuildContext, path: str, projections: Sequence[str]) -> None:
-        """`path` is the layer's dotted name in the model; the projections stand beside it in the checkpoint."""
+    def __init__(self, build: BuildContext, path: str, projections: Sequence[str | LinearPiece]) -> None:
+        """`path` is the layer's dotted name in the model; the projections stand beside it in the checkpoint. One of
+        which not all of this rank's rows follow each other is given as its pieces."""
         super().__init__()
         self.group = build.group
         parent = path.rpartition(".")[0]
-        self.pieces = tuple(_piece(build, f"{parent}.{name}") for name in projections)
+        self.pieces = tuple(
+            linear_piece(build, f"{parent}.{one}") if isinstance(one, str) else one for one in projections
+        )
         self.method = build.linear_method(path, self.pieces)
         self.method.create(self)
 
@@ -239,7 +242,8 @@ class ParallelLMHead(VocabShard):
         return F.linear(hidden, self.weight)
 
 
-def _piece(build: BuildContext, name: str) -> LinearPiece:
+def linear_piece(build: BuildContext, name: str) -> LinearPiece:
+    """Return this rank's piece of a projection."""
     weight = build.tensors[f"{name}.weight"]
     rows, columns = weight.shard(build.group.rank, build.group.size)
     return LinearPiece(weight=weight, bias=build.tensors.get(f"{name}.bias"), rows=rows, columns=columns)

@@ -95,6 +95,7 @@ class ModelRunner:
             weight_bytes=self._weight_bytes,
             attention_backend=self.backend.name,
             group_windows=[group.window for group in self._kv_groups],
+            state_groups=[number for number, group in enumerate(self._kv_groups) if group.is_state],
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
@@ -164,7 +165,9 @@ class ModelRunner:
         self._notes += notes
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
-        self._kv_spec = KVCacheSpec.of_layers(layers, group_layers, block_size=config.block_size, dtype=self.dtype)
+        self._kv_spec = KVCacheSpec.of_layers(
+            self.model.cache_layers, group_layers, block_size=config.block_size, dtype=self.dtype
+        )
 
     def _choose_graphs(self) -> None:
         """Choose the shapes of steps that are captured; there are none on a CPU."""

@@ -91,14 +91,14 @@ def model_costs(
     tensors = {tensor.name: tensor for tensor in model_tensors(model, dtype, stage)}
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
     layers = [tensor for tensor in tensors.values() if tensor.part in ("attention", "MLP")]
-    kinds = model.decoder.layer_kinds
-    counts = Counter(model.decoder.kind_of_layer[number] for number in stage.layers(model.num_layers))
+    layers_of_stage = [model.layers[number] for number in stage.layers(model.num_layers)]
+    counts = Counter(layer.attends for layer in layers_of_stage if layer.attends is not None)
     return ModelCosts(
         layers=_matrices(layers, tensor_parallel_size),
         lm_head=_matrices([] if head is None else [head], tensor_parallel_size),
         attention=tuple(
-            _attention_costs(kinds[kind].attention, num_layers, dtype, tensor_parallel_size)
-            for kind, num_layers in counts.items()
+            _attention_costs(attention, num_layers, dtype, tensor_parallel_size)
+            for attention, num_layers in counts.items()
         ),
         experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),
     )

@@ -12,7 +12,7 @@ from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.layer_config import ExpertsConfig, MLPConfig
+from nvcli.models.layer_config import AttentionConfig, DeltaNetConfig, ExpertsConfig, MLPConfig
 from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -75,9 +75,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     size = config.tensor_parallel_size
     most = 0
     for layer in model.decoder.layer_kinds:
-        queries = layer.attention.num_heads * layer.attention.head_dim // size
-        keys = layer.attention.kv_heads_per_rank(size) * layer.attention.head_dim
-        attention = 3 * model.hidden_size + 2 * queries + 4 * keys
+        attention = 3 * model.hidden_size + _attention_elements(layer.attention, size)
         most = max(most, attention, _mlp_elements(layer.mlp, model.hidden_size, size))
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
@@ -85,6 +83,15 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
         most = max(most + width, 4 * width + model.hidden_size)
     angles = model.decoder.angles_per_position * 4  # cos and sin in float32
     return num_tokens * (most * DTYPE_BYTES[config.dtype] + angles)
+
+
+def _attention_elements(attention: AttentionConfig | DeltaNetConfig, tensor_parallel_size: int) -> int:
+    """The elements that attention takes for one token beside those of the residual stream."""
+    if isinstance(attention, DeltaNetConfig):
+        return (2 * attention.num_channels + 3 * attention.value_size) // tensor_parallel_size
+    queries = attention.num_heads * attention.head_dim // tensor_parallel_size
+    keys = attention.kv_heads_per_rank(tensor_parallel_size) * attention.head_dim
+    return (4 if attention.has_gate else 2) * queries + 4 * keys
 
 
 def _mlp_elements(mlp: MLPConfig | ExpertsConfig, hidden_size: int, tensor_parallel_size: int) -> int:

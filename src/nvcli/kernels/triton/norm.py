@@ -1,4 +1,4 @@
-"""RMSNorm and add+RMSNorm in Triton: one program for each row, which it holds in registers."""
+"""RMSNorm, alone, with an addition, and with a gate, in Triton: each program holds its rows in registers."""
 
 from __future__ import annotations
 
@@ -48,6 +48,58 @@ def _rms_norm_kernel(
     mean_square = tl.sum(x * x, axis=0) / SIZE
     normed = x * tl.rsqrt(mean_square + eps) * weight
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_rms_norm_kernel(
+    x_ptr,  # [T × NUM_HEADS, SIZE]
+    gate_ptr,  # [T, NUM_HEADS, SIZE], tokens gate_stride apart
+    weight_ptr,  # [SIZE]
+    out_ptr,  # [T × NUM_HEADS, SIZE], written
+    eps,
+    gate_stride,
+    num_rows,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (tile of ROWS heads): out = norm(x) × weight × silu(gate). BLOCK is the next power of two of SIZE."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows) & (column < SIZE)
+    x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    gate_ptrs = gate_ptr + (row // NUM_HEADS) * gate_stride + (row % NUM_HEADS) * SIZE + column
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    mean_square = tl.sum(x * x, axis=1) / SIZE
+    out = x * tl.rsqrt(mean_square + eps)[:, None] * weight * gate * tl.sigmoid(gate)
+    tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `nvcli.kernels.norm.gated_rms_norm`."""
+    num_tokens, num_heads, size = x.shape
+    assert x.is_contiguous()
+    assert gate.stride()[1:] == (size, 1)
+    out = torch.empty_like(x)
+    num_rows, block = num_tokens * num_heads, triton.next_power_of_2(size)
+    rows = max(1, 1024 // block)
+    _gated_rms_norm_kernel[triton.cdiv(num_rows, rows),](
+        x,
+        gate,
+        weight,
+        out,
+        eps,
+        gate.stride(0),
+        num_rows,
+        NUM_HEADS=num_heads,
+        SIZE=size,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=4,
+    )
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:

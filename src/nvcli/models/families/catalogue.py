@@ -22,6 +22,7 @@ from nvcli.models.families.olmo import OLMO2, OLMO3
 from nvcli.models.families.olmoe import OLMOE
 from nvcli.models.families.phi3 import PHI3
 from nvcli.models.families.qwen import QWEN2, QWEN3
+from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nvcli.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from nvcli.models.families.seed_oss import SEED_OSS
 from nvcli.models.families.smollm3 import SMOLLM3
@@ -34,6 +35,9 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
     MISTRAL,
     MIXTRAL,
     MINISTRAL,

@@ -18,7 +18,7 @@ from nvcli.validation import show
 def read_qwen2_moe(config: JsonFile) -> DecoderConfig:
     """Read Qwen2's attention, and experts beside one that all tokens share, which has a gate."""
     shared = replace(read_mlp(config), intermediate_size=config.positive("shared_expert_intermediate_size"))
-    return with_mlps(read_qwen2(config), _mlps(config, shared=shared, gates_shared=True))
+    return with_mlps(read_qwen2(config), read_mlps(config, shared=shared, gates_shared=True))
 
 
 def read_qwen3_moe(config: JsonFile) -> DecoderConfig:
@@ -28,10 +28,10 @@ def read_qwen3_moe(config: JsonFile) -> DecoderConfig:
     attention = read_attention(
         config, default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias, window=bounded(window, config)
     )
-    return read_decoder(config, (LayerConfig(attention=attention, mlp=mlp) for mlp in _mlps(config)))
+    return read_decoder(config, (LayerConfig(attention=attention, mlp=mlp) for mlp in read_mlps(config)))
 
 
-def _mlps(
+def read_mlps(
     config: JsonFile, *, shared: MLPConfig | None = None, gates_shared: bool = False
 ) -> Iterator[MLPConfig | ExpertsConfig]:
     """Read each layer's MLP: every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""

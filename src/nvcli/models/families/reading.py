@@ -22,7 +22,7 @@ MAX_LAYERS = 10_000
 """The most layers of a model; more than any has, so few that a list of them is small."""
 MAX_HEAD_DIM = 4096
 """The largest head size; more than any model has, so few that a list of a head's dimensions is small."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 Windows = Sequence[int | None]
 """For each layer how many tokens attention sees, the token's own included; None: all of them."""

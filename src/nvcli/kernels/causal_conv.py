@@ -1,0 +1,41 @@
+"""The short causal convolution of a recurrent layer, over each channel by itself, then SiLU. Plain torch is the
+reference; CUDA tensors take the Triton kernel that is held to it.
+
+Its state is the last K - 1 inputs of a request. Shapes: T tokens, C channels, K taps, R rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nvcli.kernels.state_rows import StateRows
+
+
+def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+    """Compute silu(Σ weight[:, i] × input i - (K - 1)) of each token, and store the inputs that come next.
+
+    x: [T, C], rows may lie apart; weight: [C, K], the last tap is the token's own; pool: [num_blocks, K - 1, C], the
+    inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros.
+    """
+    if x.is_cuda:
+        from nvcli.kernels.triton import causal_conv as kernels
+
+        return kernels.causal_conv(x, weight, pool, rows)
+    num_single, history = rows.num_single_rows, pool.shape[1]
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    if num_single:
+        sources, targets = rows.sources()[:num_single], rows.targets()
+        before = torch.where((sources > 0)[:, None, None], pool[sources], 0)
+        inputs = torch.cat((before.to(x.dtype), x[:num_single].unsqueeze(1)), dim=1)  # [R, K, C]
+        out[:num_single] = F.silu((inputs.float() * weight.float().T).sum(1))
+        pool[targets] = inputs[:, 1:].to(pool.dtype)
+    for start, end, source, target in rows.spans():
+        before = torch.zeros_like(pool[0]) if source is None else pool[source]
+        inputs = torch.cat((before.to(x.dtype), x[start:end]))  # [K - 1 + span, C]
+        convolved = F.conv1d(inputs.float().T, weight.float().unsqueeze(1), groups=len(weight))
+        out[start:end] = F.silu(convolved.T)
+        if target:
+            pool[target] = inputs[len(inputs) - history :].to(pool.dtype)
+    return out

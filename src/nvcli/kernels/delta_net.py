@@ -1,0 +1,110 @@
+"""The gated delta rule (Gated Delta Networks, https://arxiv.org/abs/2412.06464): attention whose memory is one matrix
+for each head, and not the keys and values of all tokens. Plain torch is the reference; CUDA tensors take the Triton
+kernels that are held to it.
+
+With state S [Dk, Dv], a token decays it and writes the part of its value that its key does not read yet:
+S ← exp(g) S, then S ← S + k (β (v - kᵀ S))ᵀ; its result is qᵀ S. Queries and keys have length 1, queries are then
+scaled by Dk^-½. One token at a time that is a row of products with a vector (`delta_step`); of many tokens, chunks of
+them are products of matrices (`delta_chunks`, the paper's section 3.3).
+
+Shapes: T tokens, R rows, N tokens of one row, Hk key heads, Hv value heads, Dk and Dv their sizes. Value head h has the
+key head h // (Hv / Hk).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels.state_rows import StateRows
+
+CHUNK = 64
+"""Tokens that are computed at once."""
+_NORM_EPS = 1e-6
+
+
+def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads) -> Tensor:
+    """Compute the rule for a step's tokens, and store the states behind them.
+
+    qkv: [T, heads.num_channels], queries of all heads, then keys, then values; pool: [num_blocks, Hv, Dk, Dv] float32,
+    the state of each block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros.
+    """
+    if qkv.is_cuda:
+        from nvcli.kernels.triton import delta_net as kernels
+
+        return kernels.delta_rule(qkv, gates, pool, rows, heads)
+    q, k, v = _heads(qkv, heads)
+    beta, decay = gates.beta.float().sigmoid(), gates.decay()
+    num_single = rows.num_single_rows
+    out = torch.zeros(len(qkv), heads.num_value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_single:
+        sources = rows.sources()[:num_single]
+        state = torch.where((sources > 0)[:, None, None, None], pool[sources], 0.0)
+        single = slice(0, num_single)
+        out[single], state = delta_step(q[single], k[single], v[single], decay[single], beta[single], state)
+        pool[rows.targets()] = state
+    for start, end, source, target in rows.spans():
+        state = torch.zeros_like(pool[0]) if source is None else pool[source]
+        part = slice(start, end)
+        out[part], state = delta_chunks(q[part], k[part], v[part], decay[part], beta[part], state)
+        if target:
+            pool[target] = state
+    return out
+
+
+def delta_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute one token of each row, from the formula.
+
+    q, k: [R, Hv, Dk]; v: [R, Hv, Dv]; decay (logarithms), beta: [R, Hv]; state: [R, Hv, Dk, Dv]. All float32 → results
+    [R, Hv, Dv], states behind them.
+    """
+    state = state * decay.exp()[..., None, None]
+    read = (state * k.unsqueeze(-1)).sum(-2)
+    written = (v - read) * beta.unsqueeze(-1)
+    state = state + k.unsqueeze(-1) * written.unsqueeze(-2)
+    return (state * q.unsqueeze(-1)).sum(-2), state
+
+
+def delta_chunks(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, *, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Compute the tokens of one row, `chunk` of them at once.
+
+    In a chunk, token i writes w_i = β_i (v_i - what it reads), and it reads what the state and the tokens before it
+    have written: (I + L) w = β (v - decayed k S), where L is below the diagonal. q, k: [N, Hv, Dk]; v: [N, Hv, Dv];
+    decay, beta: [N, Hv]; state: [Hv, Dk, Dv]. All float32 → results [N, Hv, Dv], the state behind them.
+    """
+    out = torch.empty_like(v)
+    for start in range(0, len(q), chunk):
+        part = slice(start, start + chunk)
+        queries, keys, values = (x[part].transpose(0, 1) for x in (q, k, v))  # [Hv, chunk, D]
+        betas = beta[part].T.unsqueeze(-1)
+        total = decay[part].cumsum(0).T  # [Hv, chunk]
+        # exp of a difference that is masked first: above the diagonal it may be too large for a float.
+        between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
+        between = between.exp().tril()
+        total = total.unsqueeze(-1)
+        lower = (betas * (keys @ keys.transpose(1, 2)) * between).tril(-1)
+        read = (keys * total.exp()) @ state
+        written = torch.linalg.solve_triangular(lower, betas * (values - read), upper=False, unitriangular=True)
+        result = (queries * total.exp()) @ state + ((queries @ keys.transpose(1, 2)) * between) @ written
+        out[part] = result.transpose(0, 1)
+        last = total[:, -1:]
+        state = state * last.exp() + (keys * (last - total).exp()).transpose(1, 2) @ written
+    return out, state
+
+
+def _heads(qkv: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut queries, keys and values into heads, one key head for each value head, norm and scale: float32
+    [T, Hv, Dk] twice, and [T, Hv, Dv]."""
+    key_size = heads.num_key_heads * heads.key_dim
+    sizes = [key_size, key_size, heads.num_value_heads * heads.value_dim]
+    q, k, v = torch.split(qkv.float(), sizes, dim=1)
+    repeats = heads.num_value_heads // heads.num_key_heads
+    q, k = (_unit(x.view(len(x), -1, heads.key_dim)).repeat_interleave(repeats, dim=1) for x in (q, k))
+    return q * heads.key_dim**-0.5, k, v.view(len(v), -1, heads.value_dim)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)

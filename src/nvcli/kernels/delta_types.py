@@ -1,0 +1,40 @@
+"""What the gated delta rule (`delta_net.py`) takes beside queries, keys and values. T tokens, Hv value heads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class DeltaHeads(NamedTuple):
+    """The heads of one rank's part of a layer."""
+
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    value_dim: int
+
+    @property
+    def num_channels(self) -> int:
+        """The size of a token's queries, keys and values together."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+class DeltaGates(NamedTuple):
+    """What a layer's gates are made of."""
+
+    beta: Tensor
+    """[T, Hv], of which β is the sigmoid."""
+    step: Tensor
+    """[T, Hv], see `decay`."""
+    log_rate: Tensor
+    """[Hv]."""
+    step_bias: Tensor
+    """[Hv]."""
+
+    def decay(self) -> Tensor:
+        """The logarithm g of each token's decay: [T, Hv] float32, at most 0."""
+        steps: Tensor = F.softplus(self.step.float() + self.step_bias.float())
+        return -self.log_rate.float().exp() * steps

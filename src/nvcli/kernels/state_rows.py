@@ -1,0 +1,72 @@
+"""StateRows: where each row of a step finds the recurrent state of its request, and where it leaves it.
+
+A recurrent state is kept in KV blocks as keys are: the block of a column of a request's table holds the state behind
+the last token that was computed in that column. So a full block holds the state at its end, where another request
+with the same prefix can go on from it. A request's first token begins from zeros.
+
+The rows of one step that go on from each other's blocks come in order; kernels run them side by side, so the engine
+schedules no such rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StateSpan(NamedTuple):
+    """Tokens of one row that lie in one block."""
+
+    start: int
+    end: int
+    """They are [start, end) of the step's tokens."""
+    source: int | None
+    """The block whose state they go on from; None: zeros."""
+    target: int
+    """The block that takes the state behind them; 0, the null block: none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRows:
+    """The rows of a step in one KV group. It has T tokens and R rows, padding included."""
+
+    block_tables: Tensor
+    """[slots, max_blocks] int32."""
+    slots: Tensor
+    """[R] int64, the row of each row's request in `block_tables`."""
+    seq_lens: Tensor
+    """[R] int32, tokens of each row's request behind this step."""
+    query_start_loc: Tensor
+    """[R + 1] int32, first token of each row."""
+    slot_mapping: Tensor
+    """[T] int64, block × block_size + offset of each token."""
+    block_size: int
+    num_single_rows: int
+    """Leading rows of one token each."""
+
+    def sources(self) -> Tensor:
+        """The block that each row goes on from: [R] int64, 0 for rows that begin from zeros or have no tokens."""
+        before = self.seq_lens.long() - self.query_start_loc.diff()
+        columns = (before - 1).clamp_(min=0) // self.block_size
+        return torch.where(before > 0, self.block_tables[self.slots, columns].long(), 0)
+
+    def targets(self) -> Tensor:
+        """The block of each single row's token: [num_single_rows] int64."""
+        return self.slot_mapping[: self.num_single_rows] // self.block_size
+
+    def spans(self) -> Iterator[StateSpan]:
+        """Yield the tokens of the rows behind the single ones, block by block. Waits for the device."""
+        first = self.num_single_rows
+        starts, places = self.query_start_loc.tolist(), self.slot_mapping.tolist()
+        sources = self.sources().tolist()
+        for row in range(first, len(starts) - 1):
+            start, source = starts[row], sources[row] or None
+            while start < starts[row + 1]:
+                block, offset = divmod(places[start], self.block_size)
+                end = min(start + self.block_size - offset, starts[row + 1])
+                yield StateSpan(start, end, source, block)
+                start, source = end, block

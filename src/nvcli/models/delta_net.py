@@ -1,0 +1,158 @@
+"""GatedDeltaNet: a layer's recurrent attention (`kernels/delta_net.py`), cut over the ranks by key heads.
+
+Whatever a checkpoint fuses, ranks keep the projections' rows in one order: queries, keys and values of all heads, the
+output's gates, then the numbers that make β and the decay. Shapes: T tokens, H hidden, Hv value heads of this rank, Dv
+their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import StateSpec
+from nvcli.kernels.causal_conv import causal_conv
+from nvcli.kernels.delta_net import delta_rule
+from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels.norm import gated_rms_norm
+from nvcli.kernels.state_rows import StateRows
+from nvcli.models.layer_config import DeltaNetConfig, NormConfig
+from nvcli.models.layers import Norm
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, LinearPiece, RowParallelLinear, linear_piece
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
+
+
+class GatedDeltaNet(nn.Module):
+    """[T, H] → [T, Hv × Dv], the input of `o_proj`."""
+
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: DeltaNetConfig,
+        norm: NormConfig,
+        spec: StateSpec,
+        cache_layer: int,
+    ) -> None:
+        """`cache_layer` is the layer's number in the KV cache of this rank."""
+        super().__init__()
+        self.spec = spec
+        self.cache_layer = cache_layer
+        size = build.group.size
+        self.heads = DeltaHeads(
+            config.num_key_heads // size, config.key_dim, config.num_value_heads // size, config.value_dim
+        )
+        pieces = _pieces_by_head(build, path, config) if config.is_fused_by_head else _pieces(build, path, config)
+        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", pieces)
+        self.conv = ConvWeight(build, f"{path}.conv1d", config)
+        self.log_rate = HeadNumbers(build, f"{path}.A_log")
+        self.step_bias = HeadNumbers(build, f"{path}.dt_bias")
+        self.norm = Norm(build, f"{path}.norm", replace(norm, weight_offset=0.0))
+        self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Compute the tokens' results, and store the states behind them."""
+        conv_pool, pool = batch.kv_cache.state(self.cache_layer)
+        rows = _state_rows(batch, self.spec.kv_group)
+        heads, num_heads = self.heads, self.heads.num_value_heads
+        projected = self.in_proj(x)
+        gate_end = heads.num_channels + num_heads * heads.value_dim
+        qkv = causal_conv(projected[:, : heads.num_channels], self.conv.weight.squeeze(1), conv_pool, rows)
+        gates = DeltaGates(
+            beta=projected[:, gate_end : gate_end + num_heads],
+            step=projected[:, gate_end + num_heads :],
+            log_rate=self.log_rate.weight,
+            step_bias=self.step_bias.weight,
+        )
+        out = delta_rule(qkv, gates, pool, rows, heads)
+        output_gate = projected.as_strided(
+            out.shape,
+            (projected.stride(0), heads.value_dim, 1),
+            projected.storage_offset() + heads.num_channels,
+        )
+        return gated_rms_norm(out, output_gate, self.norm.weight, self.norm.eps).flatten(1)
+
+
+class ConvWeight(WeightModule):
+    """The taps of this rank's channels, [channels, 1, taps]: those of its queries, keys and values."""
+
+    def __init__(self, build: BuildContext, path: str, config: DeltaNetConfig) -> None:
+        super().__init__()
+        self.tensor = build.tensors[f"{path}.weight"]
+        self.parts = _parts(config, build.group.rank, build.group.size)
+        self.weight = empty_parameter(self.tensor, sum(map(length, self.parts)), 1, config.conv_taps)
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        start = 0
+        for part in self.parts:
+            rows = slice(start, start + length(part))
+            taps = self.tensor.shard(0, 1)[1:]
+            yield WeightSource(tensor=self.tensor, read=(part, *taps), parameter="weight", write=(rows, *taps))
+            start = rows.stop
+
+
+class HeadNumbers(WeightModule):
+    """One number for each of this rank's value heads: [Hv]."""
+
+    def __init__(self, build: BuildContext, name: str) -> None:
+        super().__init__()
+        self.tensor = build.tensors[name]
+        self.read = self.tensor.shard(build.group.rank, build.group.size)
+        self.weight = empty_parameter(self.tensor, length(self.read[0]))
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        write = (slice(0, length(self.read[0])),)
+        yield WeightSource(tensor=self.tensor, read=self.read, parameter="weight", write=write)
+
+
+def _state_rows(batch: ForwardBatch, group: int) -> StateRows:
+    return StateRows(
+        block_tables=batch.block_tables[group],
+        slots=batch.slots,
+        seq_lens=batch.seq_lens,
+        query_start_loc=batch.query_start_loc,
+        slot_mapping=batch.slot_mapping[group],
+        block_size=batch.kv_cache.spec.block_size,
+        num_single_rows=batch.num_single_rows,
+    )
+
+
+def _parts(config: DeltaNetConfig, rank: int, size: int) -> tuple[slice, slice, slice]:
+    """Return which rows of [queries, keys, values] of all heads belong to a rank."""
+    keys, values = config.key_size // size, config.value_size // size
+    first_value = 2 * config.key_size + rank * values
+    return (
+        slice(rank * keys, (rank + 1) * keys),
+        slice(config.key_size + rank * keys, config.key_size + (rank + 1) * keys),
+        slice(first_value, first_value + values),
+    )
+
+
+def _pieces(build: BuildContext, path: str, config: DeltaNetConfig) -> list[LinearPiece]:
+    """Cut projections that are each whole in the checkpoint."""
+    qkv = linear_piece(build, f"{path}.in_proj_qkv")
+    parts = _parts(config, build.group.rank, build.group.size)
+    names = ("in_proj_z", "in_proj_b", "in_proj_a")
+    return [*(replace(qkv, rows=part) for part in parts), *(linear_piece(build, f"{path}.{name}") for name in names)]
+
+
+def _pieces_by_head(build: BuildContext, path: str, config: DeltaNetConfig) -> list[LinearPiece]:
+    """Cut projections that hold for each key head its query, its key, and its heads' values and gates one after the
+    other, and likewise what makes β and the decay."""
+    values = config.value_size // config.num_key_heads
+    heads = config.num_value_heads // config.num_key_heads
+    qkvz = _by_head(linear_piece(build, f"{path}.in_proj_qkvz"), (config.key_dim, config.key_dim, values, values))
+    return qkvz + _by_head(linear_piece(build, f"{path}.in_proj_ba"), (heads, heads))
+
+
+def _by_head(piece: LinearPiece, sizes: tuple[int, ...]) -> list[LinearPiece]:
+    """Cut a projection that repeats parts of these sizes into pieces: all the first parts, then all the second."""
+    pieces = []
+    for number, size in enumerate(sizes):
+        first = piece.rows.start + sum(sizes[:number])
+        starts = range(first, piece.rows.stop, sum(sizes))
+        pieces += [replace(piece, rows=slice(start, start + size)) for start in starts]
+    return pieces

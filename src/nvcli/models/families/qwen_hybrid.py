@@ -1,0 +1,130 @@
+"""Qwen3-Next, and Qwen 3.5 and 3.6, the text part: gated delta nets (https://arxiv.org/abs/2412.06464) between layers
+of full attention, which have a gate. Heads that predict several tokens at once are left on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.family import Family
+from nvcli.models.families.qwen_moe import read_mlps
+from nvcli.models.families.reading import (
+    FULL,
+    LINEAR,
+    num_layers,
+    read_attention,
+    read_decoder,
+    read_layer_types,
+    read_mlp,
+    read_rms_norm,
+)
+from nvcli.models.families.reading_experts import read_experts, read_routing
+from nvcli.models.json_file import JsonFile
+from nvcli.models.layer_config import (
+    AttentionConfig,
+    DecoderConfig,
+    DeltaNetConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MLPConfig,
+)
+from nvcli.models.rope_config import read_rope
+from nvcli.validation import show
+
+_LAYOUT = CheckpointLayout(left=("mtp.",))
+_MAX_TAPS = 16
+"""The most tokens that a convolution reads; more than any model's does."""
+
+
+def read_qwen3_next(config: JsonFile) -> DecoderConfig:
+    """Read a mixture of experts, whose projections of delta nets are fused head by head."""
+    shared = replace(read_mlp(config), intermediate_size=config.positive("shared_expert_intermediate_size"))
+    return _read(config, read_mlps(config, shared=shared, gates_shared=True), is_fused_by_head=True)
+
+
+def read_qwen3_5(config: JsonFile) -> DecoderConfig:
+    """Read a dense model."""
+    return _read(config, [read_mlp(config)] * num_layers(config))
+
+
+def read_qwen3_5_moe(config: JsonFile) -> DecoderConfig:
+    """Read a mixture of experts, beside one that all tokens share. The weights of a token's experts add up to 1."""
+    shared = replace(
+        read_mlp(JsonFile(config.path, {**config.values, "intermediate_size": 1}, section=config.section)),
+        intermediate_size=config.positive("shared_expert_intermediate_size"),
+    )
+    experts = read_experts(config, read_routing(config, renormalise=True), shared=shared, gates_shared=True)
+    return _read(config, [experts] * num_layers(config))
+
+
+def _read(
+    config: JsonFile, mlps: Iterable[MLPConfig | ExpertsConfig], *, is_fused_by_head: bool = False
+) -> DecoderConfig:
+    bias = config.get("attention_bias", bool, False)
+    attention = read_attention(
+        config,
+        default_theta=None,
+        rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=10_000.0, default_partial=0.25),
+        qk_norm="head",
+        has_gate=True,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    kinds: dict[str, AttentionConfig | DeltaNetConfig] = {FULL: attention}
+    kinds[LINEAR] = _delta_net(config, is_fused_by_head=is_fused_by_head)
+    layers = (LayerConfig(attention=kinds[kind], mlp=mlp) for kind, mlp in zip(_layer_types(config), mlps, strict=True))
+    return read_decoder(config, layers, norm=read_rms_norm(config, weight_offset=1.0), layout=_LAYOUT)
+
+
+def _delta_net(config: JsonFile, *, is_fused_by_head: bool) -> DeltaNetConfig:
+    num_key_heads, num_value_heads = config.positive("linear_num_key_heads"), config.positive("linear_num_value_heads")
+    if num_value_heads % num_key_heads:
+        raise config.error("linear_num_value_heads", f"{num_key_heads} key heads do not divide {num_value_heads}")
+    return DeltaNetConfig(
+        num_key_heads=num_key_heads,
+        key_dim=config.positive("linear_key_head_dim", most=256),
+        num_value_heads=num_value_heads,
+        value_dim=config.positive("linear_value_head_dim", most=256),
+        conv_taps=config.positive("linear_conv_kernel_dim", least=2, most=_MAX_TAPS),
+        is_fused_by_head=is_fused_by_head,
+    )
+
+
+def _layer_types(config: JsonFile) -> list[str]:
+    """Read `layer_types`; where they are absent, every `full_attention_interval`-th layer has full attention."""
+    types = read_layer_types(config, supported=(FULL, LINEAR))
+    if types is None:
+        interval = config.positive("full_attention_interval")
+        types = [LINEAR if (number + 1) % interval else FULL for number in range(num_layers(config))]
+    if FULL not in types:
+        raise config.error("layer_types", f"{show(types)} has no layer of full attention")
+    return types
+
+
+_DEFAULTS = {"full_attention_interval": 4}
+
+QWEN3_NEXT = Family(
+    name="Qwen3-Next",
+    architectures=("Qwen3NextForCausalLM",),
+    features="gated delta nets between layers of gated attention; a mixture of experts",
+    examples=("Qwen/Qwen3-Next-80B-A3B-Instruct",),
+    read=read_qwen3_next,
+    defaults=_DEFAULTS,
+)
+QWEN3_5 = Family(
+    name="Qwen 3.5, 3.6 dense",
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    features="gated delta nets between layers of gated attention; the text part",
+    examples=("Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-9B"),
+    read=read_qwen3_5,
+    defaults=_DEFAULTS,
+)
+QWEN3_5_MOE = Family(
+    name="Qwen 3.5, 3.6 MoE",
+    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    features="gated delta nets between layers of gated attention; a mixture of experts; the text part",
+    examples=("Qwen/Qwen3.5-35B-A3B",),
+    read=read_qwen3_5_moe,
+    defaults=_DEFAULTS,
+)

@@ -1,0 +1,141 @@
+"""The recurrent layers' operations against transformers' own, and a request in pieces against the whole of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from state_steps import make_rows
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNormGated,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from nvcli.kernels.causal_conv import causal_conv
+from nvcli.kernels.delta_net import delta_chunks, delta_rule, delta_step
+from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels.norm import gated_rms_norm
+
+HEADS = DeltaHeads(num_key_heads=2, key_dim=8, num_value_heads=4, value_dim=16)
+LENGTH = 150
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gates(length: int = LENGTH) -> DeltaGates:
+    heads = HEADS.num_value_heads
+    return DeltaGates(
+        rand(length, heads, seed=1), rand(length, heads, seed=2), rand(heads, seed=3), rand(heads, seed=4)
+    )
+
+
+def reference(qkv: Tensor, one: DeltaGates) -> tuple[Tensor, Tensor]:
+    """transformers' results and last state."""
+    q, k, v = qkv.split([16, 16, 64], dim=1)
+    q, k, v = q.view(1, -1, 2, 8), k.view(1, -1, 2, 8), v.view(1, -1, 4, 16)
+    out, state = torch_recurrent_gated_delta_rule(
+        q,
+        k,
+        v,
+        g=one.decay().unsqueeze(0),
+        beta=one.beta.sigmoid().unsqueeze(0),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out[0], state[0]
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, LENGTH])
+def test_both_forms_are_those_of_transformers(length: int) -> None:
+    q, k, v = (F.normalize(rand(length, 4, size, seed=size), dim=-1) for size in (8, 9, 16))
+    k = k[..., :8]
+    decay, beta, state = -rand(length, 4).abs(), rand(length, 4, seed=5).sigmoid(), rand(4, 8, 16, seed=6)
+    arguments = [x.unsqueeze(0) for x in (q, k, v)]
+    expected, expected_state = torch_chunk_gated_delta_rule(
+        *arguments,
+        g=decay.unsqueeze(0),
+        beta=beta.unsqueeze(0),
+        initial_state=state.unsqueeze(0),
+        output_final_state=True,
+    )
+    scaled = q * 8**-0.5
+    found, found_state = delta_chunks(scaled, k, v, decay, beta, state)
+    assert_close(found, expected[0])
+    assert_close(found_state, expected_state[0])
+    steps = []
+    for i in range(length):
+        part = slice(i, i + 1)
+        one, states = delta_step(scaled[part], k[part], v[part], decay[part], beta[part], state.unsqueeze(0))
+        state = states[0]
+        steps.append(one)
+    assert_close(torch.cat(steps), expected[0])
+    assert_close(state, expected_state[0])
+
+
+def test_equal_keys_are_exact() -> None:
+    """A prompt of one token over and over: every key reads what the token before it wrote."""
+    q = k = torch.full((128, 1, 4), 0.5)
+    v, state = rand(128, 1, 4), torch.zeros(1, 4, 4)
+    found, last = delta_chunks(q, k, v, torch.zeros(128, 1), torch.ones(128, 1), state)
+    torch.testing.assert_close(found, v, atol=1e-5, rtol=1e-5)  # each token writes over the one before
+    assert last.abs().max() < 10
+
+
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_a_request_in_pieces(block_size: int) -> None:
+    """Chunks, single tokens, and another request that goes on from a block of this one."""
+    qkv, one = rand(LENGTH, HEADS.num_channels), gates()
+    weight = rand(HEADS.num_channels, 4, seed=7)
+    expected_conv = F.silu(F.conv1d(qkv.T.unsqueeze(0), weight.unsqueeze(1), padding=3, groups=96)[0, :, :LENGTH].T)
+    expected, expected_state = reference(expected_conv, one)
+    num_blocks = 2 * (LENGTH // block_size + 2)
+    pool = torch.full((num_blocks, 4, 8, 16), 1e3)
+    conv_pool = torch.full((num_blocks, 3, HEADS.num_channels), 1e3)
+    table = list(range(num_blocks - 1, num_blocks // 2, -1))
+    middle = LENGTH // block_size // 2 * block_size
+    branch = [*table[: middle // block_size], *range(1, num_blocks // 2)]
+    start = 0
+
+    def run(start: int, count: int, blocks: list[int]) -> Tensor:
+        rows = make_rows([(start, count)], [blocks], block_size=block_size, num_single=int(count == 1))
+        part = slice(start, start + count)
+        convolved = causal_conv(qkv[part], weight, conv_pool, rows)
+        assert_close(convolved, expected_conv[part])
+        cut = DeltaGates(one.beta[part], one.step[part], one.log_rate, one.step_bias)
+        return delta_rule(convolved, cut, pool, rows, HEADS)
+
+    for count in (1, 1, 70, 1, 1, 1, 1, 1, 50, 20, 1, 1, 1):
+        assert_close(run(start, count, table), expected[start : start + count])
+        start += count
+    assert start == LENGTH
+    assert_close(pool[table[(LENGTH - 1) // block_size]], expected_state)
+    assert_close(run(middle, LENGTH - middle, branch), expected[middle:])
+
+
+def test_padding_is_finite_and_leaves_the_states_alone() -> None:
+    qkv, one = rand(9, HEADS.num_channels), gates(9)
+    pool = torch.full((4, 4, 8, 16), 7.0)
+    work, tables = [(4, 1), (0, 1), (0, 3), (0, 0)], [[1, 2], [], [3], []]
+    rows = make_rows(work, tables, block_size=4, num_single=2, padding=4)
+    found = delta_rule(qkv, one, pool, rows, HEADS)
+    assert found.isfinite().all()
+    assert (found[5:] == 0).all()
+    assert (pool[1] == 7.0).all()
+    assert (pool[2:] != 7.0).all()
+
+
+def test_gated_norm_is_that_of_transformers() -> None:
+    x, gate, weight = rand(5, 4, 16), rand(5, 4, 16, seed=1), rand(16, seed=2)
+    module = Qwen3NextRMSNormGated(16, eps=1e-6)
+    module.weight.data = weight
+    with torch.no_grad():
+        expected = module(x, gate)
+    torch.testing.assert_close(gated_rms_norm(x, gate, weight, 1e-6), expected)

@@ -1,0 +1,98 @@
+"""The Triton kernels of recurrent layers against their plain-torch references."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from state_steps import make_rows
+from torch import Tensor
+
+from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
+from nvcli.kernels import causal_conv as conv_reference
+from nvcli.kernels import delta_net as reference
+from nvcli.kernels import norm as norm_reference
+from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels.state_rows import StateRows
+from nvcli.kernels.triton import causal_conv, delta_net, norm
+
+pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
+
+STEPS = {
+    "single rows": ([(3, 1), (0, 1), (4, 1), (8, 1), (0, 1)], [[1], [2], [3, 4], [5, 6, 7], []], 4, 5, 0),
+    "chunks": ([(9, 1), (0, 70), (3, 90), (64, 2), (0, 0)], [[1], [2, 3], [4, 5], [6, 7], []], 64, 1, 5),
+    "small blocks": ([(2, 11), (0, 3), (4, 4)], [[1, 2, 3, 4], [5], [6, 7]], 4, 0, 3),
+    "blocks that are not powers of two": ([(40, 100)], [[1, 2, 3]], 48, 0, 0),
+}
+"""(tokens before, tokens) of each row, block tables, block size, single rows, tokens of nobody."""
+
+
+def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def on_device(rows: StateRows) -> StateRows:
+    names = ("block_tables", "slots", "seq_lens", "query_start_loc", "slot_mapping")
+    return dataclasses.replace(rows, **{name: getattr(rows, name).to(DEVICE) for name in names})
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = 4 * TOLERANCE[dtype]
+    torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_causal_conv(step: str, dtype: torch.dtype) -> None:
+    work, tables, block_size, num_single, padding = STEPS[step]
+    rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
+    wide, weight = rand(len(rows.slot_mapping), 200, dtype=dtype), rand(150, 4, dtype=dtype, seed=1)
+    x, pool = wide[:, 20:170], rand(8, 3, 150, dtype=dtype, seed=2)
+    found_pool = pool.to(DEVICE, copy=True)
+    found = causal_conv.causal_conv(wide.to(DEVICE)[:, 20:170], weight.to(DEVICE), found_pool, on_device(rows))
+    expected = conv_reference.causal_conv(x, weight, pool, rows)
+    assert_close(found, expected, dtype)
+    assert torch.equal(found_pool.cpu()[1:], pool[1:])
+
+
+@pytest.mark.parametrize("heads", [DeltaHeads(2, 16, 4, 32), DeltaHeads(1, 24, 3, 20)])
+@pytest.mark.parametrize("step", STEPS)
+def test_delta_rule(step: str, heads: DeltaHeads, dtype: torch.dtype) -> None:
+    work, tables, block_size, num_single, padding = STEPS[step]
+    rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
+    count, num_heads = len(rows.slot_mapping), heads.num_value_heads
+    qkv, both = rand(count, heads.num_channels, dtype=dtype), rand(count, 2 * num_heads, dtype=dtype, seed=1)
+    rates, biases = rand(num_heads, dtype=dtype, seed=3), rand(num_heads, dtype=dtype, seed=4)
+    pool = rand(8, num_heads, heads.key_dim, heads.value_dim, dtype=torch.float32, seed=5)
+    found_pool, split = pool.to(DEVICE, copy=True), both.to(DEVICE)
+    found = delta_net.delta_rule(
+        qkv.to(DEVICE),
+        DeltaGates(split[:, :num_heads], split[:, num_heads:], rates.to(DEVICE), biases.to(DEVICE)),
+        found_pool,
+        on_device(rows),
+        heads,
+    )
+    gates = DeltaGates(both[:, :num_heads], both[:, num_heads:], rates, biases)
+    expected = reference.delta_rule(qkv, gates, pool, rows, heads)
+    assert_close(found, expected, dtype)
+    assert_close(found_pool[1:], pool[1:], dtype)
+
+
+def test_a_prompt_of_one_token_over_and_over(dtype: torch.dtype) -> None:
+    """Equal keys, no decay: powers of the system's matrix would be too large for a float32."""
+    heads = DeltaHeads(1, 16, 1, 16)
+    qkv = torch.cat((torch.ones(128, 32), rand(128, 16, dtype=torch.float32)), dim=1).to(dtype)
+    gates = DeltaGates(*(torch.full((128, 1), x, dtype=dtype) for x in (20.0, -20.0)), *torch.zeros(2, 1, dtype=dtype))
+    rows = make_rows([(0, 128)], [[1]], block_size=128, num_single=0)
+    pool = torch.zeros(2, 1, 16, 16)
+    found_pool = pool.to(DEVICE, copy=True)
+    moved = DeltaGates(*(gate.to(DEVICE) for gate in gates))
+    found = delta_net.delta_rule(qkv.to(DEVICE), moved, found_pool, on_device(rows), heads)
+    assert_close(found, reference.delta_rule(qkv, gates, pool, rows, heads), dtype)
+
+
+def test_gated_norm(dtype: torch.dtype) -> None:
+    x, wide, weight = rand(5, 3, 40, dtype=dtype), rand(5, 200, dtype=dtype, seed=1), rand(40, dtype=dtype, seed=2)
+    found = norm.gated_rms_norm(x.to(DEVICE), wide.to(DEVICE)[:, 8:128].unflatten(1, (3, 40)), weight.to(DEVICE), 1e-6)
+    expected = norm_reference.gated_rms_norm(x, wide[:, 8:128].unflatten(1, (3, 40)), weight, 1e-6)
+    assert_close(found, expected, dtype)
