@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoints import FAMILIES, write_tiny_model
+from fake_runners import engine_config
 from nvcli.bench.shapes import write_shape
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
@@ -16,6 +17,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.geometry import model_tensors
 from nvcli.models.kv_groups import block_bytes
 from nvcli.models.registry import build_model
+from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
 
@@ -59,6 +61,22 @@ def test_biases_ties_shared_heads_and_padding(changes: dict[str, Any], tp: int, 
     path = write_tiny_model(tmp_path / "tiny", **{**shape, **changes})
     for dtype in (torch.bfloat16, torch.float32):
         assert_same(path, tp, rank=0, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_whole_experts(name: str, tmp_path: Path) -> None:
+    path = write_shape(name, tmp_path)
+    parts, whole = load_model_config(path), load_model_config(path, expert_parallel=True)
+    planned = weight_bytes(whole, "bfloat16", tensor_parallel_size=8)
+    assert planned == build_model(whole, group_of(7, 8), torch.bfloat16).weight_bytes()
+    of_parts = weight_bytes(parts, "bfloat16", tensor_parallel_size=8)
+    biases = 0 if name.startswith("qwen3") else 24 * 32 * 2880 * 2  # those of down projections, which are not cut
+    assert planned == {**of_parts, "experts": of_parts["experts"] - biases * 7 // 8}
+    # All pairs may be one rank's: its experts' hidden rows are as many and as wide as those of a rank alone.
+    config = engine_config(tensor_parallel_size=8, dtype="bfloat16", device="cuda", max_num_batched_tokens=8192)
+    less, more = (estimate(config, model, 80 << 30).planned["activations"] for model in (parts, whole))
+    size = whole.layers[-1].mlp.intermediate_size
+    assert more - less == 8192 * 2 * whole.layers[-1].mlp.routing.experts_per_token * size * 7 // 8
 
 
 @pytest.mark.parametrize("family", FAMILIES)

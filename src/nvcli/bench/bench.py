@@ -34,6 +34,7 @@ class BenchLayout:
     """The GPU of each rank, replica after replica, by the numbers that the process sees; empty on a CPU."""
     dtype: str
     tensor_parallel_size: int
+    enable_expert_parallel: bool
     pipeline_parallel_size: int
     data_parallel_size: int
 
@@ -136,6 +137,7 @@ def _layout(config: EngineConfig, ready: EngineReady, data_parallel_size: int) -
         gpus=gpus if config.device == "cuda" else [],
         dtype=config.dtype,
         tensor_parallel_size=config.tensor_parallel_size,
+        enable_expert_parallel=config.enable_expert_parallel,
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
     )

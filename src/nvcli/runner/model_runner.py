@@ -123,7 +123,9 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            self.model_config = load_model_config(self.config.model_path)
+            self.model_config = load_model_config(
+                self.config.model_path, expert_parallel=self.config.enable_expert_parallel
+            )
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
             )
