@@ -138,7 +138,8 @@ def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConf
     """Read the config files of a checkpoint folder.
 
     `expert_parallel` is how ranks are to share its experts; see `ModelConfig`. Raises LoadError that names the file and
-    the key, and ConfigError where a model without experts is to be shared so.
+    the key, and ConfigError for an architecture that is not supported, and where a model without experts is to be
+    shared so.
     """
     config = JsonFile.read(path / CONFIG_FILE)
     generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
@@ -165,7 +166,7 @@ def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConf
 
 
 def _family(config: JsonFile) -> tuple[str, Family]:
-    """Return the architecture, and the family that it belongs to."""
+    """Return the architecture, and the family that it belongs to. Raises ConfigError where there is none."""
     names = config.values.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise config.error("architectures", f"{show(names)} names no architecture; {_LIST_OF_MODELS}")
@@ -174,9 +175,9 @@ def _family(config: JsonFile) -> tuple[str, Family]:
         if family is not None:
             return name, family
     name = show(names[0]).strip('"')
-    raise config.error(
-        "architectures",
-        f"{name} is not supported; the nearest supported one is {nearest_architecture(name)}; {_LIST_OF_MODELS}",
+    raise ConfigError(
+        f"{config.path}: `architectures`: {name} is not supported; the nearest supported one is "
+        f"{nearest_architecture(name)}; {_LIST_OF_MODELS}"
     )
 
 
