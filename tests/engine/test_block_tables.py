@@ -76,6 +76,22 @@ def test_blocks_behind_a_window_are_freed_between_chunks() -> None:
     assert state.blocks[1][:1] == [0]
 
 
+def test_blocks_behind_a_long_chunk_are_freed_before_the_next_step_is_planned() -> None:
+    """Also where the request needs no new block: the last token of the prompt attends to itself and the 5 before it."""
+    requests = Requests((FULL, WINDOW), 40)
+    state = requests.compute_all(list(range(38)), 40)
+    other = requests.compute_all(list(range(100, 107)), 4)
+    assert requests.num_held(state) == [10, 10]
+    requests.tables.begin_step()
+    assert requests.num_held(state) == [10, 2]
+    assert requests.num_held(other) == [2, 2]
+    requests.tables.check_integrity(requests.running)
+    requests.compute_all(list(range(200, 238)), 40)
+    requests.leave(requests.running[-1])
+    requests.tables.begin_step()  # one that has given all back is passed over
+    requests.tables.check_integrity(requests.running)
+
+
 def test_a_chunk_is_as_long_as_there_are_blocks() -> None:
     requests = Requests((WINDOW,), 4)
     state = requests.enter(list(range(40)))

@@ -181,8 +181,7 @@ def _measure(
     try:
         ready = engines.wait_ready()
         copies = f" in each of {data_parallel_size} copies" if data_parallel_size > 1 else ""
-        num_tokens = ready.num_blocks * ready.block_size
-        say(f"ready in {engines.ready_seconds:.1f} s; KV cache for {num_tokens:,} tokens{copies}")
+        say(f"ready in {engines.ready_seconds:.1f} s; KV cache for {ready.kv_cache_tokens:,} tokens{copies}")
         for note in ready.notes:
             say(note)
         input_len = min(8, config.max_model_len - 1)

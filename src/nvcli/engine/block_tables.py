@@ -53,12 +53,19 @@ class BlockTables:
         self._num_full = sum(group.window is None for group in groups)
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self._of_states = [number for number, group in enumerate(groups) if group.is_state]
+        self._grown: list[RequestState] = []
+        """Requests that took blocks for a chunk in the step being planned: the next step need not attend to all that
+        their windows still hold."""
         self._new_states: set[int] = set()
         """Blocks of states that were registered since the step being planned was begun."""
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
         self._new_states.clear()
+        for state in self._grown:
+            if state.blocks:  # else it gave all of them back
+                self._free_behind_windows(state)
+        self._grown.clear()
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
@@ -107,6 +114,8 @@ class BlockTables:
         """
         if self._windowed:
             self._free_behind_windows(state)
+            if num_tokens > self.block_size:
+                self._grown.append(state)
         block_size, manager = self.block_size, self.block_manager
         num_columns = -(-(state.num_computed + num_tokens) // block_size)
         num_free = manager.num_free - reserve
