@@ -79,15 +79,17 @@ def test_blocks_behind_a_window_are_freed_between_chunks() -> None:
 def test_blocks_behind_a_long_chunk_are_freed_before_the_next_step_is_planned() -> None:
     """Also where the request needs no new block: the last token of the prompt attends to itself and the 5 before it."""
     requests = Requests((FULL, WINDOW), 40)
-    state = requests.compute_all(list(range(38)), 40)
-    other = requests.compute_all(list(range(100, 107)), 4)
+    state = requests.enter(list(range(38)))
+    assert state is not None
+    requests.compute(state, 38)
     assert requests.num_held(state) == [10, 10]
     requests.tables.begin_step()
     assert requests.num_held(state) == [10, 2]
-    assert requests.num_held(other) == [2, 2]
     requests.tables.check_integrity(requests.running)
-    requests.compute_all(list(range(200, 238)), 40)
-    requests.leave(requests.running[-1])
+    other = requests.enter(list(range(200, 238)))
+    assert other is not None
+    requests.compute(other, 38)
+    requests.leave(other)
     requests.tables.begin_step()  # one that has given all back is passed over
     requests.tables.check_integrity(requests.running)
 
@@ -132,7 +134,9 @@ def test_an_equal_prompt_finds_all_blocks_but_the_last_tokens(groups: tuple[KVGr
 def test_a_window_needs_only_its_own_blocks_of_a_prefix() -> None:
     requests = Requests((WINDOW,), 100)
     prompt = list(range(40))
-    first = requests.compute_all(prompt, 40)
+    first = requests.enter(prompt)
+    assert first is not None
+    requests.compute(first, 40)
     blocks = first.blocks[0].copy()
     requests.leave(first)
     requests.manager.unregister(blocks[:6])
@@ -150,7 +154,9 @@ def test_the_hit_is_the_longest_that_all_groups_allow() -> None:
     """Group 0 has lost its blocks from the sixth on; the window before that is whole only up to the fourth."""
     requests = Requests((FULL, WINDOW), 100)
     prompt = list(range(40))
-    first = requests.compute_all(prompt, 40)
+    first = requests.enter(prompt)
+    assert first is not None
+    requests.compute(first, 40)
     full, windowed = (blocks.copy() for blocks in first.blocks)
     requests.leave(first)
     requests.manager.unregister([full[6], windowed[4]])
