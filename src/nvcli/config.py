@@ -37,6 +37,8 @@ SpecialTokens = Literal["allow", "escape", "refuse"]
 
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
+MAX_BLOCK_SIZE = 1024
+"""The largest `block_size`."""
 
 RESERVED_KEYS = ("id", "index", "choices", "usage", "error", "input", "custom_id", "response")
 """Keys that mean something in output rows, so that none of them can hold a text."""
@@ -165,8 +167,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of each GPU's memory that the run may use."""
     kv_cache_memory: str | PositiveInt | None = None
     """KV cache of each rank, in bytes or as a size such as `2GiB`; null: what a GPU has left, part of a CPU's RAM."""
-    block_size: Annotated[int, Meta(ge=1, le=1024)] = 64
-    """Tokens in one block of the KV cache."""
+    block_size: Annotated[int, Meta(ge=1, le=MAX_BLOCK_SIZE)] | None = None
+    """Tokens in one block of the KV cache; null: see `sizing.kv_cache.default_block_size`."""
     attention_backend: AttentionName | AttentionBackends = "auto"
     """One for all work, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
     enable_prefix_caching: bool = True

@@ -71,6 +71,17 @@ def block_bytes(
 ) -> int:
     """The bytes of one KV block on one rank: keys and values of `block_size` tokens, or the state, in each layer of a
     group, of the group that needs most."""
+    token, state = group_bytes(config, dtype, tensor_parallel_size=tensor_parallel_size, stage=stage)
+    keys = token * block_size
+    return keys if state == 0 else -(-max(keys, state) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
+@lru_cache(maxsize=64)
+def group_bytes(
+    config: ModelConfig, dtype: StoredDtype, *, tensor_parallel_size: int = 1, stage: Stage = WHOLE
+) -> tuple[int, int]:
+    """What the layers of a KV group take on one rank, of the group that needs most: the bytes of one token's keys and
+    values, and those of a recurrent state (0: no layer has one)."""
     layers = config.layers
     most, states = 0, 0
     for (_, numbers), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
@@ -81,8 +92,7 @@ def block_bytes(
             continue
         heads = attention.kv_heads_per_rank(tensor_parallel_size)
         most = max(most, len(group.layers) * 2 * heads * attention.head_dim)
-    keys = most * block_size * DTYPE_BYTES[dtype]
-    return keys if states == 0 else -(-max(keys, states) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+    return most * DTYPE_BYTES[dtype], states
 
 
 def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chunk: int) -> int:

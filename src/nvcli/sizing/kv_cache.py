@@ -5,10 +5,27 @@ from __future__ import annotations
 import bisect
 import math
 
-from nvcli.config import EngineConfig
+from nvcli.config import MAX_BLOCK_SIZE, EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.models import kv_groups
 from nvcli.models.config import ModelConfig
+from nvcli.models.geometry import StoredDtype
+
+DEFAULT_BLOCK_SIZE = 64
+"""Kernels read keys in tiles of up to so many tokens, which are found fastest where no tile straddles two blocks."""
+_FLASH_ATTN_TILE = 256
+"""flash-attn 2 takes no other block sizes than multiples of it."""
+
+
+def default_block_size(model: ModelConfig, dtype: StoredDtype, attention_backend: str) -> int:
+    """Return the tokens of a KV block, where the configuration leaves it open.
+
+    A block of a model with recurrent states is about as large as a state, so that neither keys nor states waste much of
+    the pool: 192 tokens for Qwen3.5-35B-A3B. It is the same for every layout, as prompts share whole blocks.
+    """
+    tile = _FLASH_ATTN_TILE if "flash-attn" in attention_backend else DEFAULT_BLOCK_SIZE
+    token, state = kv_groups.group_bytes(model, dtype)
+    return min(MAX_BLOCK_SIZE // tile * tile, max(tile, round(state / token / tile) * tile))
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = None) -> int:
