@@ -102,6 +102,9 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
     """
     total = 0
     for group in kv_groups(config):
+        if group.is_state:  # it goes along from column to column
+            total += 1
+            continue
         blocks = -(-num_tokens // block_size)
         if group.window is not None:
             seen = min(num_tokens, group.window - 1 + chunk)

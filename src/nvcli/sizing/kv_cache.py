@@ -60,8 +60,10 @@ def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -
 
 
 def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """How many KV blocks there is a use for: those of `max_num_seqs` requests of full length, and the null block."""
-    return 1 + config.max_num_seqs * blocks_of_request(config, model, config.max_model_len)
+    """How many KV blocks there is a use for: those of `max_num_seqs` requests of full length, one state more of each
+    where states are kept for prompts to come, and the null block."""
+    kept = sum(group.is_state for group in kv_groups.kv_groups(model)) if config.enable_prefix_caching else 0
+    return 1 + config.max_num_seqs * (blocks_of_request(config, model, config.max_model_len) + kept)
 
 
 def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
