@@ -17,7 +17,7 @@ from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, advise_shorter, missing
 from nvcli.profile.lengths import FileLengths
 from nvcli.sizing import kv_cache
-from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, tokens_in_blocks
+from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, state_blocks, tokens_in_blocks
 from nvcli.sizing.memory import estimate
 
 
@@ -37,6 +37,8 @@ class MemoryProfile:
     block_size: int
     block_bytes: int
     """Bytes of a KV block on a rank of the first stage, which has the most layers."""
+    state_blocks: int
+    """KV blocks that the recurrent states of each request take; 0: the model has none."""
     ranks: list[MemoryUse]
     num_blocks: int
     """KV blocks that requests can use (the null block is not counted), the fewest of all ranks."""
@@ -134,6 +136,7 @@ def _profile(
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         block_bytes=block_bytes(config, model),
+        state_blocks=state_blocks(model),
         ranks=list(ranks),
         num_blocks=num_blocks,
         num_tokens=tokens_in_blocks(num_blocks, config, model),

@@ -62,7 +62,7 @@ def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -
 def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
     """How many KV blocks there is a use for: those of `max_num_seqs` requests of full length, one state more of each
     where states are kept for prompts to come, and the null block."""
-    kept = sum(group.is_state for group in kv_groups.kv_groups(model)) if config.enable_prefix_caching else 0
+    kept = state_blocks(model) if config.enable_prefix_caching else 0
     return 1 + config.max_num_seqs * (blocks_of_request(config, model, config.max_model_len) + kept)
 
 
@@ -78,7 +78,22 @@ def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) 
     return num_blocks * tokens_each // blocks_of_request(config, model, config.max_model_len)
 
 
+def requests_held(num_tokens: float, config: EngineConfig, model: ModelConfig, request_len: float) -> float:
+    """How many requests of `request_len` tokens a KV cache holds at a time that has room for `num_tokens` tokens of
+    full-length ones."""
+    tokens_each = config.max_blocks_per_seq * config.block_size
+    blocks = num_tokens * blocks_of_request(config, model, config.max_model_len) / tokens_each
+    return blocks / blocks_held(config, model, request_len / config.block_size)
+
+
 def blocks_held(config: EngineConfig, model: ModelConfig, sequence_blocks: float) -> float:
     """How many KV blocks a request holds at a time, on average, whose tokens fill `sequence_blocks` blocks."""
     whole = max(1, math.ceil(sequence_blocks))
-    return max(1.0, sequence_blocks) * blocks_of_request(config, model, whole * config.block_size) / whole
+    states = state_blocks(model)
+    keys = blocks_of_request(config, model, whole * config.block_size) - states
+    return states + max(1.0, sequence_blocks) * keys / whole
+
+
+def state_blocks(model: ModelConfig) -> int:
+    """How many KV blocks the recurrent states of a request take."""
+    return sum(group.is_state for group in kv_groups.kv_groups(model))
