@@ -103,3 +103,13 @@ def test_circumstances_do_not_change_the_answers(
     for i, expected in enumerate(greedy_reference):
         assert answers[i] == expected, f"prompt {i}"
     assert answers == plain_answers
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen-3.5"], indirect=True)
+def test_states_in_two_stages_of_two_ranks(checkpoint: Path, plain_answers: dict[int, list[int]]) -> None:
+    """All at once: chunks, prefix hits and preemption, and a stage without a layer of full attention."""
+    config = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 40}
+    done, stats = generate(checkpoint, requests(), **config, num_kv_tokens=420)
+    assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == plain_answers
+    assert stats.num_preemptions > 0
+    assert stats.cached_tokens > 0
