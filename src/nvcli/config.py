@@ -49,6 +49,7 @@ DEFAULT_CONFIG_FILE = "nvcli.yaml"
 FLAG_KEYS = {
     "--model": "model",
     "--tp": "tensor_parallel_size",
+    "--ep": "enable_expert_parallel",
     "--pp": "pipeline_parallel_size",
     "--dp": "data_parallel_size",
     "--device": "device",
@@ -152,6 +153,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
     """GPUs (on a CPU: processes) that share every layer of a copy. auto: see `job_run.planning.layout`; 1 on a CPU."""
+    enable_expert_parallel: bool = False
+    """These GPUs hold whole experts of a mixture of experts each; false: a part of every expert."""
     pipeline_parallel_size: NumProcesses = 1
     """Stages that the layers of a copy are dealt out to, each on its own `tensor_parallel_size` GPUs."""
     data_parallel_size: ParallelSize = "auto"
@@ -206,6 +209,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     enforce_eager: bool
     step_timeout: float
+    enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
     """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
     replica: int = 0

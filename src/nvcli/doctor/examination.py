@@ -54,7 +54,8 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             return stack.enter_context(Probe(f"nvcli.doctor.{target}:main", task, name=name, timeout=timeout))
 
         smi = ask_nvidia_smi()  # before our own probes take memory of the GPUs
-        files = check_model_files(run.model) if run.model.strip() else None
+        expert_parallel = run.enable_expert_parallel
+        files = check_model_files(run.model, expert_parallel=expert_parallel) if run.model.strip() else None
         config, layout, config_findings = _layout(run, files, device, smi)
         num_ranks = layout.num_ranks
         device_probe = start("device_probe", None, "device probe")
@@ -135,6 +136,7 @@ def _layout(
         return None, given, [problem("memory", str(error), "see `nvcli profile-memory`")]
     config = layout.apply(config)
     chosen = [note("layout", layout.why)] if layout.why else []
+    experts = "--ep, " if config.enable_expert_parallel else ""
     stages = f"--pp {layout.pipeline_parallel_size}, " if layout.pipeline_parallel_size > 1 else ""
     return (
         config,
@@ -143,7 +145,7 @@ def _layout(
             *chosen,
             ok(
                 "configuration",
-                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, {stages}"
+                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, {experts}{stages}"
                 f"--dp {layout.data_parallel_size}, max_model_len {config.max_model_len:,}",
             ),
         ],

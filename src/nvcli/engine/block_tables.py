@@ -65,17 +65,19 @@ class BlockTables:
         self._of_states = [number for number, group in enumerate(groups) if group.is_state]
         self._new_states: set[int] = set()
         """Blocks of states that were registered since the step being planned was begun."""
-        self._with_old_states: list[RequestState] = []
-        """Requests that may hold states which they do not go on from once the step being planned has run."""
+        self._leaving: dict[RequestState, None] = {}
+        """Requests that hold blocks for the step being planned which the step after it does not attend to, or go on
+        from: they took blocks for a chunk, or states."""
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
         self._new_states.clear()
-        for state in self._with_old_states:
-            if state.blocks:
+        leaving, self._leaving = self._leaving, {}
+        for state in leaving:
+            if state.blocks:  # else it gave all of them back
                 self._free_behind_windows(state)
-        # The others go on from their last one as soon as a token comes back.
-        self._with_old_states = [state for state in self._with_old_states if self._has_old_states(state)]
+                if self._has_old_states(state):  # it goes on from its last one as soon as a token comes back
+                    self._leaving[state] = None
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
@@ -117,11 +119,11 @@ class BlockTables:
         state.num_computed = num_cached * block_size
         state.set_hashed_blocks(num_cached, block_size)
         state.capacity = len(min(state.blocks, key=len)) * block_size
-        if self._of_states:
-            self._with_old_states.append(state)
         length = min(num_tokens - state.num_computed, budget)
         if state.num_computed + length > state.capacity:
             length, _ = self._lengthen(state, length, least=1, reserve=reserve)
+        if self._of_states or (self._windowed and length > block_size):
+            self._leaving[state] = None
         return length
 
     def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
@@ -131,6 +133,8 @@ class BlockTables:
         """
         if self._windowed:
             self._free_behind_windows(state)
+            if num_tokens > self.block_size:
+                self._leaving[state] = None
         num_tokens, taken = self._lengthen(state, num_tokens, least=least)
         for group, first_column, blocks in taken:
             assert state.slot is not None
@@ -218,7 +222,7 @@ class BlockTables:
             for column, blocks in columns.items():
                 state.blocks[group][column] = blocks[number]
                 taken.append((group, column, [blocks[number]]))
-        self._with_old_states.append(state)
+        self._leaving[state] = None
         return taken
 
     def _worth_keeping(self, state: RequestState) -> Iterator[int]:
@@ -337,8 +341,7 @@ class BlockTables:
                 state.first_columns[number] = end
 
     def _has_old_states(self, state: RequestState) -> bool:
-        group = self._of_states[0]
-        return bool(state.blocks) and state.first_columns[group] < len(state.blocks[group]) - 1
+        return any(state.first_columns[group] < len(state.blocks[group]) - 1 for group in self._of_states[:1])
 
     def check_integrity(self, running: Sequence[RequestState]) -> None:
         """Assert that the running requests' tables agree with the block manager and with how far the requests are."""

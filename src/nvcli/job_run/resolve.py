@@ -180,7 +180,7 @@ def resolve_settings(
     `found_device` is as in `resolve_job`.
     """
     model_path = resolve_model(run.model, weights=weights)
-    model = load_model_config(model_path)
+    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel)
     check_tokenizer_files(model_path)
     if weights:
         check_weight_files(model_path)
@@ -224,6 +224,7 @@ def resolve_engine_config(
         device=device,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=run.enable_expert_parallel,
         pipeline_parallel_size=run.pipeline_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=run.max_num_seqs,

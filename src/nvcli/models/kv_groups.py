@@ -20,7 +20,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES, StoredDtype
 from nvcli.models.layer_config import DeltaNetConfig
 
-_FULL_PADDING_COST = 4
+_FULL_PADDING_COST = 8
 """A place without a layer in a group of full attention wastes memory of every block that a sequence has ever filled; in
 a group with a window only of those that the window covers. The cost of the latter, and of one more group, is 1."""
 
@@ -108,7 +108,7 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
         blocks = -(-num_tokens // block_size)
         if group.window is not None:
             seen = min(num_tokens, group.window - 1 + chunk)
-            blocks = min(blocks, -(-seen // block_size) + 1)  # the first of them may begin before the window
+            blocks = min(blocks, -(-(seen - 1) // block_size) + 1)  # the first of them may begin before the window
         total += blocks
     return total
 

@@ -40,8 +40,11 @@ def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = 
 
 
 def blocks_of_request(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
-    """The most KV blocks that a request of `num_tokens` holds at a time."""
-    return kv_groups.blocks_needed(model, num_tokens, block_size=config.block_size, chunk=config.max_num_batched_tokens)
+    """The most KV blocks that a request of `num_tokens` holds between steps, and the least that it can run with.
+
+    While a chunk of its prompt is computed it takes more of them for windows, as far as there are any.
+    """
+    return kv_groups.blocks_needed(model, num_tokens, block_size=config.block_size, chunk=1)
 
 
 def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
@@ -61,9 +64,15 @@ def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -
 
 def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
     """How many KV blocks there is a use for: those of `max_num_seqs` requests of full length, one state more of each
-    where states are kept for prompts to come, and the null block."""
-    kept = state_blocks(model) if config.enable_prefix_caching else 0
-    return 1 + config.max_num_seqs * (blocks_of_request(config, model, config.max_model_len) + kept)
+    where states are kept for prompts to come, those that one step takes beside them for windows, and the null block."""
+    windows = sum(group.window is not None and not group.is_state for group in kv_groups.kv_groups(model))
+    of_a_step = windows * -(-config.max_num_batched_tokens // config.block_size)
+    most = kv_groups.blocks_needed(
+        model, config.max_model_len, block_size=config.block_size, chunk=config.max_num_batched_tokens
+    )
+    between_steps = config.max_num_seqs * blocks_of_request(config, model, config.max_model_len)
+    kept = config.max_num_seqs * state_blocks(model) if config.enable_prefix_caching else 0
+    return 1 + min(config.max_num_seqs * most, between_steps + of_a_step) + kept
 
 
 def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
@@ -73,9 +82,11 @@ def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
 
 
 def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
-    """How many tokens of full-length requests fit `num_blocks` KV blocks, the null block not counted."""
+    """How many tokens of full-length requests, of which `max_num_seqs` run, fit `num_blocks` KV blocks, the null block
+    not counted."""
     tokens_each = config.max_blocks_per_seq * config.block_size
-    return num_blocks * tokens_each // blocks_of_request(config, model, config.max_model_len)
+    blocks_each = blocks_of_request(config, model, config.max_model_len)
+    return min(num_blocks, config.max_num_seqs * blocks_each) * tokens_each // blocks_each
 
 
 def requests_held(num_tokens: float, config: EngineConfig, model: ModelConfig, request_len: float) -> float:
