@@ -75,6 +75,7 @@ class TritonBackend(AttentionBackend):
             dtypes=(torch.bfloat16, torch.float16, torch.float32),
             head_dims=(16, 32, 64, 128, 256, 512),
             takes_sinks=True,
+            takes_scaled_cache=True,
         )
         if case.max_num_seqs > _MAX_ROWS:
             reasons.append(f"max_num_seqs {case.max_num_seqs} is above {_MAX_ROWS}")

@@ -155,14 +155,16 @@ def _attention_task(
     """Make the question that a rank of the run would ask."""
     model = files.config if files is not None else None
     kinds: tuple[AttentionKind, ...] = (_EXAMPLE,)
+    kv_dtype: str | None = None
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     if model is not None and config is not None:
         kinds = _attention_kinds(model, config.tensor_parallel_size)
-        dtype = config.dtype
+        dtype, kv_dtype = config.dtype, config.kv_dtype
     return AttentionTask(
         device=device,
         dtype=dtype,
         block_size=run.block_size,
+        kv_dtype=kv_dtype,
         max_num_seqs=run.max_num_seqs,
         choice=attention_choice(run.attention_backend),
         kinds=kinds,

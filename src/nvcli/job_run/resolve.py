@@ -229,6 +229,7 @@ def resolve_engine_config(
         gpu_memory_utilization=run.gpu_memory_utilization,
         kv_cache_memory=parse_size(run.kv_cache_memory),
         block_size=run.block_size,
+        kv_cache_dtype=run.kv_cache_dtype,
         attention_backend=attention_choice(run.attention_backend),
         enable_prefix_caching=run.enable_prefix_caching,
         enforce_eager=run.enforce_eager,

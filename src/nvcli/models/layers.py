@@ -184,6 +184,7 @@ class Attention(nn.Module):
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
             keep_keys=batch.backend.reads_new_keys,
+            scales=batch.kv_cache.scales(self.cache_layer),
         )
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)

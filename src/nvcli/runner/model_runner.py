@@ -24,6 +24,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.stage_link import StageLink
 from nvcli.errors import LimitsTooHigh
 from nvcli.host_memory import total_ram
+from nvcli.kernels.fp8_kv import FP8
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
@@ -109,6 +110,8 @@ class ModelRunner:
             if self.device.type == "cuda":
                 import_kernels()
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+            kv_dtype = self.config.kv_dtype
+            self.kv_dtype: torch.dtype = FP8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
             self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
 
     def _join_process_group(self) -> None:
@@ -158,6 +161,7 @@ class ModelRunner:
             dtype=self.dtype,
             specs=tuple(dict.fromkeys(layers)),
             block_size=config.block_size,
+            kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
         )
@@ -166,7 +170,11 @@ class ModelRunner:
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
         self._kv_spec = KVCacheSpec.of_layers(
-            self.model.cache_layers, group_layers, block_size=config.block_size, dtype=self.dtype
+            self.model.cache_layers,
+            group_layers,
+            block_size=config.block_size,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     def _choose_graphs(self) -> None:

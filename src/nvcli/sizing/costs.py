@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
+from nvcli.models.geometry import EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
 from nvcli.models.layer_config import AttentionConfig, ExpertsConfig
 
 
@@ -85,9 +86,15 @@ class ModelCosts:
 
 @lru_cache(maxsize=512)  # a layout is chosen from the same few, asked for many times
 def model_costs(
-    model: ModelConfig, dtype: StoredDtype, *, tensor_parallel_size: int = 1, stage: Stage = WHOLE
+    model: ModelConfig,
+    dtype: StoredDtype,
+    *,
+    tensor_parallel_size: int = 1,
+    stage: Stage = WHOLE,
+    kv_dtype: KVDtype | None = None,
 ) -> ModelCosts:
-    """Count one rank's share of a stage, of a model whose weights, keys and values are kept in `dtype`."""
+    """Count one rank's share of a stage, of a model whose weights are kept in `dtype`, and keys and values in
+    `kv_dtype`; None: in `dtype` too."""
     tensors = {tensor.name: tensor for tensor in model_tensors(model, dtype, stage)}
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
     layers = [tensor for tensor in tensors.values() if tensor.part in ("attention", "MLP")]
@@ -97,7 +104,7 @@ def model_costs(
         layers=_matrices(layers, tensor_parallel_size),
         lm_head=_matrices([] if head is None else [head], tensor_parallel_size),
         attention=tuple(
-            _attention_costs(attention, num_layers, dtype, tensor_parallel_size)
+            _attention_costs(attention, num_layers, kv_dtype or dtype, tensor_parallel_size)
             for attention, num_layers in counts.items()
         ),
         experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),
@@ -121,14 +128,14 @@ def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel
 
 
 def _attention_costs(
-    attention: AttentionConfig, num_layers: int, dtype: StoredDtype, tensor_parallel_size: int
+    attention: AttentionConfig, num_layers: int, kv_dtype: KVDtype, tensor_parallel_size: int
 ) -> AttentionCosts:
     """Count what one rank computes in `num_layers` layers of one kind."""
-    kv_elements = 2 * attention.kv_heads_per_rank(tensor_parallel_size) * attention.head_dim
+    key_bytes = token_bytes(attention.kv_heads_per_rank(tensor_parallel_size), attention.head_dim, kv_dtype)
     query_size = attention.num_heads // tensor_parallel_size * attention.head_dim
     return AttentionCosts(
         window=attention.window,
-        kv_bytes_per_token=num_layers * kv_elements * DTYPE_BYTES[dtype],
+        kv_bytes_per_token=num_layers * 2 * key_bytes,
         flops_per_pair=num_layers * 4 * query_size,
     )
 

@@ -19,6 +19,7 @@ def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = 
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
         stage=stage or Stage(0, config.pipeline_parallel_size),
+        kv_dtype=config.kv_dtype,
     )
 
 
