@@ -45,6 +45,7 @@ class TritonBackend(AttentionBackend):
                 windows=kinds,
                 block_size=case.block_size,
                 dtype=case.dtype,
+                kv_dtype=case.cache_dtype,
                 device=case.device,
                 max_rows=case.max_num_seqs,
             )
@@ -54,6 +55,7 @@ class TritonBackend(AttentionBackend):
                 head_dim=head_dim,
                 block_size=case.block_size,
                 dtype=case.dtype,
+                kv_dtype=case.cache_dtype,
                 device=case.device,
             )
             self._prefills[geometry] = prefill

@@ -28,7 +28,7 @@ from nvcli.kernels.fp8_kv import FP8
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.loader import init_random_weights, load_weights
+from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.device import import_kernels, open_device
 from nvcli.runner.input_buffers import InputBuffers
@@ -150,6 +150,8 @@ class ModelRunner:
             else:
                 say = self._notes.append
                 self._weight_bytes = load_weights(self.model, self.config.model_path, self.device, say=say)
+                if self.kv_dtype == FP8 and (note := load_kv_scales(self.model, self.config.model_path, self.device)):
+                    self._notes.append(note)
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self._world.meet("weights are loaded")
 

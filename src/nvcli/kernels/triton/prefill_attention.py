@@ -243,7 +243,7 @@ class _Launch:
     masked_stages: int
 
 
-def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _Launch:
+def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> _Launch:
     """Choose by head size and type what measurements on an H200 speak for. GPUs with less shared memory get smaller
     tiles or fewer stages, which fit in 99 KiB.
 
@@ -251,6 +251,9 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _
     against 143 for 20 prompts of 400 tokens, 107 against 114 for 40 of 200, 177 against 183 for 16 of 562, 631 against
     629 for two of 4,096, and 3,797 against 3,927 for 8,192 tokens that end at 16,384. Tiles of 32 keys throughout, with
     fewer registers, took 114, 85, 159, 676 and 4,204: they lose where prompts are long.
+
+    Tiles of FP8 keys stand in registers, so those of large heads are smaller, as far as the compiler would spill them
+    (not measured).
     """
     if dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         keys = 32 if head_dim <= 128 else 16
@@ -258,6 +261,10 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _
     capability = torch.cuda.get_device_capability(device)
     # KiB for each program: 227 on data-centre Hopper and Blackwell, 163 on the A100, 99 on the rest.
     shared_memory = 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
+    if head_dim > 128 and kv_dtype == torch.float8_e4m3fn:
+        rows = 32 if head_dim > 256 else 128 if shared_memory >= 192 else 64
+        num_warps = 8 if rows != 64 else 4
+        return _Launch(rows=rows, keys=32, masked_keys=32, num_warps=num_warps, num_stages=2, masked_stages=2)
     if head_dim > 256:
         rows, keys = (64, 32) if shared_memory >= 192 else (32, 16)
         return _Launch(rows=rows, keys=keys, masked_keys=keys, num_warps=8, num_stages=2, masked_stages=2)
@@ -286,11 +293,12 @@ class PrefillAttention:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
         self._head_dim, self._block_size = head_dim, block_size
-        self._launch = _choose_launch(head_dim, dtype, device)
+        self._launch = _choose_launch(head_dim, dtype, kv_dtype, device)
 
     @property
     def tile_key(self) -> tuple[int, int]:
