@@ -79,7 +79,7 @@ def compare_quality(
       nvcli compare-quality questions.jsonl -m Qwen/Qwen3-8B --set-b kv_cache_dtype=fp8
       nvcli compare-quality book.txt -m Qwen/Qwen3-8B --set-b model=Qwen/Qwen3-8B-FP8
     """
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import FLAG_KEYS, find_config_file, load_run_config
     from nvcli.process_limits import check_process
     from nvcli.quality.compare import compare_quality as run_comparison
     from nvcli.quality.report import format_json, format_report
@@ -97,9 +97,7 @@ def compare_quality(
     file, own = find_config_file(config), overrides or []
     run_a = load_run_config(file, own, flags)
     changed = {text.partition("=")[0].strip() for text in set_b or ()}
-    flags_b = {flag: value for flag, value in flags.items() if flag.removeprefix("--").replace("-", "_") not in changed}
-    if "tensor_parallel_size" in changed:
-        flags_b.pop("--tp")
+    flags_b = {flag: value for flag, value in flags.items() if FLAG_KEYS[flag] not in changed}
     run_b = load_run_config(config_b or file, [*own, *(set_b or ())], flags_b)
     report = run_comparison(
         run_a,

@@ -16,8 +16,36 @@ from nvcli.errors import ConfigError
 from nvcli.job_run.resolve import ResolvedModel, resolve_layout, resolve_settings
 from nvcli.quality.answers import AnswerAgreement, agreement, greedy_answers
 from nvcli.quality.passages import Passage, read_passages
+from nvcli.quality.rank_messages import PassageTask
 from nvcli.quality.ranks import ComparingRanks
 from nvcli.quality.statistics import TokenSums
+
+
+class Predictions(msgspec.Struct, frozen=True, kw_only=True):
+    """How both models predict the next tokens of some positions."""
+
+    tokens: int
+    """Positions whose next tokens both models have predicted."""
+    mean_kl: float
+    """The mean Kullback-Leibler divergence of B's predictions from A's, in nats."""
+    max_kl: float
+    top1_agreement: float
+    """The share of positions at which the likeliest next token is the same."""
+    perplexity_a: float
+    perplexity_b: float
+
+    @classmethod
+    def of(cls, sums: TokenSums) -> Predictions:
+        """Make them of sums over the positions."""
+        perplexity_a, perplexity_b = sums.perplexities
+        return cls(
+            tokens=sums.positions,
+            mean_kl=sums.mean_kl,
+            max_kl=sums.kl_max,
+            top1_agreement=sums.top1_agreement,
+            perplexity_a=perplexity_a,
+            perplexity_b=perplexity_b,
+        )
 
 
 class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,15 +57,9 @@ class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
     differences: dict[str, tuple[object, object]]
     """The keys of the configuration in which A and B differ, with both values."""
     passages: int
-    positions: int
-    """Tokens whose successors both models have predicted."""
-    mean_kl: float
-    """The mean Kullback-Leibler divergence of B's predictions from A's, in nats."""
-    max_kl: float
-    top1_agreement: float
-    """The share of positions at which the likeliest next token is the same."""
-    perplexity_a: float
-    perplexity_b: float
+    predictions: dict[str, Predictions]
+    """The predictions of all tokens (`all`); of rows that were answered also those within the prompts (`prompts`) and
+    those of A's answers (`answers`)."""
     answers: AnswerAgreement | None
     """None: no answers were asked for."""
 
@@ -79,37 +101,40 @@ def compare_quality(
         answers_a = greedy_answers(run_a, passages, say)
         say(f"B answers {len(passages):,} prompts")
         agreed = agreement(answers_a, greedy_answers(run_b, passages, say))
-    tokens = [_tokens(passage, answer) for passage, answer in zip(passages, answers_a, strict=True)]
-    longest = max(map(len, tokens))
-    if longest > configs[1].max_model_len:
-        raise ConfigError(f"a passage has {longest:,} tokens, and `max_model_len` of B is {configs[1].max_model_len:,}")
-    say(f"A and B read {sum(map(len, tokens)):,} tokens")
-    sums = TokenSums()
-    with ComparingRanks(configs, max_tokens=longest) as ranks:
+    tasks = [_task(passage, answer) for passage, answer in zip(passages, answers_a, strict=True)]
+    lengths = [len(task.token_ids) // 4 for task in tasks]
+    if max(lengths) > configs[1].max_model_len:
+        raise ConfigError(
+            f"a passage has {max(lengths):,} tokens, and `max_model_len` of B is {configs[1].max_model_len:,}; raise it"
+        )
+    say(f"A and B read {sum(lengths):,} tokens")
+    prompts, answers = TokenSums(), TokenSums()
+    with ComparingRanks(configs, max_tokens=max(lengths)) as ranks:
         for note in ranks.wait_ready():
             say(note)
-        for passage in tokens:
-            sums += ranks.compare(passage)
-    perplexity_a, perplexity_b = sums.perplexities
+        for task in tasks:
+            sums = ranks.compare(task)
+            prompts, answers = prompts + sums.prompt, answers + sums.answer
+    parts = {"all": prompts + answers}
+    if answers.positions:
+        parts |= {"prompts": prompts, "answers": answers}
     return QualityReport(
         input=input_file,
         model_a=run_a.model,
         model_b=run_b.model,
         differences=differences,
-        passages=len(tokens),
-        positions=sums.positions,
-        mean_kl=sums.mean_kl,
-        max_kl=sums.kl_max,
-        top1_agreement=sums.top1_agreement,
-        perplexity_a=perplexity_a,
-        perplexity_b=perplexity_b,
+        passages=len(tasks),
+        predictions={name: Predictions.of(sums) for name, sums in parts.items()},
         answers=agreed,
     )
 
 
-def _tokens(passage: Passage, answer: array[int] | None) -> array[int]:
+def _task(passage: Passage, answer: array[int] | None) -> PassageTask:
     """Return what both models read: the prompt and the rest of its text, or A's answer where there is no rest."""
-    return passage.prompt + (passage.rest or answer or array("i"))
+    answer = None if passage.rest else answer
+    tokens = passage.prompt + (passage.rest or answer or array("i"))
+    # The last token of a prompt predicts the first one of the answer.
+    return PassageTask(tokens.tobytes(), len(passage.prompt) - 1 if answer else len(tokens))
 
 
 def _differences(run_a: RunConfig, run_b: RunConfig) -> dict[str, tuple[object, object]]:

@@ -8,6 +8,7 @@ at a time.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -18,7 +19,7 @@ from nvcli.distributed.rendezvous import store_path
 from nvcli.errors import LoadError, NvcliError, first_line
 from nvcli.quality.logits import compare_logits
 from nvcli.quality.passage_reader import CHUNK_TOKENS, PassageReader
-from nvcli.quality.rank_messages import CompareFailed, CompareReady, CompareTask
+from nvcli.quality.rank_messages import CompareFailed, CompareReady, CompareTask, PassageSums, PassageTask
 from nvcli.quality.statistics import TokenSums
 from nvcli.runner.device import open_device
 from nvcli.runner.interface import RankContext
@@ -29,7 +30,7 @@ _LOGITS_ROWS = 64
 
 
 def main(task: CompareTask, control: Connection) -> None:
-    """Load both models, then answer every passage (packed int32 ids) with its `TokenSums`, until None comes."""
+    """Load both models, then answer every `PassageTask` with its `PassageSums`, until the command ends the process."""
     try:
         with torch.inference_mode():
             _run(task, control)
@@ -50,31 +51,38 @@ def _run(task: CompareTask, control: Connection) -> None:
         )
         a, b = (PassageReader(one, world.group, max_tokens=task.max_tokens, say=notes.append) for one in task.configs)
         control.send(CompareReady(tuple(dict.fromkeys(notes))))
-        while (packed := control.recv()) is not None:
-            ids = torch.from_numpy(np.frombuffer(packed, dtype=np.int32).copy()).to(device)
-            control.send(_compare(a, b, ids))
+        while True:
+            control.send(_compare(a, b, control.recv()))
 
 
-def _compare(a: PassageReader, b: PassageReader, ids: torch.Tensor) -> TokenSums:
-    """Read one passage [n] int32 with both models. Raises LoadError where one of them gives no numbers."""
-    sums = TokenSums()
+def _compare(a: PassageReader, b: PassageReader, passage: PassageTask) -> PassageSums:
+    """Read one passage with both models. Raises LoadError where one of them gives no numbers."""
+    ids = torch.from_numpy(np.frombuffer(passage.token_ids, dtype=np.int32).copy()).to(a.device)
+    parts = [TokenSums(), TokenSums()]
     for start in range(0, len(ids), CHUNK_TOKENS):
-        chunk = ids[start : start + CHUNK_TOKENS]
-        hidden_a, hidden_b = (reader.read_chunk(chunk, start) for reader in (a, b))
-        for first in range(0, len(chunk), _LOGITS_ROWS):
-            rows = slice(first, first + _LOGITS_ROWS)
+        end = min(start + CHUNK_TOKENS, len(ids))
+        hidden_a, hidden_b = (reader.read_chunk(ids[start:end], start) for reader in (a, b))
+        for first, last in _row_spans(start, end, passage.answer_start):
+            rows = slice(first - start, last - start)
             found = compare_logits(
                 a.model.group,
                 a.model.compute_logits(hidden_a[rows]),
                 b.model.compute_logits(hidden_b[rows]),
-                ids[start + first + 1 : start + min(rows.stop, len(chunk)) + 1].long(),
+                ids[first + 1 : last + 1].long(),
                 vocab_size=a.config.vocab_size,
             )
             if found is None:
                 raise LoadError(
-                    f"the logits behind token {start + first} of a passage, or of one of the {_LOGITS_ROWS - 1} behind "
-                    "it, are NaN for A or for B: the weights are broken, or their numbers exceed the type; try "
-                    "--dtype float32"
+                    f"the logits behind tokens {first} to {last - 1} of a passage are not all numbers, for A or for B: "
+                    "its weights are broken, or too large for its type; try --dtype float32"
                 )
-            sums += found
-    return sums
+            parts[first >= passage.answer_start] += found
+    return PassageSums(*parts)
+
+
+def _row_spans(start: int, end: int, answer_start: int) -> Iterator[tuple[int, int]]:
+    """Cut positions [start, end) into spans of at most `_LOGITS_ROWS`, and where the answer starts."""
+    while start < end:
+        last = min(start + _LOGITS_ROWS, end, answer_start if start < answer_start else end)
+        yield start, last
+        start = last

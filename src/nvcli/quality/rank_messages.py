@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nvcli.config import EngineConfig
+from nvcli.quality.statistics import TokenSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,24 @@ class CompareReady:
     """A rank's first message: both models are loaded. `notes` are lines for the user."""
 
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PassageTask:
+    """A passage to be read with both models."""
+
+    token_ids: bytes
+    """Packed int32, at least one."""
+    answer_start: int
+    """The number of tokens whose successors belong to the prompt; the others predict the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassageSums:
+    """What the models' predictions of a passage come to."""
+
+    prompt: TokenSums
+    answer: TokenSums
 
 
 @dataclass(frozen=True, slots=True)

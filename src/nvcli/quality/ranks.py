@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from array import array
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NoReturn
@@ -14,8 +13,7 @@ from nvcli.distributed.rendezvous import create_store
 from nvcli.errors import WorkerError
 from nvcli.executor.child_process import ChildProcess
 from nvcli.executor.executor import RANK_ENVIRONMENT
-from nvcli.quality.rank_messages import CompareFailed, CompareReady, CompareTask
-from nvcli.quality.statistics import TokenSums
+from nvcli.quality.rank_messages import CompareFailed, CompareReady, CompareTask, PassageSums, PassageTask
 
 _TARGET = "nvcli.quality.rank:main"
 
@@ -54,15 +52,15 @@ class ComparingRanks:
         assert isinstance(ready, CompareReady)
         return ready.notes
 
-    def compare(self, passage: array[int]) -> TokenSums:
-        """Have both models read a passage of at least one token. Raises what a rank failed with."""
+    def compare(self, passage: PassageTask) -> PassageSums:
+        """Have both models read a passage. Raises what a rank failed with."""
         for rank, child in enumerate(self._ranks):
             try:
-                child.control.send(passage.tobytes())
+                child.control.send(passage)
             except (BrokenPipeError, ConnectionResetError):
                 self._raise_dead(rank)
         sums = self._collect(self._timeout)[0]
-        assert isinstance(sums, TokenSums)
+        assert isinstance(sums, PassageSums)
         return sums
 
     def _collect(self, timeout: float | None) -> list[Any]:

@@ -18,25 +18,29 @@ def format_report(report: QualityReport) -> str:
     for key, (a, b) in report.differences.items():
         if key != "model":
             lines.append(f"   {key}: {_shown(a)} → {_shown(b)}")
-    rows = [
-        ("mean KL of B from A", f"{report.mean_kl:.3g} nats a token (most: {report.max_kl:.3g})"),
-        ("same likeliest token", f"{100 * report.top1_agreement:.2f} %"),
-        ("perplexity of A", f"{report.perplexity_a:.5g}"),
-        ("perplexity of B", f"{report.perplexity_b:.5g}"),
+    lines.append(f"{report.passages:,} passages of {report.input}")
+    parts = report.predictions
+    lines.append(_row("", *parts))
+    lines += [
+        _row("tokens", *(f"{part.tokens:,}" for part in parts.values())),
+        _row("mean KL, nats", *(f"{part.mean_kl:.3g}" for part in parts.values())),
+        _row("largest KL", *(f"{part.max_kl:.3g}" for part in parts.values())),
+        _row("same likeliest", *(f"{100 * part.top1_agreement:.2f} %" for part in parts.values())),
+        _row("perplexity of A", *(f"{part.perplexity_a:.5g}" for part in parts.values())),
+        _row("perplexity of B", *(f"{part.perplexity_b:.5g}" for part in parts.values())),
     ]
-    if report.answers is not None:
-        answers = report.answers
-        rows += [
-            ("greedy answers", f"{100 * answers.equal:.2f} % of {answers.rows:,} are equal"),
-            (
-                "  begin alike",
-                f"{answers.mean_common_prefix:.1f} tokens on average, of {answers.mean_tokens:.1f}",
-            ),
+    answers = report.answers
+    if answers is not None:
+        failed = f"; {answers.failed:,} rows were not answered" if answers.failed else ""
+        lines += [
+            f"greedy answers: {100 * answers.equal:.2f} % of {answers.rows:,} are equal{failed}",
+            f"  they begin alike for {answers.mean_common_prefix:.1f} tokens on average, of {answers.mean_tokens:.1f}",
         ]
-        if answers.failed:
-            rows.append(("  not answered", f"{answers.failed:,}"))
-    lines.append(f"{report.positions:,} tokens in {report.passages:,} passages of {report.input}")
-    return "\n".join([*lines, *(f"  {name:<22}{value}" for name, value in rows)])
+    return "\n".join(lines)
+
+
+def _row(name: str, *values: str) -> str:
+    return f"  {name:<16}" + "".join(f"{value:>12}" for value in values)
 
 
 def _shown(value: object) -> str:
