@@ -158,15 +158,17 @@ def _attention_task(
     """Make the question that a rank of the run would ask."""
     model = files.config if files is not None else None
     kinds: tuple[AttentionKind, ...] = (_EXAMPLE,)
+    kv_dtype: str | None = None
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     block_size = run.block_size or DEFAULT_BLOCK_SIZE
     if model is not None and config is not None:
         kinds = _attention_kinds(model, config.tensor_parallel_size)
-        dtype, block_size = config.dtype, config.block_size
+        dtype, kv_dtype, block_size = config.dtype, config.kv_dtype, config.block_size
     return AttentionTask(
         device=device,
         dtype=dtype,
         block_size=block_size,
+        kv_dtype=kv_dtype,
         max_num_seqs=run.max_num_seqs,
         choice=attention_choice(run.attention_backend),
         kinds=kinds,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nvcli.chat_template import read_chat_template
-from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, parse_size
+from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype, parse_size
 from nvcli.errors import ConfigError
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.planning.layout import Layout, choose_layout
@@ -231,7 +231,9 @@ def resolve_engine_config(
         max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=run.gpu_memory_utilization,
         kv_cache_memory=parse_size(run.kv_cache_memory),
-        block_size=run.block_size or default_block_size(model, dtype, attention_backend),
+        block_size=run.block_size
+        or default_block_size(model, dtype, kv_dtype(run.kv_cache_dtype, dtype), attention_backend),
+        kv_cache_dtype=run.kv_cache_dtype,
         attention_backend=attention_backend,
         enable_prefix_caching=run.enable_prefix_caching,
         enforce_eager=run.enforce_eager,

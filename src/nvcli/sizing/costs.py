@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.state_size import state_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
@@ -103,9 +104,15 @@ class ModelCosts:
 
 @lru_cache(maxsize=512)  # a layout is chosen from the same few, asked for many times
 def model_costs(
-    model: ModelConfig, dtype: StoredDtype, *, tensor_parallel_size: int = 1, stage: Stage = WHOLE
+    model: ModelConfig,
+    dtype: StoredDtype,
+    *,
+    tensor_parallel_size: int = 1,
+    stage: Stage = WHOLE,
+    kv_dtype: KVDtype | None = None,
 ) -> ModelCosts:
-    """Count one rank's share of a stage, of a model whose weights, keys and values are kept in `dtype`."""
+    """Count one rank's share of a stage, of a model whose weights are kept in `dtype`, and keys and values in
+    `kv_dtype`; None: in `dtype` too."""
     tensors = {tensor.name: tensor for tensor in model_tensors(model, dtype, stage)}
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
     layers = [tensor for tensor in tensors.values() if tensor.part in ("attention", "MLP")]
@@ -115,7 +122,7 @@ def model_costs(
         layers=_matrices(layers, tensor_parallel_size),
         lm_head=_matrices([] if head is None else [head], tensor_parallel_size),
         attention=tuple(
-            _attention_costs(attention, num_layers, dtype, tensor_parallel_size)
+            _attention_costs(attention, num_layers, kv_dtype or dtype, tensor_parallel_size)
             for attention, num_layers in counts.items()
         ),
         experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),
@@ -153,14 +160,14 @@ def _state_costs(
 
 
 def _attention_costs(
-    attention: AttentionConfig, num_layers: int, dtype: StoredDtype, tensor_parallel_size: int
+    attention: AttentionConfig, num_layers: int, kv_dtype: KVDtype, tensor_parallel_size: int
 ) -> AttentionCosts:
     """Count what one rank computes in `num_layers` layers of one kind."""
-    kv_elements = 2 * attention.kv_heads_per_rank(tensor_parallel_size) * attention.head_dim
+    key_bytes = token_bytes(attention.kv_heads_per_rank(tensor_parallel_size), attention.head_dim, kv_dtype)
     query_size = attention.num_heads // tensor_parallel_size * attention.head_dim
     return AttentionCosts(
         window=attention.window,
-        kv_bytes_per_token=num_layers * kv_elements * DTYPE_BYTES[dtype],
+        kv_bytes_per_token=num_layers * 2 * key_bytes,
         flops_per_pair=num_layers * 4 * query_size,
     )
 

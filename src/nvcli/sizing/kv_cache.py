@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 
+from nvcli.attention.kv_layout import KVDtype
 from nvcli.config import MAX_BLOCK_SIZE, EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.models import kv_groups
@@ -17,15 +18,15 @@ _FLASH_ATTN_TILE = 256
 """flash-attn 2 takes no other block sizes than multiples of it."""
 
 
-def default_block_size(model: ModelConfig, dtype: StoredDtype, attention_backend: str) -> int:
+def default_block_size(model: ModelConfig, dtype: StoredDtype, kv_dtype: KVDtype, attention_backend: str) -> int:
     """Return the tokens of a KV block, where the configuration leaves it open.
 
     A block of a model with recurrent states is about as large as a state, so that neither keys nor states waste much of
     the pool: 192 tokens for Qwen3.5-35B-A3B. It is the same for every layout, as prompts share whole blocks.
     """
     tile = _FLASH_ATTN_TILE if "flash-attn" in attention_backend else DEFAULT_BLOCK_SIZE
-    token, state = kv_groups.group_bytes(model, dtype)
-    return min(MAX_BLOCK_SIZE // tile * tile, max(tile, round(state / token / tile) * tile))
+    keys, state = kv_groups.group_bytes(model, dtype, block_size=tile, kv_dtype=kv_dtype)
+    return tile * min(MAX_BLOCK_SIZE // tile, max(1, round(state / keys)))
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = None) -> int:
@@ -36,6 +37,7 @@ def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = 
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
         stage=stage or Stage(0, config.pipeline_parallel_size),
+        kv_dtype=config.kv_dtype,
     )
 
 

@@ -107,7 +107,7 @@ def replica_seconds(
     num_layers = len(stage.layers(model.num_layers))
     held = requests_held(num_tokens, config, model, lengths.prompt + lengths.answer)
     running = max(1.0, min(config.max_num_seqs, num_requests, held))
-    costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage)
+    costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage, kv_dtype=config.kv_dtype)
     head = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=Stage(pp - 1, pp)).lm_head
     weights = costs.weights_per_token + head.num_weights
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
