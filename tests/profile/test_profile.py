@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from model_facts import with_windows
 from nvcli.bench.shapes import write_shape
@@ -100,7 +101,7 @@ def test_advice_keeps_its_word(tmp_path: Path) -> None:
     assert any("gpu_memory_utilization" in advice.change for advice in found)
     for advice in found:
         key, _, value = advice.change.removeprefix("--set ").replace("--tp ", "tensor_parallel_size=").partition("=")
-        changed = msgspec.structs.replace(config, **{key: json.loads(value)})
+        changed = msgspec.structs.replace(config, **{key: yaml.safe_load(value)})
         cache = estimate(changed, model, 40 * GIB).planned["KV cache"]
         assert advice.tokens == (cache // block_bytes(changed, model) - 1) * config.block_size
         assert advice.requests == pytest.approx(advice.tokens / 4096)

@@ -103,6 +103,7 @@ def bench(
         config.dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         stage=Stage(config.pipeline_parallel_size - 1, config.pipeline_parallel_size),
+        kv_dtype=config.kv_dtype,
     )
     results = []
     for ablation in ablations:

@@ -35,6 +35,7 @@ from nvcli.job_run.resolve import (
 )
 from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
+from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
 
 _EXAMPLE = AttentionKind(num_heads=32, num_kv_heads=8, head_dim=128)
 """The heads that attention backends are asked about where no model is given: those of Qwen3-8B."""
@@ -157,14 +158,17 @@ def _attention_task(
     """Make the question that a rank of the run would ask."""
     model = files.config if files is not None else None
     kinds: tuple[AttentionKind, ...] = (_EXAMPLE,)
+    kv_dtype: str | None = None
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    block_size = run.block_size or DEFAULT_BLOCK_SIZE
     if model is not None and config is not None:
         kinds = _attention_kinds(model, config.tensor_parallel_size)
-        dtype = config.dtype
+        dtype, kv_dtype, block_size = config.dtype, config.kv_dtype, config.block_size
     return AttentionTask(
         device=device,
         dtype=dtype,
-        block_size=run.block_size,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
         max_num_seqs=run.max_num_seqs,
         choice=attention_choice(run.attention_backend),
         kinds=kinds,

@@ -24,10 +24,11 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.stage_link import StageLink
 from nvcli.errors import LimitsTooHigh
 from nvcli.host_memory import total_ram
+from nvcli.kernels.fp8_kv import FP8
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.loader import init_random_weights, load_weights
+from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.device import import_kernels, open_device
 from nvcli.runner.input_buffers import InputBuffers
@@ -110,6 +111,8 @@ class ModelRunner:
             if self.device.type == "cuda":
                 import_kernels()
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+            kv_dtype = self.config.kv_dtype
+            self.kv_dtype: torch.dtype = FP8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
             self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
 
     def _join_process_group(self) -> None:
@@ -150,6 +153,8 @@ class ModelRunner:
             else:
                 say = self._notes.append
                 self._weight_bytes = load_weights(self.model, self.config.model_path, self.device, say=say)
+                if self.kv_dtype == FP8 and (note := load_kv_scales(self.model, self.config.model_path, self.device)):
+                    self._notes.append(note)
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self._world.meet("weights are loaded")
 
@@ -161,6 +166,7 @@ class ModelRunner:
             dtype=self.dtype,
             specs=tuple(dict.fromkeys(layers)),
             block_size=config.block_size,
+            kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
         )
@@ -169,7 +175,11 @@ class ModelRunner:
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
         self._kv_spec = KVCacheSpec.of_layers(
-            self.model.cache_layers, group_layers, block_size=config.block_size, dtype=self.dtype
+            self.model.cache_layers,
+            group_layers,
+            block_size=config.block_size,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     def _choose_graphs(self) -> None:
