@@ -164,7 +164,7 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, ["`architectures`", "GPT2LMHeadModel", "`nvcli models`"]),
         ({"architectures": ["Qwen7ForCausalLM"]}, ["Qwen7ForCausalLM is not", "the nearest supported one is Qwen"]),
         ({"architectures": ABSENT}, ["`architectures`"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["`quantization_config`", "awq"]),
+        ({"quantization_config": {"quant_method": "aqlm"}}, ["`quantization_config`", "aqlm"]),
         ({"layer_types": ["full_attention"]}, ["`layer_types`", "1 layer", "2"]),
         ({"layer_types": ["full_attention", "linear_attention"]}, ["`layer_types`", "linear_attention"]),
         ({"layer_types": "full_attention"}, ["`layer_types`", "not a list"]),

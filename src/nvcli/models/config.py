@@ -18,6 +18,7 @@ from nvcli.models.families.catalogue import find_family, nearest_architecture
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
+from nvcli.models.quantisation.description import Quantisation, read_quantisation
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -48,6 +49,8 @@ class ModelConfig:
     generation_defaults: Mapping[str, Any] = field(hash=False)
     """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. They are
     not checked: a run may do without them (`generation_config: none`)."""
+    quantisation: Quantisation | None = None
+    """How the checkpoint's linear layers are quantised; None: they are not, or the family decodes them by itself."""
 
     @property
     def num_layers(self) -> int:
@@ -125,8 +128,8 @@ def load_model_config(path: Path) -> ModelConfig:
     config = JsonFile.read(path / CONFIG_FILE)
     generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
     architecture, family = _family(config)
-    _refuse_quantised(config, family)
     text = _text_config(config, family)
+    quantisation = read_quantisation(config, text, family.quantisations)
     decoder = family.read(text)
     return ModelConfig(
         architecture=architecture,
@@ -138,6 +141,7 @@ def load_model_config(path: Path) -> ModelConfig:
         dtype=_dtype(config, text),
         eos_token_ids=_eos_token_ids(generation, config, text),
         generation_defaults=_generation_defaults(generation),
+        quantisation=quantisation,
     )
 
 
@@ -165,18 +169,6 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
     if not isinstance(found, dict):
         raise config.error(_TEXT, f"{show(found)} is not an object")
     return JsonFile(config.path, {**family.defaults, **found}, section=f"{_TEXT}.")
-
-
-def _refuse_quantised(config: JsonFile, family: Family) -> None:
-    quantization = config.values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if method in family.quantisations:
-            return
-        raise config.error(
-            "quantization_config",
-            f"quantised weights ({show(method)}) are not supported; use the model's bfloat16 or float16 checkpoint",
-        )
 
 
 def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:
