@@ -84,7 +84,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 findings += _findings(model_probe, "tokenizer")
             if config is not None and files.config is not None and files.tensors is not None:
                 gpus = [] if isinstance(report, str) else _free_gpus(report, smi, layout)
-                findings.append(_fit(config, files.config, layout, gpus))
+                findings.append(_fit(config, files.config.keeping(config.quantization), layout, gpus))
             yield Section(title=f"Model {run.model}", findings=findings)
 
 
@@ -126,7 +126,7 @@ def _layout(
         return None, given, []
     try:
         config = resolve_engine_config(run, files.path, files.config, found_device=device)
-        layout = resolve_layout(run, config, files.config, report=smi)
+        layout = resolve_layout(run, config, files.config.keeping(config.quantization), report=smi)
         sampling_defaults(run, files.config)
     except ConfigError as error:
         return None, given, [problem("configuration", str(error), "change that key, in the file or with --set")]

@@ -73,6 +73,8 @@ def job_facts(
         "job.messages_field": run.job.messages_field,
         "job.id_field": run.job.id_field,
     }
+    if config.quantization != "none":
+        facts["quantization"] = config.quantization
     facts |= _prompt_facts(run.job, chat_template)
     if run.job.keep_input:
         facts["job.keep_input"] = True

@@ -65,6 +65,18 @@ class CheckpointLayout:
             name = name.replace(found, wanted)
         return name
 
+    def stored_modules(self, module: str) -> list[str]:
+        """Return the names that a decoder's layer may have in the files, as a part of a fused one too."""
+        parent, _, last = module.rpartition(".")
+        fused = [f"{parent}.{name}" for name, parts in FUSED.items() if last in parts]
+        names = []
+        for name in (module, *fused):
+            for found, wanted in self.renamed:
+                name = name.replace(wanted, found)
+            prefixes = [found for found, wanted in _TEXT_PREFIXES if self.is_part and name.startswith(wanted)]
+            names += [name, *(prefix + name.removeprefix("model.") for prefix in prefixes if "model." in prefix)]
+        return names
+
 
 PLAIN_LAYOUT = CheckpointLayout()
 """The decoder's own names, whether projections are fused or not."""

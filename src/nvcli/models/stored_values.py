@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import MXFP4_BLOCK
 from nvcli.kernels.mxfp4 import dequantise
-from nvcli.models.quantised_values import read_values
+from nvcli.models.quantised_values import ReadSlice, read_values
 from nvcli.models.safetensors_header import TensorInfo
 
 
@@ -43,7 +43,7 @@ class OpenFiles:
         first = info.first_row + rows.start * info.row_step
         stored_rows = slice(first, first + (rows.stop - rows.start - 1) * info.row_step + 1)
         if info.packing is not None:
-            return read_values(info, stored_rows, columns[0], lambda one, part: self._slice(one, part).to(device))
+            return read_values(info, stored_rows, columns[0], self.reader(device))
         if info.scales is not None:
             return self._read_blocks(info, info.scales, stored_rows, columns[0], device)
         order = [*columns, stored_rows] if info.is_transposed else [stored_rows, *columns]
@@ -51,6 +51,10 @@ class OpenFiles:
         if info.is_transposed:
             values = values.to(device).t()
         return values[:: info.row_step]
+
+    def reader(self, device: torch.device) -> ReadSlice:
+        """Return a function that reads parts of tensors as they are in the files, to `device`."""
+        return lambda info, part: self._slice(info, part).to(device)
 
     def _read_blocks(
         self, info: TensorInfo, scales: TensorInfo, rows: slice, columns: slice, device: torch.device

@@ -123,7 +123,7 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            self.model_config = load_model_config(self.config.model_path)
+            self.model_config = load_model_config(self.config.model_path).keeping(self.config.quantization)
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
             )

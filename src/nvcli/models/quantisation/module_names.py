@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import translate
+from functools import lru_cache
 
 from nvcli.errors import ConfigError
 from nvcli.validation import show
@@ -40,6 +41,12 @@ class NamePatterns:
         if self._plain and not self._plain.isdisjoint((*parts, *ends)):
             return True
         return any(expression.match(name) for expression in self._expressions)
+
+
+@lru_cache(maxsize=8)  # the same list is asked for each layer
+def name_patterns(patterns: tuple[str, ...]) -> NamePatterns:
+    """Return the patterns, made ready once. Raises ConfigError for those that cannot be used."""
+    return NamePatterns(patterns)
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
