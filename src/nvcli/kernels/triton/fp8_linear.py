@@ -21,8 +21,6 @@ from torch import Tensor
 from nvcli.kernels.fp8 import QuantisedRows
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
-_GROUP = tl.constexpr(FP8_BLOCK)
-
 
 class Launch(NamedTuple):
     """The tile sizes of a product and how its programs work."""
@@ -64,10 +62,11 @@ def _block_linear_kernel(
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
     ROWS_TOGETHER: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Program (tile)."""
-    NUM_GROUPS: tl.constexpr = (IN_FEATURES + _GROUP - 1) // _GROUP
+    NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
     OUT_TILES: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
     BAND: tl.constexpr = ROWS_TOGETHER * OUT_TILES
     tile = tl.program_id(0)
@@ -77,16 +76,16 @@ def _block_linear_kernel(
     rows = (first + tile % BAND % rows_together) * ROW_TILE + tl.arange(0, ROW_TILE)
     first_feature = tile % BAND // rows_together * OUT_TILE
     features = first_feature + tl.arange(0, OUT_TILE)
-    inner = tl.arange(0, _GROUP)
+    inner = tl.arange(0, GROUP)
     is_row, is_feature = rows < num_rows, features < OUT_FEATURES
     x_ptrs = x_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + inner[None, :]
     weight_ptrs = weight_ptr + features[:, None].to(tl.int64) * IN_FEATURES + inner[None, :]
     x_scale_ptrs = x_scales_ptr + rows.to(tl.int64) * NUM_GROUPS
-    weight_scale_ptr = weight_scales_ptr + first_feature // _GROUP * NUM_GROUPS
+    weight_scale_ptr = weight_scales_ptr + first_feature // GROUP * NUM_GROUPS
     total = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
     for group in tl.range(0, NUM_GROUPS, num_stages=NUM_STAGES):
-        start = group * _GROUP
-        if IN_FEATURES % _GROUP == 0:
+        start = group * GROUP
+        if IN_FEATURES % GROUP == 0:
             x = tl.load(x_ptrs + start, mask=is_row[:, None], other=0.0)
             weight = tl.load(weight_ptrs + start, mask=is_feature[:, None], other=0.0)
         else:
@@ -129,6 +128,7 @@ def block_linear(
             ROW_TILE=launch.row_tile,
             OUT_TILE=launch.out_tile,
             ROWS_TOGETHER=launch.rows_together,
+            GROUP=FP8_BLOCK,
             NUM_STAGES=launch.num_stages,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
