@@ -230,6 +230,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
 
     @property
+    def weights_type(self) -> str:
+        """The type of the weights, for people."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers in FP8"
+
+    @property
     def num_ranks(self) -> int:
         """Processes of one replica."""
         return self.pipeline_parallel_size * self.tensor_parallel_size

@@ -139,18 +139,10 @@ def _fp8_forward(module: nn.Linear, scaling: FP8Scaling) -> Callable[[Tensor], T
     return forward
 
 
-def kept_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `ModelDriver` keep weights in FP8."""
-    import model_driver
-
-    monkeypatch.setattr(model_driver, "load_model_config", lambda path: load_model_config(path).keeping("fp8"))
-
-
 @pytest.mark.parametrize("name", ["plain", "blocks"])
-def test_logits(name: str, original: Path, blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
     path, plain = (original, original) if name == "plain" else blocks
-    kept_in_fp8(monkeypatch)
-    driver, request = ModelDriver(path), RequestState()
+    driver, request = ModelDriver(path, quantization="fp8"), RequestState()
     found = torch.cat([driver.step((request, IDS[first : first + 19]))[0] for first in (0, 19)])
     with torch.inference_mode():
         expected = quantised_reference(plain, driver.model.config)(torch.tensor([IDS])).logits[0]

@@ -13,6 +13,8 @@ FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in FP8 checkpoints with block scales (DeepSeek-V3, 2024)."""
 FP8_ALIGNMENT = 16
 """Rows and columns of an FP8 weight are multiples of it: the units for FP8 products read 16 bytes at a time."""
+FP8_CAPABILITY = (8, 9)
+"""The compute capability from which on GPUs have units for FP8 products."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, among eight, of each 4-bit code of an AWQ word, from the lowest bits on."""
 WORD_BITS = 32
