@@ -16,7 +16,7 @@ from model_driver import CPU, ModelDriver
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from batches import RequestState
+from batches import RequestState, make_batch
 from checkpoints import reference_model, write_tiny_model
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
@@ -151,6 +151,17 @@ def test_logits(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
     assert (found - expected).abs().mean() < 0.1 * (exact - expected).abs().mean()
     assert (found - expected).abs().max() < 0.1
     assert F.cosine_similarity(found, exact, dim=-1).min() > 0.97
+
+
+def test_stages_give_the_logits_of_one(blocks: tuple[Path, Path]) -> None:
+    (expected,) = ModelDriver(blocks[0], quantization="fp8").step((RequestState(), IDS))
+    stages = [ModelDriver(blocks[0], stage=Stage(index, 2), quantization="fp8") for index in range(2)]
+    state: Any = None
+    with torch.inference_mode():
+        for stage in stages:
+            state = stage.model(make_batch([(RequestState(), IDS)], stage.kv_cache, stage.backend, stage.blocks), state)
+        found = stages[1].model.compute_logits(state)
+    torch.testing.assert_close(found, expected)
 
 
 def test_random_weights_are_of_a_usual_size(original: Path) -> None:

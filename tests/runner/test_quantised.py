@@ -1,16 +1,13 @@
-"""A rank and whole engines with quantised weights."""
+"""A rank that keeps weights in FP8."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from generation import generate, prompts
 
 from checkpoints import write_tiny_model
-from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
-from nvcli.messages import unpack
 from nvcli.runner.device import check_fp8_units
 from one_rank import make_runner, run_requests
 from quantised_checkpoints import fp8_blocks, write_quantised
@@ -19,17 +16,17 @@ from requests_factory import make_request
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
-def test_stages_and_chunks_do_not_change_the_answers(tmp_path: Path) -> None:
+def test_batches_and_chunks_do_not_change_the_answers(tmp_path: Path) -> None:
     original = write_tiny_model(tmp_path / "original", head_dim=64, **SIZES)
     path, _ = write_quantised(original, tmp_path, fp8_blocks((128, 128)))
-
-    def batch() -> list[Request]:
-        return [make_request(number, prompt, 8) for number, prompt in enumerate(prompts()[:6])]
-
-    runner = make_runner(path, "cpu", quantization="fp8", block_size=16, kv_cache_memory=1 << 22)
-    expected = run_requests(runner, batch())
-    done, _ = generate(path, batch(), quantization="fp8", pipeline_parallel_size=2, max_num_batched_tokens=9)
-    assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == expected
+    answers = []
+    for limits in ({"max_num_batched_tokens": 512}, {"max_num_batched_tokens": 9, "max_num_seqs": 2}):
+        runner = make_runner(path, "cpu", quantization="fp8", block_size=16, kv_cache_memory=1 << 22, **limits)
+        assert runner.model.weight_bytes()["MLP"] < 2 * 3 * 256 * 512 * 4, "the second layer alone is plain"
+        batch = [make_request(number, list(range(2, 12 + 9 * number)), 8) for number in range(5)]
+        answers.append(run_requests(runner, batch))
+    assert answers[0] == answers[1]
+    assert all(len(tokens) == 8 for tokens in answers[0].values())
 
 
 def test_gpus_without_fp8_units_are_refused() -> None:
