@@ -31,6 +31,8 @@ ParallelSize = NumProcesses | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = ModelDtype | Literal["fp8"]
+KeptWeights = Literal["none", "fp8"]
+Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]
 Order = Literal["completion", "input"]
@@ -152,6 +154,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder or Hugging Face id of a checkpoint, or `demo`: the built-in model."""
     dtype: Dtype = "auto"
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    quantization: Quantization = "auto"
+    """How weights of linear layers are kept. none: in `dtype`, whatever the checkpoint's format; fp8: in 8 bits,
+    with activations quantised as they come. auto: none."""
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
@@ -230,6 +235,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Report the times of every step to the parent, and at the end the memory that each rank held at most."""
     measure_memory: bool = False
     """Once all is allocated, run the largest batches again and report what each item then took."""
+    quantization: KeptWeights = "none"
+    """How ranks keep the weights of linear layers."""
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
@@ -240,6 +247,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def kv_dtype(self) -> KVDtype:
         """The type in which keys and values are kept."""
         return kv_dtype(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def weights_type(self) -> str:
+        """The type of the weights, for people."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers in FP8"
 
     @property
     def num_ranks(self) -> int:

@@ -204,7 +204,7 @@ class _Reading:
             inputs=list(job.inputs),
             model=job.run.model,
             device=job.config.device,
-            dtype=job.config.dtype,
+            dtype=job.config.weights_type,
             max_model_len=job.config.max_model_len,
             is_complete=is_complete,
             rows=tally.rows,

@@ -127,9 +127,8 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            self.model_config = load_model_config(
-                self.config.model_path, expert_parallel=self.config.enable_expert_parallel
-            )
+            config = load_model_config(self.config.model_path, expert_parallel=self.config.enable_expert_parallel)
+            self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
             )
