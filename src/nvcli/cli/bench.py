@@ -20,6 +20,7 @@ from nvcli.cli.options import (
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     ShapeOption,
     TpOption,
@@ -41,6 +42,7 @@ def bench(
     model: ModelOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
@@ -160,6 +162,7 @@ def bench(
         {
             "--model": model_or_shape(model, shape),
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,

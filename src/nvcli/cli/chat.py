@@ -15,6 +15,7 @@ from nvcli.cli.options import (
     MaxModelLenOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     TpOption,
     flag_values,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 def chat(
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
@@ -75,6 +77,7 @@ def chat(
         {
             "--model": model,
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--gpu-memory-utilization": gpu_memory_utilization,
             "--tp": tp,

@@ -21,6 +21,7 @@ from nvcli.cli.options import (
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     flag_values,
 )
@@ -32,6 +33,7 @@ _Seconds = Annotated[float, Meta(ge=1, le=1_000_000)]
 def doctor(
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
@@ -98,6 +100,7 @@ def doctor(
         {
             "--model": model,
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,
