@@ -59,6 +59,7 @@ FLAG_KEYS = {
     "--dp": "data_parallel_size",
     "--device": "device",
     "--dtype": "dtype",
+    "--quantization": "quantization",
     "--max-model-len": "max_model_len",
     "--max-num-seqs": "max_num_seqs",
     "--gpu-memory-utilization": "gpu_memory_utilization",

@@ -24,6 +24,7 @@ from nvcli.cli.options import (
     ModelOption,
     NumRows,
     PpOption,
+    QuantizationOption,
     SetOption,
     ShardOption,
     TpOption,
@@ -139,6 +140,7 @@ def generate(
     ] = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
@@ -291,6 +293,7 @@ def generate(
         {
             "--model": model,
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,
