@@ -24,7 +24,7 @@ from nvcli.validation import shorten
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_WHITESPACE = r" ?|\n[ \t]{0,32}"
+_WHITESPACE = r" ?|\n[ \t]{0,20}"
 """What may stand between two tokens of JSON: a blank, or a line end and what indents the next line. Without a bound a
 model may write blanks until `max_tokens`."""
 
@@ -59,8 +59,10 @@ class Vocabulary:
                 self.tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(end_ids))
             except ValueError:  # the tokenizer knows more tokens than the model has logits for
                 self.tokenizer = LLTokenizer(tokenizer_json, eos_token=list(end_ids))
-        except ValueError as error:
-            raise GrammarError(_reason(str(error))) from None
+        except BaseException as error:
+            if not isinstance(error, ValueError) and type(error).__module__ != "pyo3_runtime":  # a panic of Rust code
+                raise
+            raise GrammarError(f"llguidance cannot use the tokenizer: {_reason(str(error))}") from None
         self._limits = LLParserLimits(verbose_errors=False)
 
     @classmethod
