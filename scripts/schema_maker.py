@@ -89,7 +89,10 @@ def _referring(rng: random.Random) -> dict[str, Any]:
     leaf = _object(rng, 1)
     node = {
         "type": "object",
-        "properties": {"leaf": {"$ref": "#/$defs/leaf"}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}},
+        "properties": {
+            "leaf": {"$ref": "#/$defs/leaf"},
+            "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]},
+        },
         "required": ["leaf", "next"],
         "additionalProperties": False,
     }

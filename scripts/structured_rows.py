@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jsonschema
-from schema_maker import make_schemas
 
 from nvcli import LLM
+from schema_maker import make_schemas
 
 MAX_TOKENS = 1500
 

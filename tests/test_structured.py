@@ -124,9 +124,7 @@ def test_hostile_grammars_are_refused_quickly(vocabulary: Vocabulary, name: str)
         {"json_schema": {"enum": [f"value {i * 7919}" for i in range(20_000)]}},
     ],
 )
-def test_what_makes_other_engines_slow_is_an_ordinary_grammar(
-    vocabulary: Vocabulary, wanted: dict[str, Any]
-) -> None:
+def test_what_makes_other_engines_slow_is_an_ordinary_grammar(vocabulary: Vocabulary, wanted: dict[str, Any]) -> None:
     assert vocabulary.compile(Structured(**wanted))
 
 

@@ -243,7 +243,8 @@ class Constraints:
                 matchers.append((answer.matcher, row))
             if answer.num_tokens < answer.min_tokens:
                 short.append(row)
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), 4 * masks.shape[1], len(answers))
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), 4 * masks.shape[1], len(answers))
         for matcher, row in matchers:
             if matcher.is_error():
                 answers[row].matcher = None
