@@ -23,7 +23,7 @@ import jsonschema
 from nvcli import LLM
 from schema_maker import make_schemas
 
-MAX_TOKENS = 1500
+MAX_TOKENS = 800
 
 
 def make_rows(num_rows: int, schemas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
