@@ -30,7 +30,10 @@ _SHARED = (
     *("logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
 )
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-_HARMLESS = {"stream": False, "tools": [], "response_format": {"type": "text"}}
+_HARMLESS = {"stream": False, "tools": []}
+_FORMS = {"json_schema": dict, "regex": str, "choice": list}
+_NO_GRAMMARS = ("(", {"items": {"type": "strng"}})
+"""The regular expression and the schema of the fuzzed rows that cannot be used."""
 _NUMBERS = {
     # name: whether it must be an integer, and what is allowed
     "max_tokens": (True, lambda value: 1 <= value in INT64),
@@ -180,6 +183,8 @@ class Oracle:
             sampling = self._with_defaults(sampling)
         if not isinstance(sampling, dict) or not _is_sound(sampling) or not sampling.keys() <= _native_sampling():
             expected.errors.add("invalid_sampling")
+        elif any(grammar in _NO_GRAMMARS for grammar in (sampling.get("structured") or {}).values()):
+            expected.errors.add("invalid_structured")
         variables = values.get("chat_template_kwargs")
         if variables is not None and not _are_variables(variables):
             expected.errors.add("invalid_value")
@@ -232,6 +237,8 @@ class Oracle:
                 else ("prompt",)
             ),
         )
+        if given.pop("response_format", {"type": "text"}) != {"type": "text"}:
+            expected.errors.add("invalid_structured")
         for key, value in given.items():
             if not (value == _HARMLESS[key] and not _is_number(value) if key in _HARMLESS else key in known):
                 expected.errors.add("unsupported_parameter")
@@ -519,7 +526,15 @@ def _is_message(message: Any) -> bool:
 
 
 def _native_sampling() -> set[str]:
-    return {*_SHARED, "return_token_ids"}
+    return {*_SHARED, "return_token_ids", "structured"}
+
+
+def _is_structured(value: Any) -> bool:
+    """Whether a value says what an answer must look like, in one of the forms that fuzzed rows have."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    ((name, form),) = value.items()
+    return isinstance(form, _FORMS[name]) and (name != "choice" or all(isinstance(text, str) for text in form))
 
 
 def _is_sound(sampling: Mapping[str, Any]) -> bool:
@@ -535,8 +550,10 @@ def _is_sound(sampling: Mapping[str, Any]) -> bool:
     stops = [stops] if isinstance(stops, str) else stops
     stop_ids, bias = sampling.get("stop_token_ids", []), sampling.get("logit_bias", {})
     max_tokens, min_tokens = sampling.get("max_tokens"), sampling.get("min_tokens", 0)
+    structured = sampling.get("structured")
     return (
         all(isinstance(flag, bool) for flag in flags)
+        and (structured is None or (_is_structured(structured) and not sampling.get("ignore_eos", False)))
         and (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops))
         and (isinstance(stop_ids, list) and all(_is_integer(token) and token >= 0 for token in stop_ids))
         and isinstance(bias, dict)

@@ -1,4 +1,4 @@
-"""SamplingParams: how one row wants its tokens chosen. Known to every room, depends on none."""
+"""SamplingParams: how one row wants its tokens chosen. Known to every room, depends on `structured` alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from nvcli.structured import Structured
 
 MAX_LOGPROBS = 20
 """Most alternatives a row may ask log-probabilities for; bounds the size of a step's output."""
@@ -55,6 +57,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probability of each chosen token and of this many alternatives; null: none."""
     return_token_ids: bool = False
+    structured: Structured | None = None
+    """What the answer must look like; null: anything."""
 
     @property
     def stop_strings(self) -> list[str]:
@@ -83,6 +87,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"`stop` holds {len(self.stop_strings):,} texts; allowed: at most {MAX_STOP_STRINGS:,}")
         if (num_chars := sum(map(len, self.stop_strings))) > MAX_STOP_CHARS:
             raise ValueError(f"`stop` holds {num_chars:,} characters; allowed: at most {MAX_STOP_CHARS:,} together")
+        if self.structured is not None and self.ignore_eos:
+            raise ValueError(
+                "`ignore_eos` is true beside `structured`, whose answers end with an end-of-sequence token; "
+                "leave one of the two out"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"`min_tokens` ({self.min_tokens}) is larger than `max_tokens` ({self.max_tokens})")
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_BIASED_TOKENS:

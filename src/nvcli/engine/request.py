@@ -8,6 +8,7 @@ import msgspec
 
 from nvcli.messages import ForwardMode, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
+from nvcli.structured import Constraint
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -38,6 +39,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The number of samples that are asked for."""
     stream: bool = False
     """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
+    constraint: Constraint | None = None
+    """What the answer must look like; None: anything. `sampling` need not say it too."""
 
     def samples(self) -> list[Request]:
         """Return a request for each sample."""

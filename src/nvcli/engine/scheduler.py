@@ -41,7 +41,7 @@ from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutp
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
 from nvcli.errors import ModelError
-from nvcli.messages import NOT_FINITE, StepOutput, pack, unpack
+from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, StepOutput, pack, unpack
 
 _MAX_LENGTHS = 512
 _MAX_BROKEN_PROMPTS = 16
@@ -204,6 +204,9 @@ class Scheduler:
                 if token == NOT_FINITE:
                     num_dropped += 1
                     self._finish_not_finite(state)
+                elif token == CONSTRAINT_FAILED:
+                    num_dropped += 1
+                    self._finish_constraint_failed(state)
                 else:
                     self._finish(state, "stop", stopped_by_id=True)
             elif len(generated) >= state.checked_at:
@@ -351,8 +354,9 @@ class Scheduler:
             if length is None:
                 break
             num_cached = state.num_computed
-            num_prefix_ids = num_cached if state.request.sampling.has_penalties else 0
-            if draft.has_new_slots and draft.num_prefix_ids + num_prefix_ids > prefix_id_limit:
+            num_prefix_ids = num_cached if state.needs_prefix_ids else 0
+            exceeds = draft.num_prefix_ids + num_prefix_ids > prefix_id_limit or not draft.has_room_for_grammar(state)
+            if draft.has_new_slots and exceeds:
                 self._tables.release(state)
                 state.num_computed = 0
                 break
@@ -439,6 +443,15 @@ class Scheduler:
             "infinite; the weights may be damaged, or the dtype too narrow for the model"
         )
         self._finish(state, "error", error_type="non_finite_logits", error=message)
+
+    def _finish_constraint_failed(self, state: RequestState) -> None:
+        """End a request whose last token is `CONSTRAINT_FAILED`."""
+        state.generated.pop()
+        message = (
+            f"behind token {len(state.generated):,} of the answer, what may follow takes more work than llguidance "
+            "allows; ask for a simpler `structured`"
+        )
+        self._finish(state, "error", error_type="structured_too_complex", error=message)
 
     def _finish(
         self,

@@ -97,6 +97,13 @@ class RequestState:
         return self.generated[-1] if self.generated else self.prompt.token_ids[-1]
 
     @property
+    def needs_prefix_ids(self) -> bool:
+        """Whether the ranks need the tokens of its cached prefix: penalties count them, and a grammar is followed from
+        the beginning of the answer."""
+        request = self.request
+        return request.sampling.has_penalties or (request.constraint is not None and len(self.generated) > 0)
+
+    @property
     def num_uncomputed(self) -> int:
         """Known tokens that no submitted step computes."""
         return self.num_tokens - self.num_computed

@@ -71,6 +71,7 @@ class OpenRow:
             row=prepared.place.index if seed is None else 0,
             sample=0,
             n=sampling.n,
+            constraint=prepared.constraint,
             stream=bool(sampling.stop) or self.streams,
         )
 

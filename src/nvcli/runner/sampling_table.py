@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
-from nvcli.messages import MAX_STOP_IDS, NewSlot, SlotSampling
+from nvcli.messages import MAX_STOP_IDS, NewSlot
 from nvcli.runner.uploader import Uploader
 
 _MAX_INT32 = 2**31 - 1
@@ -35,6 +35,8 @@ class SamplingFlag(IntFlag):
     ADJUSTED = 8
     """Biased or forbidden tokens."""
     LOGPROBS = 16
+    CONSTRAINED = 32
+    """An answer that follows a grammar."""
 
 
 class SamplingTable:
@@ -82,7 +84,7 @@ class SamplingTable:
         at = index.long()
         self._words[:, at] = words_there.view(len(words), -1)
         self._longs[:, at] = longs_there.view(torch.int64).view(len(longs), -1)
-        self.flags_host[slots] = [_flags(s) for s in samplings]
+        self.flags_host[slots] = [_flags(new) for new in new_slots]
         self.num_logprobs_host[slots] = [max(0, s.num_logprobs) for s in samplings]
         self.num_adjusted_host[slots] = [len(s.bias_ids) + len(s.stop_ids) for s in samplings]
         adjusted = [new for new in new_slots if new.sampling.bias_ids or new.sampling.stop_ids]
@@ -110,8 +112,10 @@ class SamplingTable:
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _flags(sampling: SlotSampling) -> int:
-    s, flags = sampling, SamplingFlag(0)
+def _flags(new: NewSlot) -> int:
+    s, flags = new.sampling, SamplingFlag(0)
+    if new.constraint is not None:
+        flags |= SamplingFlag.CONSTRAINED
     if s.temperature > 0 and 0 < s.top_k <= MAX_CANDIDATES:
         flags |= SamplingFlag.SMALL_TOP_K
     elif s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0):

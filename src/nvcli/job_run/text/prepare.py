@@ -11,12 +11,14 @@ import msgspec
 from nvcli.config import OnTooLong, SpecialTokens
 from nvcli.errors import RowError
 from nvcli.job_run.text.conversation import Conversation
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.long_text import encode_long, is_long
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
 from nvcli.messages import pack
 from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
+from nvcli.structured import MAX_END_IDS, Constraint, Structured
 
 _ROW_BYTES = 1000
 """Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
@@ -44,6 +46,9 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_ids: list[int]
     sampling: SamplingParams
+    """The row's sampling, in which `constraint` has taken the place of `structured`."""
+    constraint: Constraint | None = None
+    """What the answer must look like; None: anything."""
     answer_key: bytes | None = None
     """A key that is equal for rows whose answers are equal.
 
@@ -57,21 +62,25 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
 class Preparer:
     """Tokenizes rows for one model. Used by one thread."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, render: Render) -> None:
-        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`)."""
+    def __init__(
+        self, tokenizer: Tokenizer, limits: ModelLimits, render: Render, grammars: GrammarMaker | None = None
+    ) -> None:
+        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`). With `grammars` None
+        rows that ask for structured answers are refused."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._render = render
+        self._grammars = grammars
         self._rule = special_token_rule(limits.special_tokens, tokenizer)
-        eos_id = tokenizer.eos_token_id
-        eos_ids = limits.eos_token_ids or (() if eos_id is None else (eos_id,))
-        # An id that the model has no logit for is never sampled, and cannot be forbidden either (`min_tokens`).
-        self._eos_ids = [token for token in eos_ids if token < limits.vocab_size]
+        self._eos_ids = end_ids(tokenizer, limits)
         self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
         """Whether every id that the tokenizer gives is one of the model's."""
         self._sampling: SamplingParams | None = None
         """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
+        self._constraint: Constraint | None = None
+        self._sent_sampling = SamplingParams()
+        """The sampling without what has become the constraint."""
         self._answers_follow_from: bytes | None = None
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
@@ -145,7 +154,8 @@ class Preparer:
                 num_prompt_tokens=len(ids),
                 max_tokens=max_tokens,
                 stop_ids=self._stop_ids,
-                sampling=sampling,
+                sampling=self._sent_sampling,
+                constraint=self._constraint,
                 answer_key=answer_key,
                 num_bytes=_ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0),
             )
@@ -167,12 +177,26 @@ class Preparer:
                 f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
                 "are stop tokens, so none may be chosen; leave one of the two out",
             )
+        self._constraint, self._sent_sampling = None, sampling
+        if sampling.structured is not None:
+            self._constraint = self._constrain(sampling.structured, under)
+            self._sent_sampling = msgspec.structs.replace(sampling, structured=None)
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
         elif sampling.seed is not None:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
+
+    def _constrain(self, wanted: Structured, under: str) -> Constraint:
+        """Return the constraint of rows that ask for a structured answer. Raises RowError."""
+        form = wanted.form
+        name = f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
+        if self._grammars is None:
+            raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
+        if not self._eos_ids:
+            raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
+        return Constraint(grammar=self._grammars.grammar(wanted, name=name), end_ids=self._eos_ids[:MAX_END_IDS])
 
     def _encode_long(self, text: str, *, is_rendered: bool) -> list[int] | RowError:
         max_len, on_too_long = self._limits.max_model_len, self._limits.on_too_long
@@ -189,6 +213,14 @@ class Preparer:
             max_model_len=max_len,
             on_too_long=on_too_long,
         )
+
+
+def end_ids(tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
+    """Return the model's end-of-sequence ids, without those that it has no logit for: they are never sampled, and
+    cannot be forbidden either (`min_tokens`)."""
+    own = tokenizer.eos_token_id
+    ids = limits.eos_token_ids or (() if own is None else (own,))
+    return [token for token in ids if token < limits.vocab_size]
 
 
 def _num_bytes(extra: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ from nvcli.errors import RowError
 from nvcli.jobs.job import Job, Place, RowForm
 from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.native_row import RowDefaults
+from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS, structured_of
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_LOGPROBS
@@ -41,12 +42,20 @@ _SAME = (
     "stop_token_ids",
 )
 """Parameters of the body that `sampling` knows by the same name."""
-_IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+_IGNORED = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "safety_identifier",
+    "guided_decoding_backend",
+)
 """Parameters that say nothing about the answer; `model` is repeated in it."""
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
@@ -104,6 +113,8 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
         raise RowError("invalid_value", f"`body.model` is {show(given['model'])}; allowed: text")
     own = {key: given[key] for key in _SAME if key in given}
     own |= _chat_parameters(given) if is_chat else _completion_parameters(given)
+    if (structured := structured_of(given)) is not None:
+        own["structured"] = structured
     sampling = defaults.sampling(own, under="body")
     try:
         if is_chat:
@@ -128,7 +139,7 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
 
 
 def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
-    known = (*_SAME, *_IGNORED, *_HARMLESS_VALUES, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
+    known = (*_SAME, *STRUCTURED_KEYS, *_IGNORED, *_HARMLESS_VALUES, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
     for key, value in given.items():
         if key == "chat_template":
             raise RowError(
