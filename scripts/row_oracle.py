@@ -232,6 +232,9 @@ class Oracle:
                 else ("prompt",)
             ),
         )
+        if is_chat and given.get("tools", []) != []:
+            expected.errors.add("invalid_value")  # no maker of rows makes sound ones
+            given = {**given, "tools": []}
         for key, value in given.items():
             if not (value == _HARMLESS[key] and not _is_number(value) if key in _HARMLESS else key in known):
                 expected.errors.add("unsupported_parameter")
@@ -282,6 +285,8 @@ class Oracle:
         """The tokens of a conversation, by the template of the built-in model and its variables."""
         if not isinstance(value, list) or not value or not all(map(_is_message, value)):
             expected.errors.add("invalid_value")
+            if isinstance(value, list) and any(map(_has_other_part, value)):
+                expected.errors.add("unsupported_content")
             return None
         text = ""
         system = self._facts.system
@@ -516,6 +521,14 @@ def _is_message(message: Any) -> bool:
             for part in content
         )
     return isinstance(content, str) or (content is None and "tool_calls" in message)
+
+
+def _has_other_part(message: Any) -> bool:
+    """Whether a message has a part of another type than text, such as an image."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text" for part in content
+    )
 
 
 def _native_sampling() -> set[str]:

@@ -69,7 +69,7 @@ def test_a_completion_row(read_rows: ReadRows, prompt: Any, text: str | None, id
 BAD = [
     (line(stream=True), "unsupported_parameter", "`body.stream` is true"),
     (line(response_format={"type": "json_object"}), "unsupported_parameter", "`body.response_format` is"),
-    (line(tools=[{}]), "unsupported_parameter", "`body.tools`"),
+    (line(tools=[{}]), "invalid_value", "`body.tools[0]`"),
     (line(temprature=1), "unsupported_parameter", "`body.temprature` is not supported; did you mean `temperature`?"),
     (line(suffix="x", url=COMPLETION), "unsupported_parameter", "`body.suffix`"),
     (line(COMPLETION, best_of=3), "unsupported_parameter", "`body.best_of`"),

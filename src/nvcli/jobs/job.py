@@ -7,7 +7,7 @@ is one of these, or a type that the engine gave:
     line_too_long, invalid_utf8, invalid_csv, ragged_row
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
     missing_column, invalid_sampling, unsupported_url,
-    unsupported_parameter
+    unsupported_parameter, unsupported_content
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, special_token, no_chat_template,
     chat_template_error, tokenizer_error
@@ -91,6 +91,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, beside the messages."""
+    template_arguments: dict[str, Any] = {}
+    """What the row says to the chat template under keys of their own, such as `tools`; it goes over the variables."""
+    tools: list[dict[str, Any]] = []
+    """The tools that the answer may call; empty: tool calls are not looked for."""
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
+from nvcli.chat_template import unknown_variables
 from nvcli.config import OnTooLong, SpecialTokens
 from nvcli.errors import RowError
 from nvcli.job_run.text.conversation import Conversation
@@ -15,6 +17,7 @@ from nvcli.job_run.text.long_text import encode_long, is_long
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
+from nvcli.jobs.rows.conversation_options import ARGUMENTS
 from nvcli.messages import pack
 from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
 
@@ -89,15 +92,11 @@ class Preparer:
                 else:
                     prompts[at] = refusal
             elif row.messages is not None:
-                refusal = self._rule.check(row.messages, "messages")
-                if refusal is None and row.chat_template_kwargs:
-                    refusal = self._rule.check(row.chat_template_kwargs, "chat_template_kwargs")
-                if refusal is None:
-                    conversations[at] = Conversation(
-                        self._rule.to_template(row.messages), self._rule.to_template(row.chat_template_kwargs)
-                    )
+                conversation = self._conversation(row, row.messages)
+                if isinstance(conversation, RowError):
+                    prompts[at] = conversation
                 else:
-                    prompts[at] = refusal
+                    conversations[at] = conversation
             else:
                 assert row.prompt_token_ids is not None
                 prompts[at] = row.prompt_token_ids
@@ -114,6 +113,36 @@ class Preparer:
                 encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
                 prompts.update(zip(texts, encoded, strict=True))
         return [self._prepare_row(row, prompts[at]) if isinstance(row, Job) else row for at, row in enumerate(rows)]
+
+    def _conversation(self, job: Job, messages: list[dict[str, Any]]) -> Conversation | RowError:
+        """Return what the chat template is given of a row, or the error of what it may not be given."""
+        rule, variables = self._rule, job.chat_template_kwargs
+        refusal = rule.check(messages, "messages")
+        if refusal is None and variables:
+            refusal = rule.check(variables, "chat_template_kwargs")
+        if job.template_arguments:
+            refusal = refusal or self._check_arguments(job)
+            variables = {**variables, **job.template_arguments}
+        return refusal or Conversation(rule.to_template(messages), rule.to_template(variables))
+
+    def _check_arguments(self, job: Job) -> RowError | None:
+        """Return the error of a row whose arguments would have no effect, or are not allowed."""
+        unknown = self._unknown_arguments.intersection(job.template_arguments)
+        under = "" if job.place.form is RowForm.NATIVE else "body."
+        if unknown:
+            return RowError(
+                "unsupported_parameter",
+                f"`{under}{min(unknown)}` would have no effect: the model's chat template does not know it; leave it "
+                "out, or name a --chat-template that does",
+            )
+        refusals = (self._rule.check(value, under + name) for name, value in job.template_arguments.items())
+        return next((refusal for refusal in refusals if refusal is not None), None)
+
+    @functools.cached_property
+    def _unknown_arguments(self) -> frozenset[str]:
+        """The keys of a row that the chat template does not know."""
+        template = self._tokenizer.chat_template
+        return frozenset(unknown_variables(template, ARGUMENTS) if template else ())
 
     def _prepare_row(self, job: Job, prompt: list[int] | RowError) -> PreparedRow | JobResult:
         if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it

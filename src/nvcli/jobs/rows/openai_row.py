@@ -13,6 +13,7 @@ from typing import Any
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, Place, RowForm
 from nvcli.jobs.rows.conversation import check_messages
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS, REASONING_EFFORT, conversation_options
 from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import is_null
@@ -49,13 +50,17 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
 }
 """Parameters that are allowed with a value that changes nothing."""
-_CHAT_KEYS = ("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs")
+_CHAT_KEYS = (
+    *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"),
+    *(*CONVERSATION_KEYS, REASONING_EFFORT),
+)
 _COMPLETION_KEYS = ("prompt", "logprobs", "best_of")
 
 
@@ -111,11 +116,13 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
                 raise RowError("missing_prompt", "`body.messages` is not given")
             messages = check_messages(given["messages"], under=("body", "messages"))
             under = ("body", "chat_template_kwargs")
-            variables = rules.variables(given.get("chat_template_kwargs"), under=under)
+            options = conversation_options(given, under=("body",))
             return Job(
                 place=place,
                 messages=rules.with_system(messages),
-                chat_template_kwargs=variables,
+                chat_template_kwargs=rules.variables(given.get("chat_template_kwargs"), under=under),
+                template_arguments=options.arguments,
+                tools=options.tools,
                 sampling=sampling,
             )
         prompt = _single_prompt(given)
@@ -137,6 +144,8 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
         if key not in known:
             working = (*_SAME, *(each for each in (_CHAT_KEYS if is_chat else _COMPLETION_KEYS) if each != "best_of"))
             raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, working)}")
+        if is_chat and key in _CHAT_KEYS:
+            continue
         if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
             raise RowError(
                 "unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out"
