@@ -314,7 +314,12 @@ class Oracle:
     def _check_lengths(self, num_tokens: int, sampling: Mapping[str, Any], expected: Expected) -> None:
         """Check a prompt of so many tokens and its answer against the model."""
         facts = self._facts
-        biased = [int(token) for token in sampling.get("logit_bias", {})]
+        biased = []
+        for key in sampling.get("logit_bias", {}):
+            ids = [int(key)] if re.fullmatch(r"0|[1-9]\d*", key) else self._tokenizer.encode(key).ids
+            biased += ids
+            if len(ids) != 1:
+                expected.errors.add("invalid_sampling")
         if any(token >= facts.vocab_size for token in (*biased, *sampling.get("stop_token_ids", ()))):
             expected.errors.add("token_out_of_vocabulary")
         asked = sampling.get("max_tokens")
@@ -553,7 +558,6 @@ def _is_sound(sampling: Mapping[str, Any]) -> bool:
         and (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops))
         and (isinstance(stop_ids, list) and all(_is_integer(token) and token >= 0 for token in stop_ids))
         and isinstance(bias, dict)
-        and all(re.fullmatch(r"0|[1-9]\d*", token) for token in bias)
         and all(_is_number(value) and -100 <= value <= 100 for value in bias.values())
         and len(bias) + len(stop_ids) <= 1024
         and (max_tokens is None or min_tokens <= max_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.state import RequestState
-from nvcli.messages import NewSlot, SlotSampling, StepInput, pack, unpack
+from nvcli.messages import FORBIDDEN, NewSlot, SlotSampling, StepInput, pack, unpack
 
 
 @dataclass(slots=True)
@@ -158,6 +158,8 @@ def _slot_sampling(state: RequestState) -> SlotSampling:
         min_tokens=params.min_tokens,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         stop_ids=request.stop_ids if params.min_tokens else [],
-        bias_ids=list(params.logit_bias),
-        bias_values=list(params.logit_bias.values()),
+        bias_ids=[*map(int, params.logit_bias), *request.forbidden_ids],
+        bias_values=[*params.logit_bias.values(), *[FORBIDDEN] * len(request.forbidden_ids)],
+        allowed_ids=params.allowed_token_ids or [],
+        bad_words=request.bad_words,
     )

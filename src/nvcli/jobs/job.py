@@ -114,9 +114,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int
     text: str
     finish_reason: str
-    """stop: the model ended it or a stop string or stop token was met; length: `max_tokens` were generated."""
+    """stop: the model ended it or a stop string or stop token was met; length: `max_tokens` were generated;
+    repetition: it had become a loop."""
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
+    score: float | None = None
+    """What `best_of` put the answers in order by: the mean or the sum of the log-probabilities of its tokens."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,9 +15,10 @@ from nvcli.errors import RowError
 from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.long_text import encode_long, is_long
 from nvcli.job_run.text.special_tokens import special_token_rule
+from nvcli.job_run.text.token_rules import TokenRules, token_rules
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
-from nvcli.jobs.rows.conversation_options import ARGUMENTS
+from nvcli.jobs.rows.conversation_options import ARGUMENTS, CONTINUE_FINAL_MESSAGE
 from nvcli.messages import pack
 from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
 
@@ -47,6 +48,10 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_ids: list[int]
     sampling: SamplingParams
+    rules: TokenRules | None = None
+    """What `sampling` says about tokens, by their ids."""
+    echo: str = ""
+    """The text that stands before the answer in its text."""
     answer_key: bytes | None = None
     """A key that is equal for rows whose answers are equal.
 
@@ -75,6 +80,7 @@ class Preparer:
         self._sampling: SamplingParams | None = None
         """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
+        self._rules: TokenRules | None = None
         self._answers_follow_from: bytes | None = None
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
@@ -108,7 +114,9 @@ class Preparer:
                 chats[at] = rendered
         for texts, is_rendered in ((plain, False), (chats, True)):
             for at in [at for at, text in texts.items() if is_long(text, self._limits.max_model_len)]:
-                prompts[at] = self._encode_long(texts.pop(at), is_rendered=is_rendered)
+                job = rows[at]
+                assert isinstance(job, Job)
+                prompts[at] = self._encode_long(texts.pop(at), self._on_too_long(job), is_rendered=is_rendered)
             if texts:
                 encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
                 prompts.update(zip(texts, encoded, strict=True))
@@ -161,11 +169,12 @@ class Preparer:
                 self._follow(sampling, under)
             ids, max_tokens = _fit(prompt, sampling, self._limits, under)
             prompt_ids = pack(ids)
+            echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
             answer_key = None
             if self._answers_follow_from is not None:
                 # 128 bits: two different rows do not meet in practice.
                 answer_key = blake2b(
-                    b"%b%d:%b" % (self._answers_follow_from, max_tokens, prompt_ids), digest_size=16
+                    b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, echo.encode()), digest_size=16
                 ).digest()
             extra = job.place.extra
             return PreparedRow(
@@ -175,6 +184,8 @@ class Preparer:
                 max_tokens=max_tokens,
                 stop_ids=self._stop_ids,
                 sampling=sampling,
+                rules=self._rules,
+                echo=echo,
                 answer_key=answer_key,
                 num_bytes=_ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0),
             )
@@ -188,8 +199,14 @@ class Preparer:
         """
         self._sampling = None
         _check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
-        _check_vocabulary(f"`{under}.logit_bias`", list(sampling.logit_bias), self._limits)
+        self._rules = rules = token_rules(sampling, self._tokenizer, under=under)
+        if rules is not None:
+            _check_vocabulary(f"`{under}.logit_bias`", list(rules.biases), self._limits)
+            for word in [rules.forbidden_ids, *rules.bad_words]:
+                _check_vocabulary(f"`{under}.bad_words`", word, self._limits)
         self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
+        if sampling.allowed_token_ids is not None:
+            self._check_allowed(sampling, sampling.allowed_token_ids, under)
         if sampling.min_tokens and len(self._stop_ids) == self._limits.vocab_size:
             raise RowError(
                 "invalid_sampling",
@@ -203,8 +220,43 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
-    def _encode_long(self, text: str, *, is_rendered: bool) -> list[int] | RowError:
-        max_len, on_too_long = self._limits.max_model_len, self._limits.on_too_long
+    def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
+        """Raise RowError where one of the allowed tokens is none, or none of them may be chosen."""
+        _check_vocabulary(f"`{under}.allowed_token_ids`", allowed, self._limits)
+        left = set(allowed).difference(() if self._rules is None else self._rules.forbidden_ids)
+        if not left or (sampling.min_tokens and left.issubset(self._stop_ids)):
+            key = "bad_words" if not left else "min_tokens"
+            raise RowError(
+                "invalid_sampling",
+                f"`{under}.{key}` forbids all of the {len(set(allowed))} `{under}.allowed_token_ids`, so no token "
+                "could be chosen; leave one of the two out",
+            )
+
+    def _echo(self, job: Job, ids: list[int], *, is_whole: bool) -> str:
+        """Return the text of the prompt, which is `ids` now, or of the message that the answer goes on with.
+
+        Raises RowError for a conversation whose answer begins a message.
+        """
+        if job.messages is not None:
+            arguments = {**job.chat_template_kwargs, **job.template_arguments}
+            content = job.messages[-1].get("content")
+            if not arguments.get(CONTINUE_FINAL_MESSAGE) or not isinstance(content, str):
+                raise RowError(
+                    "invalid_sampling",
+                    "`echo` is true, and the answer to a conversation goes on with no text of it; leave it out, or "
+                    f"give `{CONTINUE_FINAL_MESSAGE}`: true",
+                )
+            return content
+        if job.prompt is not None and is_whole:
+            return job.prompt
+        return self._tokenizer.decode_one(ids, skip_special_tokens=job.sampling.skip_special_tokens)
+
+    def _on_too_long(self, job: Job) -> OnTooLong:
+        """Return what becomes of a prompt that is too long, by its row or the job."""
+        return self._limits.on_too_long if job.sampling.truncate_prompt_tokens is None else "truncate-left"
+
+    def _encode_long(self, text: str, on_too_long: OnTooLong, *, is_rendered: bool) -> list[int] | RowError:
+        max_len = self._limits.max_model_len
         most = self._tokenizer.max_token_chars
         if on_too_long == "error" and most is not None and len(text) > most * (max_len + 1):
             return RowError(
@@ -236,15 +288,21 @@ def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: s
     """Return the prompt, cut where that is needed and allowed, and the most tokens of its answer. Raises RowError."""
     max_len = limits.max_model_len
     asked = sampling.max_tokens
+    on_too_long = limits.on_too_long
+    if sampling.truncate_prompt_tokens is not None:
+        if sampling.truncate_prompt_tokens > 0:
+            ids = ids[-sampling.truncate_prompt_tokens :]
+        else:
+            on_too_long = "truncate-left"
     room = max_len - len(ids)
     if room < (asked or 1):
-        if limits.on_too_long == "error":
+        if on_too_long == "error":
             raise _too_long(len(ids), asked, max_len, under)
         answer_len = asked or max(1, max_len // 4)
         keep = max_len - answer_len
         if keep < 1:
             raise _too_long(1, asked, max_len, under)
-        ids = ids[-keep:] if limits.on_too_long == "truncate-left" else ids[:keep]
+        ids = ids[-keep:] if on_too_long == "truncate-left" else ids[:keep]
         room = answer_len
     max_tokens = asked or room
     if sampling.min_tokens > max_tokens:
@@ -252,12 +310,12 @@ def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: s
             "max_tokens_too_large",
             f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
         )
-    if (num_numbers := sampling.n * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
+    if (num_numbers := sampling.num_samples * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
         raise RowError(
             "invalid_sampling",
-            f"{sampling.n:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids hold "
-            f"{num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` or "
-            f"`{under}.logprobs`",
+            f"{sampling.num_samples:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids "
+            f"hold {num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` "
+            f"or `{under}.logprobs`",
         )
     return ids, max_tokens
 

@@ -21,6 +21,7 @@ _CHOICE = pyarrow.struct(
         ("finish_reason", pyarrow.string()),
         ("token_ids", pyarrow.list_(pyarrow.int32())),
         ("logprobs", _LOGPROBS),
+        ("score", pyarrow.float64()),
     ]
 )
 ANSWER_TYPES = {

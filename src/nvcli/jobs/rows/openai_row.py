@@ -40,6 +40,14 @@ _SAME = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "echo",
+    # nvcli's own:
+    "stop_repetition",
 )
 """Parameters of the body that `sampling` knows by the same name."""
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
@@ -53,7 +61,6 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "functions": ([],),
     "modalities": (["text"],),
-    "echo": (False,),
     "suffix": ("",),
 }
 """Parameters that are allowed with a value that changes nothing."""
@@ -61,7 +68,7 @@ _CHAT_KEYS = (
     *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"),
     *(*CONVERSATION_KEYS, REASONING_EFFORT),
 )
-_COMPLETION_KEYS = ("prompt", "logprobs", "best_of")
+_COMPLETION_KEYS = ("prompt", "logprobs", "best_of", "rank_by")
 
 
 def looks_like_openai(row: Mapping[str, Any]) -> bool:
@@ -142,8 +149,14 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
                 "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
             )
         if key not in known:
-            working = (*_SAME, *(each for each in (_CHAT_KEYS if is_chat else _COMPLETION_KEYS) if each != "best_of"))
+            working = (*_SAME, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
             raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, working)}")
+        if key == "suffix" and value != "":
+            raise RowError(
+                "unsupported_parameter",
+                f"`body.suffix` is {show(value)}, and gaps in a text are not filled; if the model has tokens for that, "
+                "write them into `body.prompt`, and leave `body.suffix` out",
+            )
         if is_chat and key in _CHAT_KEYS:
             continue
         if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
@@ -176,9 +189,7 @@ def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completion_parameters(given: dict[str, Any]) -> dict[str, Any]:
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise RowError("unsupported_parameter", "`body.best_of` other than `body.n` is not supported; leave it out")
-    return {"logprobs": given["logprobs"]} if "logprobs" in given else {}
+    return {key: given[key] for key in ("logprobs", "best_of", "rank_by") if key in given}
 
 
 def _single_prompt(given: dict[str, Any]) -> Any:
