@@ -239,6 +239,9 @@ class Oracle:
         )
         if given.pop("response_format", {"type": "text"}) != {"type": "text"}:
             expected.errors.add("invalid_structured")
+        if is_chat and given.get("tools", []) != []:
+            expected.errors.add("invalid_value")  # no maker of rows makes sound ones
+            given = {**given, "tools": []}
         for key, value in given.items():
             if not (value == _HARMLESS[key] and not _is_number(value) if key in _HARMLESS else key in known):
                 expected.errors.add("unsupported_parameter")
@@ -289,6 +292,8 @@ class Oracle:
         """The tokens of a conversation, by the template of the built-in model and its variables."""
         if not isinstance(value, list) or not value or not all(map(_is_message, value)):
             expected.errors.add("invalid_value")
+            if isinstance(value, list) and any(map(_has_other_part, value)):
+                expected.errors.add("unsupported_content")
             return None
         text = ""
         system = self._facts.system
@@ -316,7 +321,12 @@ class Oracle:
     def _check_lengths(self, num_tokens: int, sampling: Mapping[str, Any], expected: Expected) -> None:
         """Check a prompt of so many tokens and its answer against the model."""
         facts = self._facts
-        biased = [int(token) for token in sampling.get("logit_bias", {})]
+        biased = []
+        for key in sampling.get("logit_bias", {}):
+            ids = [int(key)] if re.fullmatch(r"0|[1-9]\d*", key) else self._tokenizer.encode(key).ids
+            biased += ids
+            if len(ids) != 1:
+                expected.errors.add("invalid_sampling")
         if any(token >= facts.vocab_size for token in (*biased, *sampling.get("stop_token_ids", ()))):
             expected.errors.add("token_out_of_vocabulary")
         asked = sampling.get("max_tokens")
@@ -525,6 +535,14 @@ def _is_message(message: Any) -> bool:
     return isinstance(content, str) or (content is None and "tool_calls" in message)
 
 
+def _has_other_part(message: Any) -> bool:
+    """Whether a message has a part of another type than text, such as an image."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text" for part in content
+    )
+
+
 def _native_sampling() -> set[str]:
     return {*_SHARED, "return_token_ids", "structured"}
 
@@ -557,7 +575,6 @@ def _is_sound(sampling: Mapping[str, Any]) -> bool:
         and (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops))
         and (isinstance(stop_ids, list) and all(_is_integer(token) and token >= 0 for token in stop_ids))
         and isinstance(bias, dict)
-        and all(re.fullmatch(r"0|[1-9]\d*", token) for token in bias)
         and all(_is_number(value) and -100 <= value <= 100 for value in bias.values())
         and len(bias) + len(stop_ids) <= 1024
         and (max_tokens is None or min_tokens <= max_tokens)

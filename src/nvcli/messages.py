@@ -28,6 +28,9 @@ CONSTRAINT_FAILED = -2
 
 MAX_STEP_GRAMMAR_BYTES = 2 * MAX_GRAMMAR_BYTES
 """The most bytes of the different grammars that a step brings."""
+FORBIDDEN = -1e30
+"""Added to the logit of a token that must not be chosen. It is finite, so that a row of which nothing else is left gets
+a token, and stays so when it is divided by the lowest temperature."""
 
 MAX_KV_GROUPS = 16
 """The most KV groups that a model may have. The step channel is made before a rank can say how many there are."""
@@ -83,6 +86,11 @@ class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Ids that must not be chosen before `min_tokens`; empty when `min_tokens` is 0."""
     bias_ids: list[int] = []
     bias_values: list[float] = []
+    allowed_ids: list[int] = []
+    """The only ids that may be chosen; empty: all."""
+    bad_words: list[list[int]] = []
+    """Sequences of at least two ids, none of which the answer may hold. Together with the ids of the other lists, but
+    for the model's own end-of-sequence ids, they are at most `MAX_BIASED_TOKENS`."""
 
 
 class SlotConstraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -250,9 +258,10 @@ def max_step_input_bytes(
     """Compute the size in bytes of the largest encoded StepInput that the scheduler can produce.
 
     `max_blocks_per_seq` counts the blocks of all KV groups. Each new slot has fixed fields (under 256 bytes), stop and
-    biased ids and those of its constraint (5 bytes an id, 9 a float). Cached prefixes that travel for penalties and
-    grammars are together held under `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16
-    bytes in the batch, 24 in two spans of tokens, and 4 where its slot was freed before.
+    biased ids and those of its constraint (5 bytes an id, 9 a float). Allowed ids and bad words take the place of
+    biased ids, and less room. Cached prefixes that travel for penalties, bad words and grammars are together held under
+    `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans
+    of tokens, and 4 where its slot was freed before.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + MAX_START_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.state import RequestState
-from nvcli.messages import MAX_STEP_GRAMMAR_BYTES, NewSlot, SlotConstraint, SlotSampling, StepInput, pack, unpack
+from nvcli.messages import (
+    FORBIDDEN,
+    MAX_STEP_GRAMMAR_BYTES,
+    NewSlot,
+    SlotConstraint,
+    SlotSampling,
+    StepInput,
+    pack,
+    unpack,
+)
 
 
 @dataclass(slots=True)
@@ -190,6 +199,8 @@ def _slot_sampling(state: RequestState) -> SlotSampling:
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         # With a grammar, its mask holds them back, unless nothing else is left (`SlotConstraint`).
         stop_ids=request.stop_ids if params.min_tokens and request.constraint is None else [],
-        bias_ids=list(params.logit_bias),
-        bias_values=list(params.logit_bias.values()),
+        bias_ids=[*map(int, params.logit_bias), *request.forbidden_ids],
+        bias_values=[*params.logit_bias.values(), *[FORBIDDEN] * len(request.forbidden_ids)],
+        allowed_ids=params.allowed_token_ids or [],
+        bad_words=request.bad_words,
     )

@@ -31,7 +31,8 @@ from nvcli.messages import TokenLogprobs
 from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable
 
-_CHANGES_AND_LOGPROBS = SamplingFlag.PENALTIES | SamplingFlag.ADJUSTED | SamplingFlag.LOGPROBS
+_CHANGES = SamplingFlag.PENALTIES | SamplingFlag.ADJUSTED | SamplingFlag.ALLOWED | SamplingFlag.BAD_WORDS
+_CHANGES_AND_LOGPROBS = _CHANGES | SamplingFlag.LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +151,14 @@ class Sampler:
         if masks is not None:
             self._mask(whole, needs, masks, 0)
         logits = whole
-        if len(penalised) or len(adjusted):
+        if len(needs.rows(_CHANGES)):
             logits = whole.float().clone()
         if len(penalised):
             self._penalise(logits, at_penalised, slots, positions, longest)
         if len(adjusted):
             width = int(self._table.num_adjusted_host[needs.slots[adjusted]].max())
             self._adjust(logits, at_adjusted, slots, positions, width)
+        self._restrict(logits, slots, positions, needs)
         ids = self._share(slots, sample(logits, self._table.columns, slots, positions))
         if unmodified is None:
             return ids, None
@@ -210,8 +212,27 @@ class Sampler:
         values = table.adjusted_values[chosen, :width]
         is_too_short = (positions[at] < table.min_len[chosen])[:, None]
         values = torch.where((values > -torch.inf) | is_too_short, values, 0.0)
+        values = torch.where(values < torch.inf, values, 0.0)  # allowed tokens
         ids = table.adjusted_ids[chosen, :width].long()
         logits.index_put_((at[:, None].expand_as(ids), ids), values, accumulate=True)
+
+    def _restrict(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> None:
+        """Forbid what completes a bad word, and all but allowed tokens, in logits [N, V] float32, in place."""
+        table = self._table
+        with_words, restricted = needs.rows(SamplingFlag.BAD_WORDS), needs.rows(SamplingFlag.ALLOWED)
+        if not len(with_words) and not len(restricted):
+            return
+        at_words, at = (rows.long() for rows in self._slots.upload(with_words, restricted))
+        if len(with_words):
+            tokens, prompt_lens = self._slots.state.token_ids, table.prompt_len
+            table.bad_words.forbid(logits, at_words, slots, positions, tokens=tokens, prompt_lens=prompt_lens)
+        if len(restricted):
+            width = int(table.num_adjusted_host[needs.slots[restricted]].max())
+            ids = table.adjusted_ids[slots[at], :width].long()
+            is_allowed = (table.adjusted_values[slots[at], :width] == torch.inf).int()
+            counts = torch.zeros(len(at), logits.shape[1], dtype=torch.int32, device=logits.device)
+            counts.scatter_add_(1, ids, is_allowed)  # an id may stand there for something else too
+            logits[at] = logits[at].masked_fill(counts == 0, -torch.inf)
 
 
 def _find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray) -> PendingLogprobs:
