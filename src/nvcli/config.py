@@ -221,6 +221,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     than what is free now leaves them."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
+    embedding_size: int = 0
+    """The size of the model's hidden states, where requests ask for these instead of tokens: the model then needs no LM
+    head. 0: requests ask for tokens and their probabilities."""
 
     @property
     def num_ranks(self) -> int:

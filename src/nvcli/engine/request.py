@@ -6,10 +6,28 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.messages import ForwardMode, TokenLogprobs
+from nvcli.messages import ForwardMode, PromptReading, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class PromptScoring(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """A wish for the log-probabilities of the prompt's tokens from one position on."""
+
+    first: int
+    """The position of the first token that is scored, at least 1: nothing is known before the first token."""
+    next_id: int | None = None
+    """The id of one more token, which would follow the prompt and is scored too; None: there is none."""
+    num_top: int = 0
+    """The number of likeliest tokens that are wanted at each position, at most `MAX_LOGPROBS`."""
+
+
+class Pooling(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """A wish for the prompt's hidden states behind the final norm, summed up. The engine's configuration must have an
+    `embedding_size`."""
+
+    position: Literal["last", "first", "all"]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -38,13 +56,21 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The number of samples that are asked for."""
     stream: bool = False
     """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
+    read: PromptScoring | Pooling | None = None
+    """What is wanted of the prompt itself; the first sample brings it."""
 
     def samples(self) -> list[Request]:
         """Return a request for each sample."""
         if self.n == 1:
             return [self]
         return [
-            msgspec.structs.replace(self, request_id=self.request_id + number, sample=self.sample + number, n=1)
+            msgspec.structs.replace(
+                self,
+                request_id=self.request_id + number,
+                sample=self.sample + number,
+                n=1,
+                read=self.read if number == 0 else None,
+            )
             for number in range(self.n)
         ]
 
@@ -64,6 +90,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error_type: str = ""
     error: str = ""
     """The reason for finish_reason `error`, for the row's error object."""
+    readings: list[PromptReading] = []
+    """What was read of the prompt since the last output, where the request wishes it: consecutive parts."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.prompt import Prompt
+from nvcli.engine.prompt_reads import PromptReads
 from nvcli.engine.request import FinishReason, Request, RequestOutput
 from nvcli.messages import TokenLogprobs
 
@@ -65,6 +66,8 @@ class RequestState:
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: bool = False
+    reads: PromptReads | None = field(init=False)
+    """What is to be read of the prompt; None: nothing."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -73,6 +76,7 @@ class RequestState:
         self.parks_at = 0 if self.needs_last_token else self.max_len - 1
         self.stop_ids = self.prompt.stop_ids
         self.stream = request.stream
+        self.reads = None if request.read is None else PromptReads(request.read, self.prompt.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -160,4 +164,5 @@ class RequestState:
             logprobs=logprobs,
             error_type=error_type,
             error=error,
+            readings=self.reads.report() if self.reads is not None else [],
         )

@@ -43,6 +43,7 @@ from nvcli.runner.memory import (
     peak_bytes,
     plan_memory,
 )
+from nvcli.runner.prompt_reader import PromptReader
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.step_clock import StepClock
@@ -264,6 +265,7 @@ class ModelRunner:
             self.kv_cache,
             self.backend,
             self.sampler,
+            PromptReader(self.model, self.group, self.device),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,
