@@ -13,11 +13,12 @@ import msgspec
 
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError
+from nvcli.job_run.prompt_results import task_requests, task_result
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Choice, JobResult, Logprobs, Usage, failed
-from nvcli.messages import TokenLogprobs, unpack
+from nvcli.messages import PromptReading, TokenLogprobs, unpack
 
 
 class OpenRow:
@@ -49,6 +50,13 @@ class OpenRow:
         sample = self.samples[output.request_id - self.request_ids.start]
         return sample, sample.take(output, self, tokenizer)
 
+    def requests(self, run_seed: int) -> list[Request]:
+        """Return the requests of the row: one for all samples, or one for each text that is scored."""
+        task = self.prepared.task
+        if task is not None:
+            return task_requests(self.prepared, task, self.request_ids.start)
+        return [self.request(run_seed)]
+
     def request(self, run_seed: int) -> Request:
         """Return the request for all samples of the row.
 
@@ -78,11 +86,21 @@ class OpenRow:
 class Sample:
     """One answer of a row, as far as it has come."""
 
-    __slots__ = ("_detector", "finish_reason", "logprobs", "num_cached_tokens", "stopped_by_id", "token_ids")
+    __slots__ = (
+        "_detector",
+        "finish_reason",
+        "logprobs",
+        "num_cached_tokens",
+        "readings",
+        "stopped_by_id",
+        "token_ids",
+    )
 
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
+        self.readings: list[PromptReading] = []
+        """What was read of the prompt."""
         self.num_cached_tokens = 0
         self.finish_reason = ""
         self.stopped_by_id = False
@@ -110,6 +128,8 @@ class Sample:
         self.token_ids.frombytes(output.token_ids)
         if output.logprobs:
             self.logprobs += output.logprobs
+        if output.readings:
+            self.readings += output.readings
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
@@ -132,7 +152,11 @@ class Sample:
 def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]:
     """Return the results of rows that have finished; their tokens are decoded together."""
     undecoded = [
-        sample for row in rows if row.error is None for sample in row.samples if sample.text_before_stop is None
+        sample
+        for row in rows
+        if row.error is None and row.prepared.task is None
+        for sample in row.samples
+        if sample.text_before_stop is None
     ]
     texts = iter(tokenizer.decode([sample.text_ids for sample in undecoded]))
     return [_result_of(row, texts, tokenizer) for row in rows]
@@ -143,6 +167,9 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
     prepared = row.prepared
     if row.error is not None:
         return failed(prepared.place, row.error)
+    if prepared.task is not None:
+        cached = min(sample.num_cached_tokens for sample in row.samples)
+        return task_result(prepared, [sample.readings for sample in row.samples], tokenizer, num_cached_tokens=cached)
     choices = []
     for number, sample in enumerate(row.samples):
         text = sample.text_before_stop

@@ -125,6 +125,8 @@ class ModelRunner:
     def _build_model(self) -> None:
         with self._phase("build model"):
             self.model_config = load_model_config(self.config.model_path)
+            if self.config.embedding_size:
+                self.model_config = self.model_config.headless()
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
+from nvcli.jobs.tasks import EmbedAnswer
 
 BATCH_ID = "batch_req_"
 """The id of an output row is this and the row's index."""
@@ -22,6 +23,12 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
     body: dict[str, Any]
     if result.error is not None:
         status, body = 500 if result.error.type in _OURS else 400, {"error": _error_object(result.error)}
+    elif place.form is RowForm.OPENAI_EMBEDDING:
+        assert isinstance(result.answer, EmbedAnswer)
+        vector = {"object": "embedding", "index": 0, "embedding": result.answer.embedding}
+        tokens = result.usage.prompt_tokens
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        status, body = 200, {"object": "list", "data": [vector], "model": model, "usage": usage}
     elif place.form is RowForm.CHAT:
         status, body = (
             200,
