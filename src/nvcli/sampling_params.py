@@ -55,6 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probability of each chosen token and of this many alternatives; null: none."""
     return_token_ids: bool = False
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probability of each token of the prompt and of this many alternatives; null: none."""
 
     @property
     def stop_strings(self) -> list[str]:

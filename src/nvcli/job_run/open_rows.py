@@ -13,7 +13,7 @@ import msgspec
 
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError
-from nvcli.job_run.prompt_results import task_requests, task_result
+from nvcli.job_run.prompt_results import prompt_logprobs, prompt_scoring, task_requests, task_result
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -80,6 +80,7 @@ class OpenRow:
             sample=0,
             n=sampling.n,
             stream=bool(sampling.stop) or self.streams,
+            read=None if sampling.prompt_logprobs is None else prompt_scoring(prepared, sampling.prompt_logprobs),
         )
 
 
@@ -188,7 +189,11 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
         # The samples of a row share its prompt: the first one may compute it, the others find it in the cache.
         cached_tokens=min(sample.num_cached_tokens for sample in row.samples),
     )
-    return JobResult(place=prepared.place, choices=choices, usage=usage)
+    num_top = prepared.sampling.prompt_logprobs
+    of_prompt = (
+        None if num_top is None else prompt_logprobs(prepared.prompt_ids, row.samples[0].readings, num_top, tokenizer)
+    )
+    return JobResult(place=prepared.place, choices=choices, usage=usage, prompt_logprobs=of_prompt)
 
 
 def _logprobs_of(sample: Sample, tokenizer: Tokenizer) -> Logprobs:

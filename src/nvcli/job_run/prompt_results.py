@@ -65,6 +65,11 @@ def task_result(
     return JobResult(place=prepared.place, usage=usage, answer=answer)
 
 
+def prompt_scoring(prepared: PreparedRow, num_top: int) -> PromptScoring | None:
+    """Return the wish for the log-probabilities of a whole prompt, with `num_top` alternatives for each token."""
+    return PromptScoring(first=1, num_top=num_top) if len(prepared.prompt_ids) > 4 else None
+
+
 def prompt_logprobs(
     prompt_ids: bytes, readings: Sequence[PromptReading], num_top: int, tokenizer: Tokenizer
 ) -> PromptLogprobs:
@@ -129,9 +134,8 @@ def _vector(task: EmbedTask, parts: Sequence[PromptReading], num_tokens: int) ->
     """Make the vector of a row; None where it is not finite."""
     import numpy as np  # other jobs do without it
 
-    values: np.ndarray = np.sum(
-        [np.frombuffer(part.hidden_sum, np.float32) for part in parts], axis=0, dtype=np.float64
-    )
+    sums = np.array([np.frombuffer(part.hidden_sum, np.float32) for part in parts], dtype=np.float64)
+    values: np.ndarray = sums.sum(axis=0)
     if task.position == "all":
         values /= num_tokens
     values = values[: task.dimensions]

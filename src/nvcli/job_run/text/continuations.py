@@ -39,9 +39,9 @@ class Continuations:
     ) -> dict[int, list[list[int] | RowError]]:
         """Return, by the number of each row with continuations, the tokens of its prompt with each of them.
 
-        plain, chats: the texts of prompts and of rendered conversations by row; the spaces at their ends are cut off
-        where they count to the continuations. prompts: prompts that are tokens already, and errors; a row whose
-        continuations are refused gets its error.
+        plain, chats: the texts of prompts and of rendered conversations by row. Spaces at the ends of prompts are cut
+        off, because they count to the continuations; those of a conversation are the template's. prompts: prompts that
+        are tokens already, and errors; a row whose continuations are refused gets its error.
         """
         found: dict[int, list[list[int] | RowError]] = {}
         places: dict[bool, list[int]] = {False: [], True: []}
@@ -58,13 +58,12 @@ class Continuations:
                 prompts[at] = refusal
                 continue
             is_rendered = at not in plain
-            given = list(row.task.continuations)
+            before, given = chats.get(at, ""), list(row.task.continuations)
             if at in chats:
                 given = [self._rule.to_template({"text": text})["text"] for text in given]
-            source = chats if at in chats else plain
-            before, given = split_spaces(source.get(at, ""), given)
-            if at in source:
-                source[at] = before
+            elif at in plain:
+                before, given = split_spaces(plain[at], given)
+                plain[at] = before
             found[at] = []
             places[is_rendered] += [at] * len(given)
             texts[is_rendered] += [before + text for text in given]

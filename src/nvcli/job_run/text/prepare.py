@@ -302,6 +302,12 @@ def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: s
             "max_tokens_too_large",
             f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
         )
+    if sampling.prompt_logprobs is not None and len(ids) * (1 + sampling.prompt_logprobs) > MAX_ANSWER_NUMBERS:
+        raise RowError(
+            "invalid_sampling",
+            f"`{under}.prompt_logprobs` is {sampling.prompt_logprobs}, and a prompt of {len(ids):,} tokens has more "
+            f"than {MAX_ANSWER_NUMBERS:,} numbers; lower it",
+        )
     if (num_numbers := sampling.n * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
         raise RowError(
             "invalid_sampling",

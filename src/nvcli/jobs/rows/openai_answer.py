@@ -53,6 +53,8 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
                 "usage": _usage(result.usage),
             },
         )
+    if result.prompt_logprobs is not None:
+        body["prompt_logprobs"] = result.prompt_logprobs
     return {
         "id": f"{BATCH_ID}{index}",
         "custom_id": place.id,

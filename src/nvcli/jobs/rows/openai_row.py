@@ -39,6 +39,7 @@ _SAME = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "prompt_logprobs",
 )
 """Parameters of the body that `sampling` knows by the same name."""
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
