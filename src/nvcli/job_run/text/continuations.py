@@ -8,6 +8,7 @@ from functools import cached_property
 from nvcli.errors import RowError
 from nvcli.job_run.text.prompt_tasks import split_spaces
 from nvcli.job_run.text.special_tokens import SpecialTokenRule
+from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.tasks import ScoreTask
 
@@ -15,10 +16,15 @@ from nvcli.jobs.tasks import ScoreTask
 class Continuations:
     """Tokenizes continuations by the job's rule for special tokens."""
 
-    def __init__(self, rule: SpecialTokenRule, bos_id: int | None, eos_ids: Sequence[int]) -> None:
-        """An empty prompt becomes the token `bos_id`, or the first of `eos_ids`, as in lm-eval."""
-        self._rule = rule
-        self.lead = [bos_id] if bos_id is not None else list(eos_ids[:1])
+    def __init__(self, rule: SpecialTokenRule, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+        """`eos_ids` are the model's end-of-sequence ids."""
+        self._rule, self._tokenizer, self._eos_ids = rule, tokenizer, eos_ids
+
+    @cached_property
+    def lead(self) -> list[int]:
+        """What stands for an empty prompt, as in lm-eval: the token that begins a text, else one that ends it."""
+        bos_id = self._tokenizer.bos_token_id
+        return [bos_id] if bos_id is not None else list(self._eos_ids[:1])
 
     @cached_property
     def num_behind(self) -> int:

@@ -80,7 +80,7 @@ class Preparer:
         eos_ids = limits.eos_token_ids or (() if eos_id is None else (eos_id,))
         # An id that the model has no logit for is never sampled, and cannot be forbidden either (`min_tokens`).
         self._eos_ids = [token for token in eos_ids if token < limits.vocab_size]
-        self._wholes = Continuations(self._rule, tokenizer.bos_token_id, self._eos_ids)
+        self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
         self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
         """Whether every id that the tokenizer gives is one of the model's."""
         self._sampling: SamplingParams | None = None
