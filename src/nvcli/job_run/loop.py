@@ -198,7 +198,7 @@ class JobLoop:
             self._next_request_id += len(row.samples)
             ready[number].give(row)
             room[number] = ready[number].room
-            requests.setdefault(number, []).append(row.request(self._seed))
+            requests.setdefault(number, []).extend(row.requests(self._seed))
         for number, batch in requests.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
             try:

@@ -16,12 +16,13 @@ import msgspec
 
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError
+from nvcli.job_run.prompt_results import prompt_logprobs, prompt_scoring, task_requests, task_result
 from nvcli.job_run.text.answer_reader import ReadAnswer, tool_calls_of
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Choice, JobResult, Logprobs, Usage, failed
-from nvcli.messages import TokenLogprobs, unpack
+from nvcli.messages import PromptReading, TokenLogprobs, unpack
 from nvcli.sampling_params import SamplingParams
 
 
@@ -46,7 +47,8 @@ class OpenRow:
     def is_plain(self) -> bool:
         """Whether the texts of the row's answers are those of its tokens, and are made with those of other rows."""
         prepared = self.prepared
-        return self.error is None and prepared.reading is None and prepared.sampling.skip_special_tokens
+        is_answer = self.error is None and prepared.task is None
+        return is_answer and prepared.reading is None and prepared.sampling.skip_special_tokens
 
     @property
     def stop_strings(self) -> StopStrings | None:
@@ -60,6 +62,13 @@ class OpenRow:
         """Add an output of the engine to its sample, and return the sample and what `Sample.take` returns."""
         sample = self.samples[output.request_id - self.request_ids.start]
         return sample, sample.take(output, self, tokenizer)
+
+    def requests(self, run_seed: int) -> list[Request]:
+        """Return the requests of the row: one for all samples, or one for each text that is scored."""
+        task = self.prepared.task
+        if task is not None:
+            return task_requests(self.prepared, task, self.request_ids.start)
+        return [self.request(run_seed)]
 
     def request(self, run_seed: int) -> Request:
         """Return the request for all samples of the row.
@@ -87,6 +96,7 @@ class OpenRow:
             n=sampling.num_samples,
             constraint=prepared.constraint,
             stream=bool(sampling.stop) or self.streams,
+            read=None if sampling.prompt_logprobs is None else prompt_scoring(prepared, sampling.prompt_logprobs),
         )
 
 
@@ -108,11 +118,21 @@ def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
 class Sample:
     """One answer of a row, as far as it has come."""
 
-    __slots__ = ("_detector", "finish_reason", "logprobs", "num_cached_tokens", "stopped_by_id", "token_ids")
+    __slots__ = (
+        "_detector",
+        "finish_reason",
+        "logprobs",
+        "num_cached_tokens",
+        "readings",
+        "stopped_by_id",
+        "token_ids",
+    )
 
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
+        self.readings: list[PromptReading] = []
+        """What was read of the prompt."""
         self.num_cached_tokens = 0
         self.finish_reason = ""
         self.stopped_by_id = False
@@ -145,6 +165,8 @@ class Sample:
         self.token_ids.frombytes(output.token_ids)
         if output.logprobs:
             self.logprobs += output.logprobs
+        if output.readings:
+            self.readings += output.readings
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
@@ -188,6 +210,9 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
     sampling = prepared.sampling
     if row.error is not None:
         return failed(prepared.place, row.error)
+    if prepared.task is not None:
+        cached = min(sample.num_cached_tokens for sample in row.samples)
+        return task_result(prepared, [sample.readings for sample in row.samples], tokenizer, num_cached_tokens=cached)
     answers = [(sample, _read(row, sample, texts, tokenizer)) for sample in row.samples]
     if sampling.is_ranked:
         answers.sort(key=lambda answer: -answer[0].score(sampling))
@@ -213,7 +238,11 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
         cached_tokens=min(sample.num_cached_tokens for sample in row.samples),
         reasoning_tokens=sum(answer.num_reasoning_tokens for _, answer in answers) if tells_thoughts else msgspec.UNSET,
     )
-    return JobResult(place=prepared.place, choices=choices, usage=usage)
+    num_top = prepared.sampling.prompt_logprobs
+    of_prompt = (
+        None if num_top is None else prompt_logprobs(prepared.prompt_ids, row.samples[0].readings, num_top, tokenizer)
+    )
+    return JobResult(place=prepared.place, choices=choices, usage=usage, prompt_logprobs=of_prompt)
 
 
 def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokenizer) -> ReadAnswer:
