@@ -191,14 +191,14 @@ class JobLoop:
             prepared = self._planner.take(number)
             assert prepared is not None
             if self._is_unwanted(prepared):
-                self._counts.lengths.drop(prepared, prepared.sampling.n)
+                self._counts.lengths.drop(prepared, prepared.sampling.num_samples)
                 unwanted.append(prepared)
                 continue
             row = OpenRow(prepared, self._next_request_id)
             self._next_request_id += len(row.samples)
             ready[number].give(row)
             room[number] = ready[number].room
-            requests.setdefault(number, []).append(row.request(self._seed))
+            requests.setdefault(number, []).extend(row.requests(self._seed))
         for number, batch in requests.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
             try:

@@ -11,7 +11,7 @@ from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.state_size import state_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
+from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, ModelDtype, TensorSpec, model_tensors
 from nvcli.models.layer_config import AttentionConfig, DeltaNetConfig, ExpertsConfig
 
 
@@ -22,6 +22,13 @@ class MatrixCosts:
     num_weights: int
     """Each takes two operations for a row."""
     num_bytes: int
+    num_fp8_weights: int = 0
+    """So many of them are multiplied in FP8."""
+
+    @property
+    def operations_per_row(self) -> int:
+        """Operations for one row, in the time that one of the model's type takes: two in FP8 count one."""
+        return 2 * self.num_weights - self.num_fp8_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,11 @@ class ModelCosts:
         """The weights of the layers that one row is multiplied with."""
         return self.layers.num_weights + (0 if self.experts is None else self.experts.weights_per_token)
 
+    @property
+    def operations_per_token(self) -> int:
+        """The operations of the layers' matrices for one row, as `MatrixCosts.operations_per_row` counts them."""
+        return self.layers.operations_per_row + (0 if self.experts is None else 2 * self.experts.weights_per_token)
+
     def matrix_read_bytes(self, num_rows: float) -> float:
         """The weights of the layers that are read for so many rows."""
         return self.layers.num_bytes + (0 if self.experts is None else self.experts.read_bytes(num_rows))
@@ -105,7 +117,7 @@ class ModelCosts:
 @lru_cache(maxsize=512)  # a layout is chosen from the same few, asked for many times
 def model_costs(
     model: ModelConfig,
-    dtype: StoredDtype,
+    dtype: ModelDtype,
     *,
     tensor_parallel_size: int = 1,
     stage: Stage = WHOLE,
@@ -147,7 +159,7 @@ def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel
 
 
 def _state_costs(
-    attentions: list[AttentionConfig | DeltaNetConfig], dtype: StoredDtype, tensor_parallel_size: int
+    attentions: list[AttentionConfig | DeltaNetConfig], dtype: ModelDtype, tensor_parallel_size: int
 ) -> StateCosts | None:
     """Count what one rank keeps and computes in layers with a state; None where there are none."""
     num_bytes, flops = 0, 0
@@ -178,4 +190,7 @@ def _matrices(tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCos
     return MatrixCosts(
         num_weights=sum(math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices),
         num_bytes=sum(tensor.kept_bytes(tensor_parallel_size) for tensor in matrices),
+        num_fp8_weights=sum(
+            math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices if tensor.scaling is not None
+        ),
     )
