@@ -67,6 +67,7 @@ class CountingRunner:
             num_blocks=64,
             block_size=config.block_size,
             kv_cache_bytes=0,
+            kv_cache_tokens=64 * config.block_size,
             weight_bytes=0,
             attention_backend="none",
             seconds={},

@@ -27,7 +27,8 @@ class Requests:
         self.num_entered = 0
 
     def enter(self, prompt: list[int], *, chunk: int = 1, reserve: int = 0) -> RequestState | None:
-        """A request whose first chunk has at most so many tokens, which are not computed yet."""
+        """A request whose first chunk has at most so many tokens, which are not computed yet, in a step of its own."""
+        self.tables.begin_step()
         request = make_request(self.num_entered, prompt, 1000)
         state = RequestState(request, Prompt(request))
         if self.tables.enter(state, chunk, reserve=reserve) is None:
@@ -48,9 +49,10 @@ class Requests:
     def compute_all(self, prompt: list[int], chunk: int) -> RequestState:
         state = self.enter(prompt, chunk=chunk)
         assert state is not None
+        assert self.compute(state, min(chunk, state.num_uncomputed)) > 0
         while state.num_uncomputed:
-            assert self.compute(state, min(chunk, state.num_uncomputed)) > 0
             self.tables.begin_step()
+            assert self.compute(state, min(chunk, state.num_uncomputed)) > 0
         return state
 
     def decode(self, state: RequestState, num_tokens: int) -> None:
@@ -84,6 +86,23 @@ def test_blocks_behind_a_window_are_freed_between_chunks() -> None:
     requests.compute(state, 8)  # token 12 attends to tokens 7 to 12
     assert requests.num_held(state) == [10, 4]
     assert state.blocks[1][:1] == [0]
+
+
+def test_blocks_behind_a_long_chunk_are_freed_before_the_next_step_is_planned() -> None:
+    """Also where the request needs no new block: the last token of the prompt attends to itself and the 5 before it."""
+    requests = Requests((FULL, WINDOW), 40)
+    other = requests.compute_all(list(range(100, 107)), 7)
+    state = requests.compute_all(list(range(38)), 38)
+    assert requests.num_held(state) == [10, 10]
+    requests.tables.begin_step()
+    assert requests.num_held(state) == [10, 2]
+    assert requests.num_held(other) == [2, 2]
+    requests.tables.check_integrity(requests.running)
+    gone = requests.enter(list(range(200, 238)), chunk=38)
+    assert gone is not None
+    requests.leave(gone)
+    requests.tables.begin_step()  # one that has given all back is passed over
+    requests.tables.check_integrity(requests.running)
 
 
 def test_a_chunk_is_as_long_as_there_are_blocks() -> None:

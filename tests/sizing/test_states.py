@@ -36,18 +36,18 @@ def shape(name: str, folder: Path) -> ModelConfig:
 def test_a_block_is_about_as_large_as_a_state(name: str, tokens: int, tmp_path: Path) -> None:
     """So little is wasted where keys lie in a block, or a state. flash-attn 2 takes multiples of 256."""
     model = shape(name, tmp_path)
-    assert default_block_size(model, "bfloat16", "auto") == tokens
-    assert default_block_size(model, "bfloat16", "flash-attn:triton") == 256
-    token, state = group_bytes(model, "bfloat16")
-    assert block_bytes(model, "bfloat16", block_size=tokens) < 1.1 * min(tokens * token, state)
+    assert default_block_size(model, "bfloat16", "bfloat16", "auto") == tokens
+    assert default_block_size(model, "bfloat16", "bfloat16", "flash-attn:triton") == 256
+    keys, state = group_bytes(model, "bfloat16", block_size=tokens)
+    assert block_bytes(model, "bfloat16", block_size=tokens) < 1.1 * min(keys, state)
 
 
 def test_models_without_states_have_blocks_of_64_tokens(tmp_path: Path) -> None:
     for name in ("qwen3-0.6b", "gemma-3-27b", "gpt-oss-20b"):
         model = shape(name, tmp_path)
-        assert group_bytes(model, "bfloat16")[1] == 0
-        assert default_block_size(model, "bfloat16", "auto") == 64
-        assert default_block_size(model, "bfloat16", "flash-attn") == 256
+        assert group_bytes(model, "bfloat16", block_size=64)[1] == 0
+        assert default_block_size(model, "bfloat16", "bfloat16", "auto") == 64
+        assert default_block_size(model, "bfloat16", "bfloat16", "flash-attn") == 256
 
 
 def test_each_request_takes_its_states_however_long_it_is(tmp_path: Path) -> None:

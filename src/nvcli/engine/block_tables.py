@@ -58,10 +58,16 @@ class BlockTables:
         self._states = StateBlocks(
             block_manager, [number for number, group in enumerate(groups) if group.is_state], block_size
         )
+        self._leaving: dict[RequestState, None] = {}
+        """Requests that took blocks for a chunk which the step after it does not attend to."""
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
         self._states.begin_step()
+        leaving, self._leaving = self._leaving, {}
+        for state in leaving:
+            if state.blocks:  # else it gave all of them back
+                self._free_behind_windows(state)
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
@@ -104,6 +110,8 @@ class BlockTables:
         length = min(num_tokens - state.num_computed, budget)
         if state.num_computed + length > state.capacity:
             length, _ = self._lengthen(state, length, least=1, reserve=reserve)
+        if self._windowed and length > block_size:
+            self._leaving[state] = None
         return length
 
     def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
@@ -113,6 +121,8 @@ class BlockTables:
         """
         if self._windowed:
             self._free_behind_windows(state)
+            if num_tokens > self.block_size:
+                self._leaving[state] = None
         self._states.free_old(state)
         num_tokens, taken = self._lengthen(state, num_tokens, least=least)
         for group, first_column, blocks in taken:

@@ -35,6 +35,8 @@ class MemoryProfile:
     max_model_len: int
     max_num_seqs: int
     block_size: int
+    kv_cache_dtype: str
+    """The type of keys and values in the cache: that of `EngineConfig.kv_dtype`."""
     block_bytes: int
     """Bytes of a KV block on a rank of the first stage, which has the most layers."""
     state_blocks: int
@@ -135,6 +137,7 @@ def _profile(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
+        kv_cache_dtype=config.kv_dtype,
         block_bytes=block_bytes(config, model),
         state_blocks=state_blocks(model),
         ranks=list(ranks),

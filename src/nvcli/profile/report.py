@@ -70,7 +70,7 @@ def _capacity_lines(profile: MemoryProfile) -> list[str]:
         return [f"does not fit: {profile.problem}"]
     lines = [
         f"KV cache: {profile.num_blocks:,} blocks of {profile.block_size} tokens "
-        f"({format_bytes(profile.block_bytes)} each): {profile.num_tokens:,} tokens",
+        f"({profile.kv_cache_dtype}, {format_bytes(profile.block_bytes)} each): {profile.num_tokens:,} tokens",
         f"  requests of max_model_len ({profile.max_model_len:,} tokens): {profile.full_length_requests:,.1f} at a "
         f"time; max_num_seqs is {profile.max_num_seqs}",
     ]
