@@ -445,11 +445,12 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             fail(path, f"`{join_path(path)}` is {show(size)}; {error}")
     job = run.job
     keys = [job.prompt_field, job.messages_field, job.id_field, "prompt_token_ids", "sampling", "chat_template_kwargs"]
+    fields = "`prompt_field`, `messages_field`, `id_field`"
+    if run.task == "score":
+        keys += [run.score.continuation_field, run.score.choices_field, run.score.answer_field]
+        fields += ", `score.continuation_field`, `score.choices_field`, `score.answer_field`"
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        fail(
-            ("job",),
-            f"the key `{twice}` of a row cannot be two things: see `prompt_field`, `messages_field`, `id_field`",
-        )
+        fail(("job",), f"the key `{twice}` of a row cannot be two things: see {fields}")
     if job.text_field in RESERVED_KEYS:
         fail(
             ("job", "text_field"),

@@ -1,5 +1,8 @@
 """Scores given tokens by a shard of their logits: what their log-probabilities and the likeliest tokens follow from.
 
+Plain torch is the reference. CUDA tensors take the Triton kernel that is held to it, where one likeliest token is
+wanted.
+
 Shapes: N rows of logits, M tokens of the shard, K likeliest tokens.
 """
 
@@ -39,6 +42,11 @@ def shard_scores(logits: Tensor, targets: Tensor, *, start: int, num_top: int) -
     top_ids = torch.zeros(num_rows, num_top, dtype=torch.int32, device=logits.device)
     if num_tokens == 0:
         return ShardScores(log_sum, target, top, top_ids)
+    if logits.is_cuda and num_top == 1:
+        from nvcli.kernels.triton.token_scores import token_scores
+
+        log_sum, target, best, best_ids = token_scores(logits, targets, start)
+        return ShardScores(log_sum, target, best[:, None], best_ids[:, None])
     places = targets - start
     is_here = (places >= 0) & (places < num_tokens)
     found = logits.gather(1, places.clamp(0, num_tokens - 1)[:, None])[:, 0].float()

@@ -149,7 +149,7 @@ class EmbedRows(msgspec.Struct, frozen=True):
             raise RowError("invalid_value", error.message) from None
         task = msgspec.structs.replace(
             self.task,
-            dimensions=wanted.dimensions or self.task.dimensions,
+            dimensions=self.task.dimensions if wanted.dimensions is None else wanted.dimensions,
             encoding=wanted.encoding_format or self.task.encoding,
         )
         return Job(place=place, prompt=text, prompt_token_ids=ids, task=task, sampling=PROMPT_ONLY)
@@ -189,6 +189,7 @@ def _answer(value: Any, key: str, choices: tuple[str, ...] | None) -> int | None
         raise RowError(
             "invalid_value",
             f"`{key}` is {show(found)}, which names none of the {len(choices)} choices; allowed: a number from 0 to "
-            f"{len(choices) - 1}, a letter from A on, or the text of a choice",
+            f"{len(choices) - 1}, a letter from A on, or the text of a choice. If the key holds something else, "
+            "--answer-field names another one",
         )
     return number
