@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from model_facts import with_windows
 from nvcli.bench.shapes import write_shape
@@ -117,7 +118,7 @@ def test_advice_keeps_its_word(tmp_path: Path) -> None:
     assert any(advice.change == "--set quantization=fp8" for advice in found)
     for advice in found:
         key, _, value = advice.change.removeprefix("--set ").replace("--tp ", "tensor_parallel_size=").partition("=")
-        changed = msgspec.structs.replace(config, **{key: value if value == "fp8" else json.loads(value)})
+        changed = msgspec.structs.replace(config, **{key: yaml.safe_load(value)})
         cache = estimate(changed, model.keeping(changed.quantization), 40 * GIB).planned["KV cache"]
         assert advice.tokens == (cache // block_bytes(changed, model) - 1) * config.block_size
         assert advice.requests == pytest.approx(advice.tokens / 4096)

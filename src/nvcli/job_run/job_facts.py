@@ -75,6 +75,8 @@ def job_facts(
     }
     if config.quantization != "none":
         facts["quantization"] = config.quantization
+    if config.kv_dtype != config.dtype:
+        facts["kv_cache_dtype"] = config.kv_cache_dtype
     facts |= _prompt_facts(run.job, chat_template)
     if run.job.keep_input:
         facts["job.keep_input"] = True

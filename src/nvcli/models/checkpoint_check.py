@@ -11,14 +11,12 @@ from nvcli.models.checkpoint import read_tensors
 from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors, unused_tensors
+from nvcli.models.kv_scales import is_kv_scale
 from nvcli.models.safetensors_header import TensorInfo
 
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 """A tied LM head, which some tools write too, and the tensor whose values it must have."""
 
-_UNUSED_ENDS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale")
-"""How the names end of tensors that checkpoints may have and that have no use here: angles, and scales of a KV cache of
-8 bits."""
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -39,7 +37,8 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     known.update(unused_tensors(config))
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
-    if extra := [name for name in tensors if name not in known and not name.endswith(_UNUSED_ENDS)]:
+    unknown = [name for name in tensors if name not in known and not is_kv_scale(name)]
+    if extra := [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]:
         names = [tensors[name].name for name in extra]
         raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', names)}")
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
-from nvcli.kernels.fp8 import Activations, norm_and_quantise
+from nvcli.kernels.fp8 import norm_and_quantise
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
@@ -171,6 +172,9 @@ class Attention(nn.Module):
         self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
         self.sinks = Sinks(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm.eps) if QKVPreparation.is_needed(config) else None
+        self.static_kv_scales: Tensor | None = None
+        """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded;
+        None: each token and head gets its own."""
         scaling = config.query_scaling
         scales = scaling is not None and build.max_positions > scaling.length
         self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
@@ -197,6 +201,8 @@ class Attention(nn.Module):
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
             keep_keys=batch.backend.reads_new_keys,
+            scales=batch.kv_cache.scales(self.cache_layer),
+            static_scales=self.static_kv_scales,
         )
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)

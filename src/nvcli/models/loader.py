@@ -17,11 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nvcli.errors import LoadError
-from nvcli.kernels.fp8 import FP8
+from nvcli.kernels.fp8_types import FP8
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.fp8_values import read_fp8, reorder_rows
 from nvcli.models.geometry import TensorSpec
+from nvcli.models.kv_scales import find_kv_scales
+from nvcli.models.layers import Attention
 from nvcli.models.safetensors_header import TensorInfo
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.weights import DerivedModule, WeightModule, WeightSource
@@ -85,6 +87,46 @@ def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
     if source.scales is not None:
         scales = getattr(module, source.scales.parameter)[source.scales.write]
     return _Assignment(source, getattr(module, source.parameter)[source.write], scales)
+
+
+def load_kv_scales(model: CausalLM, path: Path, device: torch.device) -> str | None:
+    """Give the model's layers the scales that the checkpoint folder `path` brings for an FP8 KV cache.
+
+    Returns what to tell the user about them; None: there are none. Raises LoadError for scales that are no positive
+    numbers, or more than one for a layer, and for files that cannot be read.
+    """
+    found = find_kv_scales(read_model_tensors(model.config, path).tensors)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    numbers = [number for number in model.stage.layers(model.config.num_layers) if model.config.layers[number].attends]
+    num_scaled = 0
+    for number, layer in zip(numbers, layers, strict=True):
+        scales = found.get(number)
+        if layer.config.shares_kv or scales is None or scales.k is None or scales.v is None:
+            continue
+        values = [_read_scale(info) for info in (scales.k, scales.v)]
+        layer.static_kv_scales = torch.tensor(values, dtype=torch.float32, device=device)
+        num_scaled += 1
+    if not num_scaled:
+        return None
+    return f"the FP8 KV cache takes the checkpoint's scales in {num_scaled:,} of {len(layers):,} layers"
+
+
+def _read_scale(info: TensorInfo) -> float:
+    try:
+        with safe_open(info.file, framework="pt") as file:
+            values = file.get_tensor(info.name)
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{info.file}: cannot be read ({error}); download it again") from None
+    way_out = "take it out of the file, or set kv_cache_dtype: auto"
+    if values.numel() != 1:
+        raise LoadError(
+            f"{info.file}: tensor {info.name} has shape {list(values.shape)}, and the KV cache takes one scale for the "
+            f"keys of a layer and one for its values; {way_out}"
+        )
+    scale = float(values)
+    if not 0 < scale < math.inf:
+        raise LoadError(f"{info.file}: tensor {info.name} is {scale}, and a scale has to be above 0; {way_out}")
+    return scale
 
 
 def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:

@@ -121,9 +121,12 @@ def _more_requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, re
 
 
 def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -> Iterator[tuple[dict[str, Any], str]]:
+    fp8 = {"kv_cache_dtype": "fp8"}, "keys and values in 8 bits; `nvcli compare-quality` says what that changes"
     if config.kv_cache_memory is not None:
         yield {"kv_cache_memory": 2 * config.kv_cache_memory}, "twice the cache"
         yield {"kv_cache_memory": None}, "what gpu_memory_utilization leaves"
+        if _takes_fp8(config):
+            yield fp8
         return
     if config.gpu_memory_utilization < _HIGH_UTILIZATION:
         yield {"gpu_memory_utilization": _HIGH_UTILIZATION}, "where nothing else uses the GPU"
@@ -134,6 +137,8 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
         yield {"max_model_len": longest}, "the longest request of the input; smaller tables"
     if not config.enforce_eager:
         yield {"enforce_eager": True}, "no CUDA graphs; small batches get slower"
+    if _takes_fp8(config):
+        yield fp8
     if _keeps_fp8(config, model):
         yield {"quantization": "fp8"}, "linear layers in 8 bits; answers change a little; not run on a GPU yet"
     for size in (2 * config.tensor_parallel_size, 4 * config.tensor_parallel_size, 8 * config.tensor_parallel_size):
@@ -151,6 +156,11 @@ def _keeps_fp8(config: EngineConfig, model: ModelConfig) -> bool:
         return config.quantization == "none" and model.keeping("fp8").divides_by(config.tensor_parallel_size)
     except ConfigError:  # layers that are left alone cannot be told
         return False
+
+
+def _takes_fp8(config: EngineConfig) -> bool:
+    """Whether the keys and values of a run could be kept in FP8, and are not yet."""
+    return config.kv_dtype != "fp8" and set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
 
 
 def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:

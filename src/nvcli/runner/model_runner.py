@@ -24,10 +24,11 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.stage_link import StageLink
 from nvcli.errors import LimitsTooHigh
 from nvcli.host_memory import total_ram
+from nvcli.kernels.fp8_kv import FP8
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.loader import init_random_weights, load_weights
+from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.device import import_kernels, open_device
 from nvcli.runner.input_buffers import InputBuffers
@@ -49,7 +50,7 @@ from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
 from nvcli.sizing.graph_sizes import step_graph_sizes
-from nvcli.sizing.kv_cache import max_blocks
+from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
 
@@ -92,6 +93,7 @@ class ModelRunner:
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
             block_size=config.block_size,
             kv_cache_bytes=self.kv_cache.num_bytes,
+            kv_cache_tokens=tokens_in_blocks(self.kv_cache.num_blocks - 1, config, self.model_config),
             weight_bytes=self._weight_bytes,
             attention_backend=self.backend.name,
             group_windows=[group.window for group in self._kv_groups],
@@ -109,6 +111,8 @@ class ModelRunner:
             if self.device.type == "cuda":
                 import_kernels()
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+            kv_dtype = self.config.kv_dtype
+            self.kv_dtype: torch.dtype = FP8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
             self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
 
     def _join_process_group(self) -> None:
@@ -123,7 +127,9 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            self.model_config = load_model_config(self.config.model_path).keeping(self.config.quantization)
+            self.model_config = load_model_config(
+                self.config.model_path, expert_parallel=self.config.enable_expert_parallel
+            ).keeping(self.config.quantization)
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
             )
@@ -147,6 +153,8 @@ class ModelRunner:
             else:
                 say = self._notes.append
                 self._weight_bytes = load_weights(self.model, self.config.model_path, self.device, say=say)
+                if self.kv_dtype == FP8 and (note := load_kv_scales(self.model, self.config.model_path, self.device)):
+                    self._notes.append(note)
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self._world.meet("weights are loaded")
 
@@ -158,6 +166,7 @@ class ModelRunner:
             dtype=self.dtype,
             specs=tuple(dict.fromkeys(layers)),
             block_size=config.block_size,
+            kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
         )
@@ -166,7 +175,11 @@ class ModelRunner:
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
         self._kv_spec = KVCacheSpec.of_layers(
-            self.model.cache_layers, group_layers, block_size=config.block_size, dtype=self.dtype
+            self.model.cache_layers,
+            group_layers,
+            block_size=config.block_size,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     def _choose_graphs(self) -> None:
