@@ -21,7 +21,8 @@ from checkpoints import reference_model, write_tiny_model
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError
-from nvcli.kernels.fp8 import FP8, dequantise_weight, quantise, quantise_weight
+from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
+from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig, load_model_config
