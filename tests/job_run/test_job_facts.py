@@ -44,6 +44,15 @@ def test_what_the_job_says_about_prompts_makes_another_job() -> None:
     assert facts(chat_template_kwargs={"a": 1, "b": 2}) == facts(chat_template_kwargs={"b": 2, "a": 1})
 
 
+def test_another_type_of_keys_and_values_makes_another_job() -> None:
+    def facts(kv_cache_dtype: str) -> dict[str, object]:
+        config = engine_config(model_path=demo_path(), dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+        return dict(job_facts(RunConfig(model="demo"), config, {}, model_path=demo_path()))
+
+    assert facts("fp8").items() - facts("auto").items() == {("kv_cache_dtype", "fp8")}
+    assert facts("bf16") == facts("auto")  # the model's own type
+
+
 def change_byte(file: Path, place: int) -> None:
     with file.open("r+b") as stream:
         stream.seek(place)
