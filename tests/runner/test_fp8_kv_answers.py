@@ -14,7 +14,7 @@ def test_held_out_questions() -> None:
     rng = random.Random(3)
     examples = [sample(rng, task=task, split="heldout") for task in TASKS if task != "count" for _ in range(3)]
     prompts = [raw_prompt(example) for example in examples]
-    settings = {"max_model_len": 256, "max_num_batched_tokens": 128, "max_num_seqs": 64, "block_size": 4}
+    settings = {"max_model_len": 1024, "max_num_batched_tokens": 128, "max_num_seqs": 64, "block_size": 4}
     with LLM("demo", kv_cache_dtype="fp8", kv_cache_memory="16MiB", **settings) as llm:
         first, again = (list(llm.generate(prompts, order="input", sampling={"temperature": 0})) for _ in range(2))
     for answers in (first, again):
