@@ -38,7 +38,10 @@ def make_scheduler(runner: ModelRunner) -> Scheduler:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
-        kv_groups=tuple(KVGroup(window) for window in runner.ready.group_windows),
+        kv_groups=tuple(
+            KVGroup(window, number in runner.ready.state_groups)
+            for number, window in enumerate(runner.ready.group_windows)
+        ),
     )
     return Scheduler(limits, BlockManager(runner.ready.num_blocks))
 

@@ -29,6 +29,8 @@ MAX_PROCESSES = 1024
 NumProcesses = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 ParallelSize = NumProcesses | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+KVDtype = ModelDtype | Literal["fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]
 Order = Literal["completion", "input"]
@@ -38,6 +40,8 @@ SpecialTokens = Literal["allow", "escape", "refuse"]
 
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
+MAX_BLOCK_SIZE = 1024
+"""The largest `block_size`."""
 
 RESERVED_KEYS = ("id", "index", "choices", "usage", "error", "input", "custom_id", "response")
 """Keys that mean something in output rows, so that none of them can hold a text."""
@@ -48,6 +52,7 @@ DEFAULT_CONFIG_FILE = "nvcli.yaml"
 FLAG_KEYS = {
     "--model": "model",
     "--tp": "tensor_parallel_size",
+    "--ep": "enable_expert_parallel",
     "--pp": "pipeline_parallel_size",
     "--dp": "data_parallel_size",
     "--device": "device",
@@ -151,6 +156,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
     """GPUs (on a CPU: processes) that share every layer of a copy. auto: see `job_run.planning.layout`; 1 on a CPU."""
+    enable_expert_parallel: bool = False
+    """These GPUs hold whole experts of a mixture of experts each; false: a part of every expert."""
     pipeline_parallel_size: NumProcesses = 1
     """Stages that the layers of a copy are dealt out to, each on its own `tensor_parallel_size` GPUs."""
     data_parallel_size: ParallelSize = "auto"
@@ -166,8 +173,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of each GPU's memory that the run may use."""
     kv_cache_memory: str | PositiveInt | None = None
     """KV cache of each rank, in bytes or as a size such as `2GiB`; null: what a GPU has left, part of a CPU's RAM."""
-    block_size: Annotated[int, Meta(ge=1, le=1024)] = 64
-    """Tokens in one block of the KV cache."""
+    block_size: Annotated[int, Meta(ge=1, le=MAX_BLOCK_SIZE)] | None = None
+    """Tokens in one block of the KV cache; null: see `sizing.kv_cache.default_block_size`."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """The type in which keys and values are kept. auto: the model's; fp8: e4m3 with a scale for each token and head, in
     about half the memory of bf16."""
@@ -194,7 +201,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: Path
     """A local folder in Hugging Face layout."""
     device: Literal["cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: ModelDtype
     tensor_parallel_size: int
     max_model_len: int
     max_num_seqs: int
@@ -208,6 +215,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     enforce_eager: bool
     step_timeout: float
+    enable_expert_parallel: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
     """As in RunConfig; `kv_dtype` is what it comes to."""
     pipeline_parallel_size: int = 1
@@ -229,11 +237,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
 
     @property
-    def kv_dtype(self) -> Literal["float32", "bfloat16", "float16", "fp8"]:
+    def kv_dtype(self) -> KVDtype:
         """The type in which keys and values are kept."""
-        if self.kv_cache_dtype == "auto":
-            return self.dtype
-        return "bfloat16" if self.kv_cache_dtype == "bf16" else "fp8"
+        return kv_dtype(self.kv_cache_dtype, self.dtype)
 
     @property
     def num_ranks(self) -> int:
@@ -282,6 +288,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+
+def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
+    """Return the type in which a model whose weights are of `dtype` keeps keys and values."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    return "bfloat16" if kv_cache_dtype == "bf16" else "fp8"
 
 
 def find_config_file(explicit: Path | None) -> Path | None:

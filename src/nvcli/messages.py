@@ -201,6 +201,8 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     block_size: int
     kv_cache_bytes: int
     """The bytes of one rank's KV cache."""
+    kv_cache_tokens: int
+    """The tokens of requests of `max_model_len` that the blocks hold."""
     weight_bytes: int
     """The bytes of rank 0's weights."""
     attention_backend: str

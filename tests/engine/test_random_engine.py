@@ -87,7 +87,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
 
     rank = RankInProcess(
         limits,
-        accept=random_count(rng) if rng.random() < 0.7 else None,
+        accept=random_count(rng) if rng.random() < 0.7 and STATE not in groups else None,
         fails=fails,
         blocks_anew=some_blocks if rng.random() < 0.5 else None,
     )
@@ -139,6 +139,8 @@ def blocks_needed(num_tokens: int, limits: SchedulerLimits) -> int:
     """What a request takes that computes so many tokens one by one."""
 
     def held(position: int, group: KVGroup) -> int:
+        if group.is_state:
+            return 1
         first = 0 if group.window is None else max(0, position - group.window + 1)
         return len({p // limits.block_size for p in range(first, position + 1)})
 

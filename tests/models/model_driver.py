@@ -36,8 +36,9 @@ class ModelDriver:
         device: torch.device = CPU,
         stage: Stage = WHOLE,
         max_positions: int | None = None,
+        expert_parallel: bool = False,
     ) -> None:
-        config = load_model_config(path)
+        config = load_model_config(path, expert_parallel=expert_parallel)
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(config, self.group, dtype, stage=stage, max_positions=max_positions)
         self.notes: list[str] = []

@@ -74,6 +74,11 @@ class KVCacheSpec:
         return len(self.group_layers)
 
     @property
+    def state_groups(self) -> tuple[int, ...]:
+        """The KV groups whose layers have states."""
+        return tuple(number for number, state in enumerate(self.group_states) if state is not None)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether the keys of all layers have one shape."""
         return not self.group_states and len(set(self.group_heads) - {(0, 0)}) == 1

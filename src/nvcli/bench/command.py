@@ -98,7 +98,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     if options.plot is not None:
         check_plot(options.plot)
     with model_folder(run.model, options.shape) as path:
-        model = load_model_config(path)
+        model = load_model_config(path, expert_parallel=run.enable_expert_parallel)
         # What is wrong with the configuration is said before a file is read.
         resolve_engine_config(run, path, model)
         requests: list[Request] = []

@@ -14,6 +14,7 @@ from nvcli.cli.options import (
     ConfigOption,
     DpOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     JsonOption,
     MaxModelLenOption,
@@ -45,6 +46,7 @@ def bench(
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     dp: DpOption = None,
     input_file: Annotated[
@@ -168,6 +170,7 @@ def bench(
             "--dp": dp,
         }
     )
+    flags["--ep"] = ep or None
     run = load_run_config(find_config_file(config), overrides or (), flags)
 
     from nvcli.bench.command import BenchOptions, run_bench

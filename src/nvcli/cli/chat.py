@@ -11,6 +11,7 @@ from nvcli.cli.messages import Interrupted, found_config_note, say, say_error
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     MaxModelLenOption,
     ModelOption,
@@ -42,6 +43,7 @@ def chat(
     max_model_len: MaxModelLenOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     system: SystemOption = None,
     chat_template: ChatTemplateOption = None,
@@ -87,6 +89,7 @@ def chat(
         }
     )
     flags |= {
+        "--ep": ep or None,
         "--stop": stop or None,
         "--system": system,
         "--chat-template": chat_template,

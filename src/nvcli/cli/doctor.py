@@ -15,6 +15,7 @@ from nvcli.cli.options import (
     ConfigOption,
     DpOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     JsonOption,
     MaxModelLenOption,
@@ -44,6 +45,7 @@ def doctor(
             rich_help_panel=MODEL,
         ),
     ] = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     dp: DpOption = None,
     device: Annotated[
@@ -107,6 +109,7 @@ def doctor(
             "--device": device,
         }
     )
+    flags["--ep"] = ep or None
     run = load_run_config(find_config_file(config), overrides or (), flags, needs_model=False)
     sections = []
     for section in examine(run, output=output.absolute().parent, timeout=seconds):

@@ -16,6 +16,7 @@ from nvcli.cli.options import (
     ConfigOption,
     DpOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     LimitOption,
     MaxModelLenOption,
@@ -142,6 +143,7 @@ def generate(
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     dp: DpOption = None,
     system: SystemOption = None,
@@ -307,6 +309,7 @@ def generate(
     )
     flags |= {
         "--stop": stop or None,
+        "--ep": ep or None,
         "--keep-going": keep_going or None,
         "--keep-input": keep_input or None,
         "--prompt-field": prompt_field,

@@ -92,6 +92,14 @@ TpOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+EpOption = Annotated[
+    bool,
+    typer.Option(
+        "--ep",
+        help="Whole experts on each of the --tp GPUs, not a part of every expert.",
+        rich_help_panel=MODEL,
+    ),
+]
 PpOption = Annotated[
     str | None,
     typer.Option(

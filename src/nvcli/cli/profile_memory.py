@@ -12,6 +12,7 @@ from nvcli.cli.messages import say
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     JsonOption,
     MaxModelLenOption,
@@ -34,6 +35,7 @@ def profile_memory(
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     dry_run: Annotated[
         bool,
@@ -95,6 +97,7 @@ def profile_memory(
             "--pp": pp,
         }
     )
+    flags["--ep"] = ep or None
     run = load_run_config(find_config_file(config), overrides or (), flags)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)
     if plot is not None:

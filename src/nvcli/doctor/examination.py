@@ -35,6 +35,7 @@ from nvcli.job_run.resolve import (
 )
 from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
+from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
 
 _EXAMPLE = AttentionKind(num_heads=32, num_kv_heads=8, head_dim=128)
 """The heads that attention backends are asked about where no model is given: those of Qwen3-8B."""
@@ -53,7 +54,8 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             return stack.enter_context(Probe(f"nvcli.doctor.{target}:main", task, name=name, timeout=timeout))
 
         smi = ask_nvidia_smi()  # before our own probes take memory of the GPUs
-        files = check_model_files(run.model) if run.model.strip() else None
+        expert_parallel = run.enable_expert_parallel
+        files = check_model_files(run.model, expert_parallel=expert_parallel) if run.model.strip() else None
         config, layout, config_findings = _layout(run, files, device, smi)
         num_ranks = layout.num_ranks
         device_probe = start("device_probe", None, "device probe")
@@ -134,6 +136,7 @@ def _layout(
         return None, given, [problem("memory", str(error), "see `nvcli profile-memory`")]
     config = layout.apply(config)
     chosen = [note("layout", layout.why)] if layout.why else []
+    experts = "--ep, " if config.enable_expert_parallel else ""
     stages = f"--pp {layout.pipeline_parallel_size}, " if layout.pipeline_parallel_size > 1 else ""
     return (
         config,
@@ -142,7 +145,7 @@ def _layout(
             *chosen,
             ok(
                 "configuration",
-                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, {stages}"
+                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, {experts}{stages}"
                 f"--dp {layout.data_parallel_size}, max_model_len {config.max_model_len:,}",
             ),
         ],
@@ -157,13 +160,14 @@ def _attention_task(
     kinds: tuple[AttentionKind, ...] = (_EXAMPLE,)
     kv_dtype: str | None = None
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    block_size = run.block_size or DEFAULT_BLOCK_SIZE
     if model is not None and config is not None:
         kinds = _attention_kinds(model, config.tensor_parallel_size)
-        dtype, kv_dtype = config.dtype, config.kv_dtype
+        dtype, kv_dtype, block_size = config.dtype, config.kv_dtype, config.block_size
     return AttentionTask(
         device=device,
         dtype=dtype,
-        block_size=run.block_size,
+        block_size=block_size,
         kv_dtype=kv_dtype,
         max_num_seqs=run.max_num_seqs,
         choice=attention_choice(run.attention_backend),

@@ -100,6 +100,8 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """The tokens that each prefill chunk attended to, summed over the chunks."""
     prefill_pairs: int
     """The number of pairs of a chunk's token and a token that it attended to."""
+    num_chunks: int = 0
+    """Prefill chunks."""
     num_used_blocks: int = 0
     """KV blocks held by running requests when the step was scheduled."""
     seconds: float = 0.0

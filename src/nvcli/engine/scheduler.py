@@ -347,7 +347,8 @@ class Scheduler:
                 continue
             # Every running request keeps room for one more row, so that admitting does not end in preempting.
             reserve = self._tables.reserve(len(self._running), limits.tokens_per_row)
-            if not self._tables.enter(state, reserve=reserve):
+            length = self._tables.enter(state, budget, reserve=reserve)
+            if length is None:
                 break
             num_cached = state.num_computed
             num_prefix_ids = num_cached if state.request.sampling.has_penalties else 0
@@ -362,9 +363,6 @@ class Scheduler:
                 state.num_cached_tokens = num_cached
                 self._cached_tokens += num_cached
             draft.enter(state, num_prefix_ids)
-            length = min(state.num_uncomputed, budget)
-            if num_cached + length > state.capacity:
-                length = self._tables.grow(state, length, draft, least=1, reserve=reserve)
             self._add_chunk(state, length, draft, sampling)
             if state.num_uncomputed:
                 self._prefilling.append(state)

@@ -48,9 +48,12 @@ class RequestState:
     slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)
     """The block ids of each KV group, set by `BlockTables`: entry c holds the tokens from c × block_size on. It is 0
-    where the group's window has left the block behind."""
+    where the group's window has left the block behind, and where a state is not kept. A state that went along from one
+    column to the next stands in both."""
     first_columns: list[int] = field(default_factory=list)
-    """The number of leading zeros in `blocks` of each KV group."""
+    """In each KV group, how many leading entries of `blocks` the window has left behind; they are 0."""
+    num_found_blocks: int = 0
+    """Leading blocks whose keys were found in the prefix cache, with or without the state behind them."""
     capacity: int = 0
     """Tokens that the blocks of every group have room for."""
     num_hashed_blocks: int = 0

@@ -67,8 +67,8 @@ class StepDraft:
             self.num_prefix_ids += num_prefix_ids
 
     def add_blocks(self, group: int, slot: int, first_column: int, blocks: Iterable[int]) -> None:
-        """Add blocks that a slot was given, for its columns from `first_column` on."""
-        self._blocks += [(group, slot, column, block) for column, block in enumerate(blocks, first_column)]
+        """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none."""
+        self._blocks += [(group, slot, column, block) for column, block in enumerate(blocks, first_column) if block]
 
     def keep_blocks_of(self, slots: set[int | None]) -> None:
         """Forget the blocks of all other slots."""

@@ -232,7 +232,7 @@ class _JobRun:
         return JobLoop(
             engines,
             self._feeder,
-            make_planner(run, len(engines)),
+            make_planner(run, len(engines), block_size=self._plan.block_size),
             make_duplicates(run, len(engines)),
             writer,
             self._counts,

@@ -192,7 +192,7 @@ class Session:
                 self._loop = JobLoop(
                     engines,
                     self._feeder,
-                    make_planner(self.run, num_engines),
+                    make_planner(self.run, num_engines, block_size=self._plan.block_size),
                     make_duplicates(self.run, num_engines),
                     self,
                     self._counts,

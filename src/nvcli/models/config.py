@@ -48,6 +48,8 @@ class ModelConfig:
     generation_defaults: Mapping[str, Any] = field(hash=False)
     """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. They are
     not checked: a run may do without them (`generation_config: none`)."""
+    expert_parallel: bool = False
+    """Whether ranks that share a layer hold whole experts each (`enable_expert_parallel`), and not a part of each."""
 
     @property
     def num_layers(self) -> int:
@@ -112,22 +114,43 @@ class ModelConfig:
                 problems.append(f"{attention.num_kv_heads} KV heads neither divide by {size} nor divide it")
             if layer.dense_mlp is not None and layer.dense_mlp.intermediate_size % size:
                 problems.append(f"intermediate size {layer.dense_mlp.intermediate_size} does not divide by {size}")
-            if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.intermediate_size % (size * EXPERT_ALIGNMENT):
-                problems.append(
-                    f"the experts' intermediate size {layer.mlp.intermediate_size} does not divide by {size} into "
-                    f"multiples of {EXPERT_ALIGNMENT}"
-                )
+            if isinstance(layer.mlp, ExpertsConfig):
+                problems += self._problems_of_experts(layer.mlp, size)
         return list(dict.fromkeys(problems))
 
+    def _problems_of_experts(self, experts: ExpertsConfig, size: int) -> list[str]:
+        """Say why a layer's experts cannot be dealt out to `size` ranks; nothing if they can."""
+        problems = []
+        num_experts, parts = experts.routing.num_experts, 1 if self.expert_parallel else size
+        if self.expert_parallel and num_experts % size:
+            problems.append(f"{num_experts} experts do not divide by {size} (enable_expert_parallel, --ep)")
+        if experts.intermediate_size % (parts * EXPERT_ALIGNMENT):
+            problem = (
+                f"the experts' intermediate size {experts.intermediate_size} does not divide by {parts} into multiples "
+                f"of {EXPERT_ALIGNMENT}"
+            )
+            has_way = parts > 1 and num_experts % size == 0 and experts.intermediate_size % EXPERT_ALIGNMENT == 0
+            problems.append(f"{problem} (--ep deals out whole experts)" if has_way else problem)
+        return problems
 
-def load_model_config(path: Path) -> ModelConfig:
-    """Read the config files of a checkpoint folder. Raises LoadError that names the file and the key."""
+
+def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConfig:
+    """Read the config files of a checkpoint folder.
+
+    `expert_parallel` is how ranks are to share its experts; see `ModelConfig`. Raises LoadError that names the file and
+    the key, and ConfigError for an architecture that is not supported, and where a model without experts is to be
+    shared so.
+    """
     config = JsonFile.read(path / CONFIG_FILE)
     generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
     architecture, family = _family(config)
     _refuse_quantised(config, family)
     text = _text_config(config, family)
     decoder = family.read(text)
+    if expert_parallel and not any(isinstance(layer.mlp, ExpertsConfig) for layer in decoder.layer_kinds):
+        raise ConfigError(
+            f"`enable_expert_parallel` (--ep) is true, and this model ({architecture}) has no experts: leave it out"
+        )
     return ModelConfig(
         architecture=architecture,
         decoder=replace(decoder, layout=replace(decoder.layout, is_part=text.section != "")),
@@ -138,11 +161,12 @@ def load_model_config(path: Path) -> ModelConfig:
         dtype=_dtype(config, text),
         eos_token_ids=_eos_token_ids(generation, config, text),
         generation_defaults=_generation_defaults(generation),
+        expert_parallel=expert_parallel,
     )
 
 
 def _family(config: JsonFile) -> tuple[str, Family]:
-    """Return the architecture, and the family that it belongs to."""
+    """Return the architecture, and the family that it belongs to. Raises ConfigError where there is none."""
     names = config.values.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise config.error("architectures", f"{show(names)} names no architecture; {_LIST_OF_MODELS}")
@@ -151,9 +175,9 @@ def _family(config: JsonFile) -> tuple[str, Family]:
         if family is not None:
             return name, family
     name = show(names[0]).strip('"')
-    raise config.error(
-        "architectures",
-        f"{name} is not supported; the nearest supported one is {nearest_architecture(name)}; {_LIST_OF_MODELS}",
+    raise ConfigError(
+        f"{config.path}: `architectures`: {name} is not supported; the nearest supported one is "
+        f"{nearest_architecture(name)}; {_LIST_OF_MODELS}"
     )
 
 

@@ -50,6 +50,8 @@ class Cut(Enum):
     """Each rank holds some of the rows of [out, in], or of a bias [out]."""
     COLUMNS = "columns"
     """Each rank holds some of the columns of [out, in]."""
+    EXPERTS = "experts"
+    """Each rank holds some of the experts of [experts, …], all of each."""
     VOCAB = "vocab"
     """Each rank holds some of the rows of [vocabulary, hidden], padded so that all hold equally many."""
 
@@ -121,6 +123,8 @@ class TensorSpec:
     @property
     def _axis(self) -> int:
         """The dimension that is cut."""
+        if self.cut is Cut.EXPERTS:
+            return 0
         return (self.cut is Cut.COLUMNS) + self.is_of_experts
 
     def _num_shards(self, size: int) -> int:
@@ -154,7 +158,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         yield from _layer_inputs(decoder.layer_inputs, decoder, hidden, dtype)
     layers = decoder.layers
     for number in stage.layers(config.num_layers):
-        yield from _layer(f"model.layers.{number}", layers[number], decoder, hidden, dtype)
+        yield from _layer(f"model.layers.{number}", layers[number], config, dtype)
     if stage.is_last:
         yield _norm("model.norm", hidden, decoder.norm, dtype, factor=decoder.logit_scale)
         if not config.tie_word_embeddings:
@@ -163,17 +167,15 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield _matrix(EMBEDDING, (config.vocab_size, hidden), Cut.VOCAB, dtype, "LM head")
 
 
-def _layer(
-    path: str, layer: LayerConfig, decoder: DecoderConfig, hidden: int, dtype: StoredDtype
-) -> Iterator[TensorSpec]:
+def _layer(path: str, layer: LayerConfig, config: ModelConfig, dtype: StoredDtype) -> Iterator[TensorSpec]:
     """The tensors of one layer. A norm's name says nothing of its place, and all norms of the layer are alike."""
-    norm, layer_inputs = decoder.norm, decoder.layer_inputs
+    hidden, norm, layer_inputs = config.hidden_size, config.decoder.norm, config.decoder.layer_inputs
     if isinstance(layer.attention, DeltaNetConfig):
         yield from _delta_net(f"{path}.linear_attn", layer.attention, norm, hidden, dtype)
     else:
         yield from _attention(f"{path}.self_attn", layer.attention, norm, hidden, dtype)
     if isinstance(layer.mlp, ExpertsConfig):
-        yield from _experts(f"{path}.mlp", layer.mlp, hidden, dtype)
+        yield from _experts(f"{path}.mlp", layer.mlp, hidden, dtype, are_whole=config.expert_parallel)
     else:
         yield from _mlp(f"{path}.mlp", layer.mlp, hidden, dtype)
     for name in layer.norms.names():
@@ -259,9 +261,11 @@ def _mlp(path: str, mlp: MLPConfig, hidden: int, dtype: StoredDtype) -> Iterator
     yield from _linear(_matrix(f"{path}.down_proj", down_shape, Cut.COLUMNS, dtype, "MLP"), bias=mlp.bias)
 
 
-def _experts(path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype) -> Iterator[TensorSpec]:
-    """The router, the experts, and what all tokens share. The router's bias and correction are kept in float32, in
-    which they are added."""
+def _experts(
+    path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype, *, are_whole: bool
+) -> Iterator[TensorSpec]:
+    """The router, the experts, of which ranks hold parts or, with `are_whole`, some, and what all tokens share. The
+    router's bias and correction are kept in float32, in which they are added."""
     num_experts, size = config.routing.num_experts, config.intermediate_size
     yield _matrix(f"{path}.gate", (num_experts, hidden), Cut.REPLICATED, dtype, "MLP")
     vectors = {"bias": config.bias, "e_score_correction_bias": config.has_correction}
@@ -273,6 +277,7 @@ def _experts(path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype) 
         ("up_proj", (size, hidden), Cut.ROWS),
         ("down_proj", (hidden, size), Cut.COLUMNS),
     ):
+        cut = Cut.EXPERTS if are_whole else cut
         weight = _matrix(f"{path}.{EXPERTS}.{name}", (num_experts, *shape), cut, dtype, "experts")
         yield from _linear(replace(weight, is_of_experts=True), bias=config.bias)
     if config.shared is not None:
@@ -289,7 +294,7 @@ def _linear(weight: TensorSpec, *, bias: bool) -> Iterator[TensorSpec]:
     """A projection's weight, and its bias [out], or [experts, out], where it has one."""
     yield weight
     if bias:
-        cut = Cut.ROWS if weight.cut is Cut.ROWS else Cut.REPLICATED
+        cut = Cut.REPLICATED if weight.cut is Cut.COLUMNS else weight.cut
         yield replace(weight, name=weight.name.replace(".weight", ".bias"), shape=weight.shape[:-1], cut=cut)
 
 

@@ -17,7 +17,7 @@ from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, advise_shorter, missing
 from nvcli.profile.lengths import FileLengths
 from nvcli.sizing import kv_cache
-from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, tokens_in_blocks
+from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, state_blocks, tokens_in_blocks
 from nvcli.sizing.memory import estimate
 
 
@@ -39,6 +39,8 @@ class MemoryProfile:
     """The type of keys and values in the cache: that of `EngineConfig.kv_dtype`."""
     block_bytes: int
     """Bytes of a KV block on a rank of the first stage, which has the most layers."""
+    state_blocks: int
+    """KV blocks that the recurrent states of each request take; 0: the model has none."""
     ranks: list[MemoryUse]
     num_blocks: int
     """KV blocks that requests can use (the null block is not counted), the fewest of all ranks."""
@@ -137,6 +139,7 @@ def _profile(
         block_size=config.block_size,
         kv_cache_dtype=config.kv_dtype,
         block_bytes=block_bytes(config, model),
+        state_blocks=state_blocks(model),
         ranks=list(ranks),
         num_blocks=num_blocks,
         num_tokens=tokens_in_blocks(num_blocks, config, model),

@@ -50,7 +50,7 @@ from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
 from nvcli.sizing.graph_sizes import step_graph_sizes
-from nvcli.sizing.kv_cache import max_blocks
+from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
 
@@ -93,6 +93,7 @@ class ModelRunner:
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
             block_size=config.block_size,
             kv_cache_bytes=self.kv_cache.num_bytes,
+            kv_cache_tokens=tokens_in_blocks(self.kv_cache.num_blocks - 1, config, self.model_config),
             weight_bytes=self._weight_bytes,
             attention_backend=self.backend.name,
             group_windows=[group.window for group in self._kv_groups],
@@ -126,7 +127,9 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            self.model_config = load_model_config(self.config.model_path)
+            self.model_config = load_model_config(
+                self.config.model_path, expert_parallel=self.config.enable_expert_parallel
+            )
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
             )

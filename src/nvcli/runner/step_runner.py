@@ -141,7 +141,7 @@ class StepRunner:
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
         self._slots.apply(step)
         if step.block_ids and self._backend.reads_behind_rows:
-            (blocks,) = self._slots.upload(partly_filled_blocks(step))
+            (blocks,) = self._slots.upload(partly_filled_blocks(step, self._kv_cache.spec.state_groups))
             self._kv_cache.clear(blocks.long())
         needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)

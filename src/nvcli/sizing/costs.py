@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nvcli.attention.kv_layout import KVDtype, token_bytes
+from nvcli.attention.state_size import state_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
-from nvcli.models.layer_config import AttentionConfig, ExpertsConfig
+from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
+from nvcli.models.layer_config import AttentionConfig, DeltaNetConfig, ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,17 @@ class AttentionCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateCosts:
+    """All layers that keep a recurrent state."""
+
+    num_bytes: int
+    """The states of one request. A step reads and writes them once for each of its rows."""
+    flops_per_token: int
+    """Operations for one token: what the state gives for its key, what is written to it, and what it gives for the
+    query."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
     """What one rank's share of a stage costs."""
 
@@ -66,6 +78,7 @@ class ModelCosts:
     """Nothing in a stage that is not the last."""
     attention: tuple[AttentionCosts, ...]
     experts: ExpertCosts | None = None
+    states: StateCosts | None = None
 
     @property
     def weights_per_token(self) -> int:
@@ -75,6 +88,11 @@ class ModelCosts:
     def matrix_read_bytes(self, num_rows: float) -> float:
         """The weights of the layers that are read for so many rows."""
         return self.layers.num_bytes + (0 if self.experts is None else self.experts.read_bytes(num_rows))
+
+    @property
+    def state_bytes_per_row(self) -> int:
+        """The recurrent states that one row of a step reads and writes."""
+        return 0 if self.states is None else 2 * self.states.num_bytes
 
     def kv_read_bytes(self, num_tokens: float) -> float:
         """Keys and values that one decode row reads behind `num_tokens` tokens."""
@@ -108,6 +126,7 @@ def model_costs(
             for attention, num_layers in counts.items()
         ),
         experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),
+        states=_state_costs([layer.attention for layer in layers_of_stage], dtype, tensor_parallel_size),
     )
 
 
@@ -125,6 +144,19 @@ def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel
         num_weights=experts.num_weights,
         num_bytes=experts.num_bytes,
     )
+
+
+def _state_costs(
+    attentions: list[AttentionConfig | DeltaNetConfig], dtype: StoredDtype, tensor_parallel_size: int
+) -> StateCosts | None:
+    """Count what one rank keeps and computes in layers with a state; None where there are none."""
+    num_bytes, flops = 0, 0
+    for one in attentions:
+        if isinstance(one, DeltaNetConfig):
+            recurrent = one.recurrent_shape(tensor_parallel_size)
+            num_bytes += state_bytes(one.conv_shape(tensor_parallel_size), recurrent, DTYPE_BYTES[dtype])
+            flops += 3 * 2 * math.prod(recurrent)
+    return StateCosts(num_bytes=num_bytes, flops_per_token=flops) if num_bytes else None
 
 
 def _attention_costs(
