@@ -70,6 +70,18 @@ class OpenRow:
             return task_requests(self.prepared, task, self.request_ids.start)
         return [self.request(run_seed)]
 
+    def take_rest(self, sample: Sample, tokenizer: Tokenizer) -> str:
+        """Return the text of a complete sample that was not taken as it came, whole and not taken apart.
+
+        Bytes that have become no character are part of it. The row is one that streams.
+        """
+        sampling = self.prepared.sampling
+        text = sample.text_before_stop
+        if text is None:
+            ids = sample.text_ids(sampling)
+            text = tokenizer.decode_one(ids, skip_special_tokens=sampling.skip_special_tokens)
+        return text[sample.num_settled_chars :]
+
     def request(self, run_seed: int) -> Request:
         """Return the request for all samples of the row.
 
@@ -111,7 +123,7 @@ def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
     if prepared.rules is not None:
         changes |= {"logit_bias": prepared.rules.biases, "bad_words": []}
     if sampling.is_ranked and sampling.logprobs is None:
-        changes["logprobs"] = 0
+        changes |= {"logprobs": 0, "echo": False}  # of the answer alone
     return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 
@@ -123,6 +135,7 @@ class Sample:
         "finish_reason",
         "logprobs",
         "num_cached_tokens",
+        "num_settled_chars",
         "readings",
         "stopped_by_id",
         "token_ids",
@@ -134,6 +147,8 @@ class Sample:
         self.readings: list[PromptReading] = []
         """What was read of the prompt."""
         self.num_cached_tokens = 0
+        self.num_settled_chars = 0
+        """Characters of the text that `take_settled` has returned."""
         self.finish_reason = ""
         self.stopped_by_id = False
         self._detector: StopStringDetector | None = None
@@ -155,7 +170,9 @@ class Sample:
 
     def take_settled(self) -> str:
         """Return the text since the last call that no stop string can take back. The row is one that streams."""
-        return "" if self._detector is None else self._detector.take_settled()
+        text = "" if self._detector is None else self._detector.take_settled()
+        self.num_settled_chars += len(text)
+        return text
 
     def take(self, output: RequestOutput, row: OpenRow, tokenizer: Tokenizer) -> bool:
         """Add an output of the engine to this sample of `row`.

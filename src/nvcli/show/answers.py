@@ -24,6 +24,10 @@ class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     finish_reason: str
+    reasoning: str = ""
+    """Its thought, where that is told apart."""
+    calls: list[str] = []
+    """The tools that it calls, such as `look({"at": 1})`."""
 
 
 class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +54,19 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
 class _Message(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -60,6 +75,8 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     logprob: float | None = None
     """The log-probability of a text that was scored."""
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -122,8 +139,14 @@ def read_shown_row(line: bytes) -> ShownRow | None:
 
 def _shown(choice: _Choice) -> ShownChoice:
     text = choice.text if choice.message is None else choice.message.content
+    parts = choice.message or choice
     reason = choice.finish_reason if choice.logprob is None else f"log-probability {choice.logprob:,.4f}"
-    return ShownChoice(text=text or "", finish_reason=reason or "")
+    return ShownChoice(
+        text=text or "",
+        finish_reason=reason or "",
+        reasoning=parts.reasoning_content or "",
+        calls=[f"{call.function.name}({call.function.arguments})" for call in parts.tool_calls or ()],
+    )
 
 
 def _embedding(raw: msgspec.Raw) -> _Choice:
