@@ -34,6 +34,23 @@ Order = Literal["completion", "input"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 SpecialTokens = Literal["allow", "escape", "refuse"]
+ReasoningParserName = Literal["auto", "none", "think", "harmony", "mistral", "seed_oss", "cohere", "gemma4"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "glm",
+    "seed_oss",
+    "olmo3",
+    "mistral",
+    "granite",
+    "cohere",
+    "gemma4",
+    "llama",
+    "pythonic",
+    "harmony",
+]
 
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
@@ -95,6 +112,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
     special_tokens: SpecialTokens = "allow"
     """Special tokens that the text of a row spells out: tokens, plain text, or a reason to make it an error row."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """How thoughts are told apart in answers to conversations; auto: as the chat template marks them."""
+    tool_parser: ToolParserName = "auto"
+    """How tool calls are found in answers to conversations with tools; auto: as the chat template writes them."""
     max_errors: Annotated[int, Meta(ge=0)] | None = None
     """More failed rows than this in one run end it; null: it goes on to the end."""
     keep_going: bool = False

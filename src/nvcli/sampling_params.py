@@ -66,6 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: str | list[str] = []
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
     min_tokens: Annotated[int, Meta(ge=0)] = 0
+    thinking_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    """Most tokens of an answer's thought, which is then ended; null: as many as it takes."""
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     """The stop string, or the stop token's text, that ended an answer is part of it."""

@@ -74,6 +74,10 @@ def job_facts(
         "job.id_field": run.job.id_field,
     }
     facts |= _prompt_facts(run.job, chat_template)
+    if run.job.reasoning_parser != "auto":
+        facts["job.reasoning_parser"] = run.job.reasoning_parser
+    if run.job.tool_parser != "auto":
+        facts["job.tool_parser"] = run.job.tool_parser
     if run.job.keep_input:
         facts["job.keep_input"] = True
     if run.job.text_field is not None:

@@ -16,6 +16,7 @@ import msgspec
 
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError
+from nvcli.job_run.text.answer_reader import ReadAnswer, tool_calls_of
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -44,7 +45,8 @@ class OpenRow:
     @property
     def is_plain(self) -> bool:
         """Whether the texts of the row's answers are those of its tokens, and are made with those of other rows."""
-        return self.error is None and self.prepared.sampling.skip_special_tokens
+        prepared = self.prepared
+        return self.error is None and prepared.reading is None and prepared.sampling.skip_special_tokens
 
     @property
     def stop_strings(self) -> StopStrings | None:
@@ -58,6 +60,18 @@ class OpenRow:
         """Add an output of the engine to its sample, and return the sample and what `Sample.take` returns."""
         sample = self.samples[output.request_id - self.request_ids.start]
         return sample, sample.take(output, self, tokenizer)
+
+    def take_rest(self, sample: Sample, tokenizer: Tokenizer) -> str:
+        """Return the text of a complete sample that was not taken as it came, whole and not taken apart.
+
+        Bytes that have become no character are part of it. The row is one that streams.
+        """
+        sampling = self.prepared.sampling
+        text = sample.text_before_stop
+        if text is None:
+            ids = sample.text_ids(sampling)
+            text = tokenizer.decode_one(ids, skip_special_tokens=sampling.skip_special_tokens)
+        return text[sample.num_settled_chars :]
 
     def request(self, run_seed: int) -> Request:
         """Return the request for all samples of the row.
@@ -78,6 +92,7 @@ class OpenRow:
             stop_ids=prepared.stop_ids,
             forbidden_ids=[] if rules is None else rules.forbidden_ids,
             bad_words=[] if rules is None else rules.bad_words,
+            thought_limit=prepared.thought_limit,
             seed=run_seed if seed is None else seed,
             row=prepared.place.index if seed is None else 0,
             sample=0,
@@ -102,12 +117,22 @@ def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
 class Sample:
     """One answer of a row, as far as it has come."""
 
-    __slots__ = ("_detector", "finish_reason", "logprobs", "num_cached_tokens", "stopped_by_id", "token_ids")
+    __slots__ = (
+        "_detector",
+        "finish_reason",
+        "logprobs",
+        "num_cached_tokens",
+        "num_settled_chars",
+        "stopped_by_id",
+        "token_ids",
+    )
 
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0
+        self.num_settled_chars = 0
+        """Characters of the text that `take_settled` has returned."""
         self.finish_reason = ""
         self.stopped_by_id = False
         self._detector: StopStringDetector | None = None
@@ -129,7 +154,9 @@ class Sample:
 
     def take_settled(self) -> str:
         """Return the text since the last call that no stop string can take back. The row is one that streams."""
-        return "" if self._detector is None else self._detector.take_settled()
+        text = "" if self._detector is None else self._detector.take_settled()
+        self.num_settled_chars += len(text)
+        return text
 
     def take(self, output: RequestOutput, row: OpenRow, tokenizer: Tokenizer) -> bool:
         """Add an output of the engine to this sample of `row`.
@@ -182,34 +209,51 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
     sampling = prepared.sampling
     if row.error is not None:
         return failed(prepared.place, row.error)
-    answers = []
-    for sample in row.samples:
-        text = sample.text_before_stop
-        if text is None and row.is_plain:
-            text = next(texts)
-        elif text is None:
-            text = tokenizer.decode_one(sample.text_ids(sampling), skip_special_tokens=sampling.skip_special_tokens)
-        answers.append((sample, text))
+    answers = [(sample, _read(row, sample, texts, tokenizer)) for sample in row.samples]
     if sampling.is_ranked:
         answers.sort(key=lambda answer: -answer[0].score(sampling))
     choices = [
         Choice(
             index=number,
-            text=prepared.echo + text if prepared.echo else text,
-            finish_reason=sample.finish_reason,
+            text=prepared.echo + answer.text if prepared.echo else answer.text,
+            finish_reason="tool_calls" if answer.calls and sample.finish_reason == "stop" else sample.finish_reason,
+            reasoning_content=answer.reasoning,
+            tool_calls=tool_calls_of(answer.calls, prepared.prompt_ids, number) if answer.calls else None,
+            tool_call_error=answer.problem or None,
             token_ids=sample.token_ids.tolist() if sampling.return_token_ids else None,
             logprobs=_logprobs_of(sample, tokenizer) if sampling.logprobs is not None else None,
             score=sample.score(sampling) if sampling.is_ranked else None,
         )
-        for number, (sample, text) in enumerate(answers[: sampling.n])
+        for number, (sample, answer) in enumerate(answers[: sampling.n])
     ]
+    tells_thoughts = prepared.reading is not None and prepared.reading.tells_thoughts
     usage = Usage(
         prompt_tokens=prepared.num_prompt_tokens,
         completion_tokens=sum(len(sample.token_ids) for sample in row.samples),
         # The samples of a row share its prompt: the first one may compute it, the others find it in the cache.
         cached_tokens=min(sample.num_cached_tokens for sample in row.samples),
+        reasoning_tokens=sum(answer.num_reasoning_tokens for _, answer in answers) if tells_thoughts else msgspec.UNSET,
     )
     return JobResult(place=prepared.place, choices=choices, usage=usage)
+
+
+def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokenizer) -> ReadAnswer:
+    """Return an answer, taken apart where its row wants that. `texts` are those of `_result_of`."""
+    prepared = row.prepared
+    sampling = prepared.sampling
+    text = sample.text_before_stop
+    if prepared.reading is not None:
+        return prepared.reading.reader.read(
+            sample.text_ids(sampling),
+            prepared.reading,
+            text_before_stop=text,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+    if text is None and row.is_plain:
+        text = next(texts)
+    elif text is None:
+        text = tokenizer.decode_one(sample.text_ids(sampling), skip_special_tokens=sampling.skip_special_tokens)
+    return ReadAnswer(text=text)
 
 
 def _logprobs_of(sample: Sample, tokenizer: Tokenizer) -> Logprobs:

@@ -69,6 +69,8 @@ class ResolvedModel:
             eos_token_ids=self.model.eos_token_ids,
             on_too_long=self.run.job.on_too_long,
             special_tokens=self.run.job.special_tokens,
+            reasoning_parser=self.run.job.reasoning_parser,
+            tool_parser=self.run.job.tool_parser,
         )
 
 

@@ -108,14 +108,37 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """The log-probabilities of each token's alternatives, by their text."""
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that an answer calls."""
+
+    name: str
+    arguments: str
+    """The arguments as JSON text."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in an answer, in OpenAI's form."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer of a row; a row with `n` samples has `n`."""
 
     index: int
     text: str
+    """The answer, without its thought and its tool calls where those are told apart."""
     finish_reason: str
     """stop: the model ended it or a stop string or stop token was met; length: `max_tokens` were generated;
-    repetition: it had become a loop."""
+    repetition: it had become a loop; tool_calls: it calls tools, and stopped."""
+    reasoning_content: str | None = None
+    """The answer's thought; None: it has none, or the thought is part of the text."""
+    tool_calls: list[ToolCall] | None = None
+    """The tools that the answer calls; None: none."""
+    tool_call_error: str | None = None
+    """Why what looks like a tool call is part of the text; None: nothing does."""
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     score: float | None = None
@@ -129,6 +152,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that were served from the prefix cache."""
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Completion tokens of thoughts; unset: they are not told apart."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):

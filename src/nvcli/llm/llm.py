@@ -263,9 +263,7 @@ class AnswerStream(_Results):
         while (item := self._take()) is not None:
             if isinstance(item, JobResult):
                 self._answer = make_answer(item, self._llm._session.form)
-                # Bytes that were no whole character are shown at the end, if they have not become one.
-                item = item.choices[0].text.removeprefix(self.text) if item.choices else ""
-            if item:
+            else:
                 self._pieces.append(item)
                 return item
         raise StopIteration

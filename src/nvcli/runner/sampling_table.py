@@ -36,9 +36,9 @@ class SamplingFlag(IntFlag):
     ADJUSTED = 8
     """Biased or forbidden tokens."""
     LOGPROBS = 16
-    ALLOWED = 32
+    ALLOWED = 64
     """Only some tokens may be chosen."""
-    BAD_WORDS = 64
+    BAD_WORDS = 128
     """Sequences of tokens that must not come up."""
 
 

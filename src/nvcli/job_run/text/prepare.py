@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from nvcli.chat_template import unknown_variables
-from nvcli.config import OnTooLong, SpecialTokens
+from nvcli.config import OnTooLong, ReasoningParserName, SpecialTokens, ToolParserName
+from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError
+from nvcli.job_run.text.answer_reader import AnswerReader, Reading
 from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.long_text import encode_long, is_long
 from nvcli.job_run.text.special_tokens import special_token_rule
@@ -36,6 +38,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     on_too_long: OnTooLong = "error"
     special_tokens: SpecialTokens = "allow"
+    reasoning_parser: ReasoningParserName = "auto"
+    tool_parser: ToolParserName = "auto"
 
 
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +56,10 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     """What `sampling` says about tokens, by their ids."""
     echo: str = ""
     """The text that stands before the answer in its text."""
+    reading: Reading | None = None
+    """How answers are taken apart; None: they are texts."""
+    thought_limit: ThoughtLimit | None = None
+    """The limit of an answer's thought; None: it has none."""
     answer_key: bytes | None = None
     """A key that is equal for rows whose answers are equal.
 
@@ -80,6 +88,7 @@ class Preparer:
         self._sampling: SamplingParams | None = None
         """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
+        self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
         self._rules: TokenRules | None = None
         self._answers_follow_from: bytes | None = None
 
@@ -170,11 +179,18 @@ class Preparer:
             ids, max_tokens = _fit(prompt, sampling, self._limits, under)
             prompt_ids = pack(ids)
             echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
+            reading = None
+            if job.messages is not None:
+                reading = self._reader.reading(ids, job.tools, _last_message(job))
+            thought_limit = None
+            if sampling.thinking_budget is not None:
+                thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under)
             answer_key = None
             if self._answers_follow_from is not None:
+                read_as = echo.encode() if reading is None else echo.encode() + reading.digest
                 # 128 bits: two different rows do not meet in practice.
                 answer_key = blake2b(
-                    b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, echo.encode()), digest_size=16
+                    b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
                 ).digest()
             extra = job.place.extra
             return PreparedRow(
@@ -186,6 +202,8 @@ class Preparer:
                 sampling=sampling,
                 rules=self._rules,
                 echo=echo,
+                reading=reading,
+                thought_limit=thought_limit,
                 answer_key=answer_key,
                 num_bytes=_ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0),
             )
@@ -238,9 +256,8 @@ class Preparer:
         Raises RowError for a conversation whose answer begins a message.
         """
         if job.messages is not None:
-            arguments = {**job.chat_template_kwargs, **job.template_arguments}
-            content = job.messages[-1].get("content")
-            if not arguments.get(CONTINUE_FINAL_MESSAGE) or not isinstance(content, str):
+            content = _last_message(job)
+            if content is None:
                 raise RowError(
                     "invalid_sampling",
                     "`echo` is true, and the answer to a conversation goes on with no text of it; leave it out, or "
@@ -250,6 +267,17 @@ class Preparer:
         if job.prompt is not None and is_whole:
             return job.prompt
         return self._tokenizer.decode_one(ids, skip_special_tokens=job.sampling.skip_special_tokens)
+
+    def _thought_limit(self, job: Job, ids: list[int], budget: int, under: str) -> ThoughtLimit | None:
+        """Return the limit of an answer's thought; None: the prompt leaves it none. Raises RowError."""
+        parser, name = self._reader.reasoning, f"{under}.thinking_budget"
+        if parser is None:
+            raise RowError(
+                "unsupported_parameter",
+                f"`{name}` is given, and how this model marks its thoughts is not known; leave it out, or set "
+                "`job.reasoning_parser`",
+            )
+        return parser.limit(budget, parser.state_of(ids, _last_message(job)), name)
 
     def _on_too_long(self, job: Job) -> OnTooLong:
         """Return what becomes of a prompt that is too long, by its row or the job."""
@@ -270,6 +298,15 @@ class Preparer:
             max_model_len=max_len,
             on_too_long=on_too_long,
         )
+
+
+def _last_message(job: Job) -> str | None:
+    """Return the text of the message that the answer goes on with; None: it begins a new one."""
+    if job.messages is None:
+        return None
+    goes_on = {**job.chat_template_kwargs, **job.template_arguments}.get(CONTINUE_FINAL_MESSAGE)
+    content = job.messages[-1].get("content")
+    return content if goes_on and isinstance(content, str) else None
 
 
 def _num_bytes(extra: Mapping[str, Any]) -> int:

@@ -96,6 +96,11 @@ class Tokenizer:
         """Return the id of every token, added ones too; empty where it is not known."""
         return {} if self._backend is None else self._backend.get_vocab(with_added_tokens=True)
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its spelling; None where there is none, or it is not known."""
+        found: int | None = None if self._backend is None else self._backend.token_to_id(token)
+        return found
+
     @property
     def backend(self) -> Any | None:
         """The Rust object (`tokenizers.Tokenizer`); None for a tokenizer in plain Python."""

@@ -7,11 +7,20 @@ from typing import Any
 
 import pyarrow
 
+from nvcli.jobs.job import Usage
+
 _LOGPROBS = pyarrow.struct(
     [
         ("tokens", pyarrow.list_(pyarrow.string())),
         ("token_logprobs", pyarrow.list_(pyarrow.float64())),
         ("top_logprobs", pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.float64()))),
+    ]
+)
+_TOOL_CALL = pyarrow.struct(
+    [
+        ("id", pyarrow.string()),
+        ("type", pyarrow.string()),
+        ("function", pyarrow.struct([("name", pyarrow.string()), ("arguments", pyarrow.string())])),
     ]
 )
 _CHOICE = pyarrow.struct(
@@ -22,14 +31,15 @@ _CHOICE = pyarrow.struct(
         ("token_ids", pyarrow.list_(pyarrow.int32())),
         ("logprobs", _LOGPROBS),
         ("score", pyarrow.float64()),
+        ("reasoning_content", pyarrow.string()),
+        ("tool_calls", pyarrow.list_(_TOOL_CALL)),
+        ("tool_call_error", pyarrow.string()),
     ]
 )
 ANSWER_TYPES = {
     "index": pyarrow.int64(),
     "choices": pyarrow.list_(_CHOICE),
-    "usage": pyarrow.struct(
-        [(name, pyarrow.int64()) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
-    ),
+    "usage": pyarrow.struct([(name, pyarrow.int64()) for name in Usage.__struct_fields__]),
     "error": pyarrow.struct([("type", pyarrow.string()), ("message", pyarrow.string())]),
 }
 

@@ -48,6 +48,7 @@ _SAME = (
     "echo",
     # nvcli's own:
     "stop_repetition",
+    "thinking_budget",
 )
 """Parameters of the body that `sampling` knows by the same name."""
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
@@ -65,7 +66,7 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that are allowed with a value that changes nothing."""
 _CHAT_KEYS = (
-    *("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"),
+    *("messages", "max_completion_tokens", "thinking_token_budget", "logprobs", "top_logprobs", "chat_template_kwargs"),
     *(*CONVERSATION_KEYS, REASONING_EFFORT),
 )
 _COMPLETION_KEYS = ("prompt", "logprobs", "best_of", "rank_by")
@@ -172,6 +173,8 @@ def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
         if given.get("max_tokens", most) != most:
             raise RowError("invalid_sampling", "`body.max_tokens` and `body.max_completion_tokens` differ; give one")
         own["max_tokens"] = most
+    if "thinking_token_budget" in given:  # vLLM's name
+        own["thinking_budget"] = given["thinking_token_budget"]
     wanted, count = given.get("logprobs", False), given.get("top_logprobs")
     if not isinstance(wanted, bool):
         raise RowError("invalid_sampling", f"`body.logprobs` is {show(wanted)}; allowed: true or false")
