@@ -110,7 +110,7 @@ def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
     if prepared.rules is not None:
         changes |= {"logit_bias": prepared.rules.biases, "bad_words": []}
     if sampling.is_ranked and sampling.logprobs is None:
-        changes["logprobs"] = 0
+        changes |= {"logprobs": 0, "echo": False}  # of the answer alone
     return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 

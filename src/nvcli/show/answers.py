@@ -21,6 +21,10 @@ class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     finish_reason: str
+    reasoning: str = ""
+    """Its thought, where that is told apart."""
+    calls: list[str] = []
+    """The tools that it calls, such as `look({"at": 1})`."""
 
 
 class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,14 +51,27 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
 class _Message(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
     message: _Message | None = None
     finish_reason: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -114,4 +131,10 @@ def read_shown_row(line: bytes) -> ShownRow | None:
 
 def _shown(choice: _Choice) -> ShownChoice:
     text = choice.text if choice.message is None else choice.message.content
-    return ShownChoice(text=text or "", finish_reason=choice.finish_reason or "")
+    parts = choice.message or choice
+    return ShownChoice(
+        text=text or "",
+        finish_reason=choice.finish_reason or "",
+        reasoning=parts.reasoning_content or "",
+        calls=[f"{call.function.name}({call.function.arguments})" for call in parts.tool_calls or ()],
+    )
