@@ -64,8 +64,10 @@ class OpenRow:
             request_id=self.request_ids.start,
             prompt_ids=prepared.prompt_ids,
             max_tokens=prepared.max_tokens,
-            # Stop strings are found here, in the text that the tokens come to.
-            sampling=msgspec.structs.replace(sampling, stop=[]) if sampling.stop else sampling,
+            # Stop strings are found here, in the text that the tokens come to; the constraint says what is structured.
+            sampling=msgspec.structs.replace(sampling, stop=[], structured=None)
+            if sampling.stop or sampling.structured is not None
+            else sampling,
             stop_ids=prepared.stop_ids,
             seed=run_seed if seed is None else seed,
             row=prepared.place.index if seed is None else 0,

@@ -11,7 +11,7 @@ import msgspec
 from nvcli.config import OnTooLong, SpecialTokens
 from nvcli.errors import RowError
 from nvcli.job_run.text.conversation import Conversation
-from nvcli.job_run.text.grammar_maker import GrammarMaker
+from nvcli.job_run.text.grammar_maker import Grammar, GrammarMaker
 from nvcli.job_run.text.long_text import encode_long, is_long
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -46,9 +46,8 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_ids: list[int]
     sampling: SamplingParams
-    """The row's sampling, in which `constraint` has taken the place of `structured`."""
     constraint: Constraint | None = None
-    """What the answer must look like; None: anything."""
+    """What has become of the sampling's `structured`; None: the answer may be anything."""
     answer_key: bytes | None = None
     """A key that is equal for rows whose answers are equal.
 
@@ -78,9 +77,10 @@ class Preparer:
         self._sampling: SamplingParams | None = None
         """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
+        self._grammar: Grammar | None = None
+        self._counted_grammar: Grammar | None = None
+        """The last grammar whose memory was counted, which is done once, for the row that brought it."""
         self._constraint: Constraint | None = None
-        self._sent_sampling = SamplingParams()
-        """The sampling without what has become the constraint."""
         self._answers_follow_from: bytes | None = None
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
@@ -148,16 +148,23 @@ class Preparer:
                     b"%b%d:%b" % (self._answers_follow_from, max_tokens, prompt_ids), digest_size=16
                 ).digest()
             extra = job.place.extra
+            num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
+            if self._grammar is not None:
+                if self._grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
+                    sampling = msgspec.structs.replace(sampling, structured=self._grammar.wanted)
+                elif self._grammar is not self._counted_grammar:
+                    self._counted_grammar = self._grammar
+                    num_bytes += self._grammar.num_bytes
             return PreparedRow(
                 place=job.place,
                 prompt_ids=prompt_ids,
                 num_prompt_tokens=len(ids),
                 max_tokens=max_tokens,
                 stop_ids=self._stop_ids,
-                sampling=self._sent_sampling,
+                sampling=sampling,
                 constraint=self._constraint,
                 answer_key=answer_key,
-                num_bytes=_ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0),
+                num_bytes=num_bytes,
             )
         except RowError as error:
             return failed(job.place, error)
@@ -177,10 +184,10 @@ class Preparer:
                 f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
                 "are stop tokens, so none may be chosen; leave one of the two out",
             )
-        self._constraint, self._sent_sampling = None, sampling
+        self._grammar = self._constraint = None
         if sampling.structured is not None:
-            self._constraint = self._constrain(sampling.structured, under)
-            self._sent_sampling = msgspec.structs.replace(sampling, structured=None)
+            self._grammar = self._make_grammar(sampling.structured, under)
+            self._constraint = Constraint(grammar=self._grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
@@ -188,15 +195,15 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
-    def _constrain(self, wanted: Structured, under: str) -> Constraint:
-        """Return the constraint of rows that ask for a structured answer. Raises RowError."""
+    def _make_grammar(self, wanted: Structured, under: str) -> Grammar:
+        """Return the grammar of rows that ask for a structured answer. Raises RowError."""
         form = wanted.form
         name = f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
         if self._grammars is None:
             raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
         if not self._eos_ids:
             raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
-        return Constraint(grammar=self._grammars.grammar(wanted, name=name), end_ids=self._eos_ids[:MAX_END_IDS])
+        return self._grammars.grammar(wanted, name=name)
 
     def _encode_long(self, text: str, *, is_rendered: bool) -> list[int] | RowError:
         max_len, on_too_long = self._limits.max_model_len, self._limits.on_too_long
