@@ -16,7 +16,7 @@ from nvcli.errors import RowError
 from nvcli.job_run.text.answer_reader import AnswerReader, Reading
 from nvcli.job_run.text.continuations import Continuations
 from nvcli.job_run.text.conversation import Conversation
-from nvcli.job_run.text.grammar_maker import GrammarMaker
+from nvcli.job_run.text.grammar_maker import Grammar, GrammarMaker
 from nvcli.job_run.text.long_text import encode_long, is_long
 from nvcli.job_run.text.prompt_tasks import (
     PreparedTask,
@@ -66,7 +66,7 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: list[int]
     sampling: SamplingParams
     constraint: Constraint | None = None
-    """What the answer must look like; None: anything."""
+    """What has become of the sampling's `structured`; None: the answer may be anything."""
     rules: TokenRules | None = None
     """What `sampling` says about tokens, by their ids."""
     echo: str = ""
@@ -107,6 +107,9 @@ class Preparer:
         self._sampling: SamplingParams | None = None
         """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
+        self._grammar: Grammar | None = None
+        self._counted_grammar: Grammar | None = None
+        """The last grammar whose memory was counted, which is done once, for the row that brought it."""
         self._constraint: Constraint | None = None
         self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
         self._rules: TokenRules | None = None
@@ -271,6 +274,13 @@ class Preparer:
                     b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
                 ).digest()
             extra = job.place.extra
+            num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
+            if self._grammar is not None:
+                if self._grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
+                    sampling = msgspec.structs.replace(sampling, structured=self._grammar.wanted)
+                elif self._grammar is not self._counted_grammar:
+                    self._counted_grammar = self._grammar
+                    num_bytes += self._grammar.num_bytes
             return PreparedRow(
                 place=job.place,
                 prompt_ids=prompt_ids,
@@ -284,7 +294,7 @@ class Preparer:
                 reading=reading,
                 thought_limit=thought_limit,
                 answer_key=answer_key,
-                num_bytes=_ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0),
+                num_bytes=num_bytes,
             )
         except RowError as error:
             return failed(job.place, error)
@@ -310,8 +320,10 @@ class Preparer:
                 f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
                 "are stop tokens, so none may be chosen; leave one of the two out",
             )
-        structured = sampling.structured
-        self._constraint = None if structured is None else self._constrain(structured, under)
+        self._grammar = self._constraint = None
+        if sampling.structured is not None:
+            self._grammar = self._make_grammar(sampling.structured, under)
+            self._constraint = Constraint(grammar=self._grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
@@ -319,15 +331,15 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
-    def _constrain(self, wanted: Structured, under: str) -> Constraint:
-        """Return the constraint of rows that ask for a structured answer. Raises RowError."""
+    def _make_grammar(self, wanted: Structured, under: str) -> Grammar:
+        """Return the grammar of rows that ask for a structured answer. Raises RowError."""
         form = wanted.form
         name = f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
         if self._grammars is None:
             raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
         if not self._eos_ids:
             raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
-        return Constraint(grammar=self._grammars.grammar(wanted, name=name), end_ids=self._eos_ids[:MAX_END_IDS])
+        return self._grammars.grammar(wanted, name=name)
 
     def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
         """Raise RowError where one of the allowed tokens is none, or none of them may be chosen."""
