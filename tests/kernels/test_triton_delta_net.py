@@ -22,12 +22,14 @@ pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 STEPS = {
     "single rows": ([(3, 1), (0, 1), (4, 1), (8, 1), (0, 1)], [[1], [2], [3, 4], [5, 6, 7], []], 4, 5, 0),
     "chunks": ([(9, 1), (0, 70), (3, 90), (64, 2), (0, 0)], [[1], [2, 3], [4, 5], [6, 7], []], 64, 1, 5),
+    "many chunks": ([(3 * n, n % 5) for n in range(20)], [[1 + n] for n in range(20)], 64, 0, 9),
     "small blocks": ([(2, 11), (0, 3), (4, 4)], [[1, 2, 3, 4], [5], [6, 7]], 4, 0, 3),
     "columns without a block": ([(2, 11), (8, 13), (0, 9)], [[1, 0, 0, 2], [0, 3, 0, 4, 0, 5], [0, 0, 6]], 4, 0, 2),
     "blocks that go along": ([(8, 1), (4, 1), (4, 30)], [[0, 1, 1], [2, 2], [3, 4, 0, 0, 0, 0, 0, 0, 3]], 4, 2, 0),
     "blocks that are not powers of two": ([(40, 100)], [[1, 2, 3]], 48, 0, 0),
 }
 """(tokens before, tokens) of each row, block tables, block size, single rows, tokens of nobody."""
+NUM_BLOCKS = 21
 
 
 def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -44,12 +46,13 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("step", STEPS)
-def test_causal_conv(step: str, dtype: torch.dtype) -> None:
+def test_causal_conv(step: str, taps: int, dtype: torch.dtype) -> None:
     work, tables, block_size, num_single, padding = STEPS[step]
     rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
-    wide, weight = rand(len(rows.slot_mapping), 200, dtype=dtype), rand(150, 4, dtype=dtype, seed=1)
-    x, pool = wide[:, 20:170], rand(8, 3, 150, dtype=dtype, seed=2)
+    wide, weight = rand(len(rows.slot_mapping), 200, dtype=dtype), rand(150, taps, dtype=dtype, seed=1)
+    x, pool = wide[:, 20:170], rand(NUM_BLOCKS, taps - 1, 150, dtype=dtype, seed=2)
     found_pool = pool.to(DEVICE, copy=True)
     found = causal_conv.causal_conv(wide.to(DEVICE)[:, 20:170], weight.to(DEVICE), found_pool, on_device(rows))
     expected = conv_reference.causal_conv(x, weight, pool, rows)
@@ -65,7 +68,7 @@ def test_delta_rule(step: str, heads: DeltaHeads, dtype: torch.dtype) -> None:
     count, num_heads = len(rows.slot_mapping), heads.num_value_heads
     qkv, both = rand(count, heads.num_channels, dtype=dtype), rand(count, 2 * num_heads, dtype=dtype, seed=1)
     rates, biases = rand(num_heads, dtype=dtype, seed=3), rand(num_heads, dtype=dtype, seed=4)
-    pool = rand(8, num_heads, heads.key_dim, heads.value_dim, dtype=torch.float32, seed=5)
+    pool = rand(NUM_BLOCKS, num_heads, heads.key_dim, heads.value_dim, dtype=torch.float32, seed=5)
     found_pool, split = pool.to(DEVICE, copy=True), both.to(DEVICE)
     found = delta_net.delta_rule(
         qkv.to(DEVICE),

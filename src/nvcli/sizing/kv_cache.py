@@ -94,9 +94,19 @@ def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) 
 def requests_held(num_tokens: float, config: EngineConfig, model: ModelConfig, request_len: float) -> float:
     """How many requests of `request_len` tokens a KV cache holds at a time that has room for `num_tokens` tokens of
     full-length ones."""
+    return _blocks_of_tokens(num_tokens, config, model) / blocks_held(config, model, request_len / config.block_size)
+
+
+def state_share(num_tokens: float, config: EngineConfig, model: ModelConfig) -> float:
+    """How much of such a KV cache the recurrent states of `max_num_seqs` requests take: 0 to 1."""
+    states = config.max_num_seqs * state_blocks(model)
+    return min(1.0, states / max(1.0, _blocks_of_tokens(num_tokens, config, model)))
+
+
+def _blocks_of_tokens(num_tokens: float, config: EngineConfig, model: ModelConfig) -> float:
+    """How many KV blocks `num_tokens` tokens of full-length requests take."""
     tokens_each = config.max_blocks_per_seq * config.block_size
-    blocks = num_tokens * blocks_of_request(config, model, config.max_model_len) / tokens_each
-    return blocks / blocks_held(config, model, request_len / config.block_size)
+    return num_tokens * blocks_of_request(config, model, config.max_model_len) / tokens_each
 
 
 def blocks_held(config: EngineConfig, model: ModelConfig, sequence_blocks: float) -> float:

@@ -24,7 +24,7 @@ from nvcli.errors import CapacityError, ConfigError
 from nvcli.job_run.planning.job_time import Lengths, gpu_speed, replica_seconds
 from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import SmiGpu
-from nvcli.sizing.kv_cache import block_bytes, tokens_in
+from nvcli.sizing.kv_cache import block_bytes, state_blocks, state_share, tokens_in
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
@@ -108,7 +108,7 @@ def choose_layout(
         pipeline_parallel_size=best.pp,
         data_parallel_size=best.dp,
         gpus=() if best.gpus == tuple(range(best.num_gpus)) else best.gpus,
-        why=_explain(best, fitting, len(gpus), known_requests, config),
+        why=_explain(best, fitting, len(gpus), known_requests, config, model),
     )
 
 
@@ -281,7 +281,12 @@ def _smaller_weights(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def _explain(
-    best: _Candidate, fitting: Sequence[_Candidate], num_gpus: int, num_requests: int | None, config: EngineConfig
+    best: _Candidate,
+    fitting: Sequence[_Candidate],
+    num_gpus: int,
+    num_requests: int | None,
+    config: EngineConfig,
+    model: ModelConfig,
 ) -> str:
     copies = "1 copy" if best.dp == 1 else f"{best.dp} copies"
     each = "on" if best.dp == 1 else "each on"
@@ -291,6 +296,9 @@ def _explain(
         f"GPU{'s' if num_gpus > 1 else ''}{which}; "
         f"weights take {format_bytes(best.weight_bytes)} of a GPU, KV cache for about {best.num_tokens:,} tokens a copy"
     )
+    if state_blocks(model):
+        share = state_share(best.num_tokens, config, model)
+        text += f", of which the recurrent states of {config.max_num_seqs:,} requests take {share:.0%}"
     others = [one for one in fitting if one is not best]
     if not others:
         return text
