@@ -45,7 +45,13 @@ class NullRunner:
     """Answers at once."""
 
     ready = EngineReady(
-        num_blocks=1, block_size=BLOCK_SIZE, kv_cache_bytes=0, weight_bytes=0, attention_backend="none", seconds={}
+        num_blocks=1,
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=0,
+        kv_cache_tokens=BLOCK_SIZE,
+        weight_bytes=0,
+        attention_backend="none",
+        seconds={},
     )
 
     def launch(self, step: StepInput) -> NullOutput:

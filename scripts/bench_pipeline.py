@@ -74,7 +74,13 @@ class NullEngine:
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
         self._clear_event()
         return EngineReady(
-            num_blocks=1, block_size=64, kv_cache_bytes=0, weight_bytes=0, attention_backend="none", seconds={}
+            num_blocks=1,
+            block_size=64,
+            kv_cache_bytes=0,
+            kv_cache_tokens=64,
+            weight_bytes=0,
+            attention_backend="none",
+            seconds={},
         )
 
     def add(self, requests: list[Request]) -> None:

@@ -54,6 +54,18 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({}, {"5": 1}, {"5": -100, "6": 100.0}, {"5": 101}, {"x": 1}, {"640": 1}, {"-1": 1}, {"5": None}, []),
     "logprobs": (None, 0, 3, 20, 21, True),
     "return_token_ids": (True, False, 1),
+    "structured": (
+        {"choice": ["a", "b"]},
+        {"regex": "[ab]{1,3}"},
+        {"json_schema": {"type": "boolean"}},
+        None,
+        {"regex": "("},
+        {"json_schema": {"items": {"type": "strng"}}},
+        {},
+        {"regex": "a", "choice": ["a"]},
+        {"choice": [5]},
+        "a",
+    ),
 }
 
 
@@ -111,7 +123,7 @@ class RowMaker:
     def _openai(self, number: int) -> list[tuple[str, Any]]:
         rng = self._rng
         url = rng.choice((CHAT, COMPLETION))
-        names = [name for name in SAMPLING if name not in ("return_token_ids", "logprobs")]
+        names = [name for name in SAMPLING if name not in ("return_token_ids", "logprobs", "structured")]
         body: list[tuple[str, Any]] = [*self._sampling(names)] if rng.random() < 0.7 else []
         body.append(("model", "m"))
         if url == CHAT:

@@ -30,7 +30,10 @@ _SHARED = (
     *("logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
 )
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-_HARMLESS = {"stream": False, "tools": [], "response_format": {"type": "text"}}
+_HARMLESS = {"stream": False, "tools": []}
+_FORMS = {"json_schema": dict, "regex": str, "choice": list}
+_NO_GRAMMARS = ("(", {"items": {"type": "strng"}})
+"""The regular expression and the schema of the fuzzed rows that cannot be used."""
 _NUMBERS = {
     # name: whether it must be an integer, and what is allowed
     "max_tokens": (True, lambda value: 1 <= value in INT64),
@@ -180,6 +183,8 @@ class Oracle:
             sampling = self._with_defaults(sampling)
         if not isinstance(sampling, dict) or not _is_sound(sampling) or not sampling.keys() <= _native_sampling():
             expected.errors.add("invalid_sampling")
+        elif any(grammar in _NO_GRAMMARS for grammar in (sampling.get("structured") or {}).values()):
+            expected.errors.add("invalid_structured")
         variables = values.get("chat_template_kwargs")
         if variables is not None and not _are_variables(variables):
             expected.errors.add("invalid_value")
@@ -232,6 +237,11 @@ class Oracle:
                 else ("prompt",)
             ),
         )
+        if given.pop("response_format", {"type": "text"}) != {"type": "text"}:
+            expected.errors.add("invalid_structured")
+        if is_chat and given.get("tools", []) != []:
+            expected.errors.add("invalid_value")  # no maker of rows makes sound ones
+            given = {**given, "tools": []}
         for key, value in given.items():
             if not (value == _HARMLESS[key] and not _is_number(value) if key in _HARMLESS else key in known):
                 expected.errors.add("unsupported_parameter")
@@ -282,6 +292,8 @@ class Oracle:
         """The tokens of a conversation, by the template of the built-in model and its variables."""
         if not isinstance(value, list) or not value or not all(map(_is_message, value)):
             expected.errors.add("invalid_value")
+            if isinstance(value, list) and any(map(_has_other_part, value)):
+                expected.errors.add("unsupported_content")
             return None
         text = ""
         system = self._facts.system
@@ -309,7 +321,12 @@ class Oracle:
     def _check_lengths(self, num_tokens: int, sampling: Mapping[str, Any], expected: Expected) -> None:
         """Check a prompt of so many tokens and its answer against the model."""
         facts = self._facts
-        biased = [int(token) for token in sampling.get("logit_bias", {})]
+        biased = []
+        for key in sampling.get("logit_bias", {}):
+            ids = [int(key)] if re.fullmatch(r"0|[1-9]\d*", key) else self._tokenizer.encode(key).ids
+            biased += ids
+            if len(ids) != 1:
+                expected.errors.add("invalid_sampling")
         if any(token >= facts.vocab_size for token in (*biased, *sampling.get("stop_token_ids", ()))):
             expected.errors.add("token_out_of_vocabulary")
         asked = sampling.get("max_tokens")
@@ -518,8 +535,24 @@ def _is_message(message: Any) -> bool:
     return isinstance(content, str) or (content is None and "tool_calls" in message)
 
 
+def _has_other_part(message: Any) -> bool:
+    """Whether a message has a part of another type than text, such as an image."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text" for part in content
+    )
+
+
 def _native_sampling() -> set[str]:
-    return {*_SHARED, "return_token_ids"}
+    return {*_SHARED, "return_token_ids", "structured"}
+
+
+def _is_structured(value: Any) -> bool:
+    """Whether a value says what an answer must look like, in one of the forms that fuzzed rows have."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    ((name, form),) = value.items()
+    return isinstance(form, _FORMS[name]) and (name != "choice" or all(isinstance(text, str) for text in form))
 
 
 def _is_sound(sampling: Mapping[str, Any]) -> bool:
@@ -535,12 +568,13 @@ def _is_sound(sampling: Mapping[str, Any]) -> bool:
     stops = [stops] if isinstance(stops, str) else stops
     stop_ids, bias = sampling.get("stop_token_ids", []), sampling.get("logit_bias", {})
     max_tokens, min_tokens = sampling.get("max_tokens"), sampling.get("min_tokens", 0)
+    structured = sampling.get("structured")
     return (
         all(isinstance(flag, bool) for flag in flags)
+        and (structured is None or (_is_structured(structured) and not sampling.get("ignore_eos", False)))
         and (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops))
         and (isinstance(stop_ids, list) and all(_is_integer(token) and token >= 0 for token in stop_ids))
         and isinstance(bias, dict)
-        and all(re.fullmatch(r"0|[1-9]\d*", token) for token in bias)
         and all(_is_number(value) and -100 <= value <= 100 for value in bias.values())
         and len(bias) + len(stop_ids) <= 1024
         and (max_tokens is None or min_tokens <= max_tokens)

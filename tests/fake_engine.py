@@ -67,6 +67,7 @@ class FakeEngine:
             num_blocks=10,
             block_size=4,
             kv_cache_bytes=1 << 20,
+            kv_cache_tokens=40,
             weight_bytes=1 << 20,
             attention_backend="fake",
             seconds={"load weights": 1.0},

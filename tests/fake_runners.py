@@ -76,6 +76,7 @@ class CountingRunner:
             num_blocks=64,
             block_size=config.block_size,
             kv_cache_bytes=0,
+            kv_cache_tokens=64 * config.block_size,
             weight_bytes=0,
             attention_backend="none",
             seconds={},
@@ -146,6 +147,8 @@ class HashingRunner(CountingRunner):
 
     BAD_TOKEN = 7
     """Drafted where a token will not be accepted; never sampled."""
+    THE_STATE = -1
+    """Where a block of a group with states keeps its only key: that of the last token that was computed into it."""
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
@@ -153,9 +156,11 @@ class HashingRunner(CountingRunner):
         self.windows = self.ready.group_windows
         """The window of each KV group: at least 2 tokens, or None."""
         self.state_groups = self.ready.state_groups
-        """The KV groups in which no row may read what another row of its step has written."""
-        self.written_by: dict[tuple[int, int], int] = {}
-        """By KV group with states and block, the slot whose row has written to the block in this step."""
+        """The KV groups in which a block holds one state, and rows of a step run side by side."""
+        self.states_read: dict[int, set[int]] = {}
+        """By block with a state, the slots whose rows have read it in this step."""
+        self.states_written: dict[int, int] = {}
+        """By block with a state, the slot whose row has written it in this step."""
         self.accept: Callable[[int], int] | None = None
         """Given a row's number of logits, how many of its tokens count."""
         self.kv: dict[tuple[int, int], Key] = {}
@@ -169,7 +174,8 @@ class HashingRunner(CountingRunner):
 
     def launch(self, step: StepInput) -> Output | None:
         self.apply(step)
-        self.written_by.clear()
+        self.states_read.clear()
+        self.states_written.clear()
         starts = [self.lens[slot] for slot, _, _ in rows_of(step)]
         tokens: list[int] = []
         counts: list[int] = []
@@ -236,9 +242,13 @@ class HashingRunner(CountingRunner):
             is_right = position < start + num_certain or len(given) < count
             key = Key(position, last, hash((last, known[position] if is_right else self.BAD_TOKEN)))
             for group in range(len(self.windows)):
-                self.kv[self.place(group, slot, position)] = key
-            for group in self.state_groups:
-                self.written_by[group, self.place(group, slot, position)[0]] = slot
+                if group not in self.state_groups:
+                    self.kv[self.place(group, slot, position)] = key
+                elif position // self.block_size in self.tables[group, slot] or position == start + num_tokens - 1:
+                    block, _ = self.place(group, slot, position)
+                    self.kv[block, self.THE_STATE] = key
+                    assert self.states_written.setdefault(block, slot) == slot, "two rows write one state"
+                    assert self.states_read.get(block, {slot}) == {slot}, "another row of the step reads this state"
             last = key.hash
             if position >= start + num_tokens - num_logits and len(given) < count:
                 known[position + 1] = self.sample(slot, position, key)
@@ -255,8 +265,13 @@ class HashingRunner(CountingRunner):
 
     def check_group(self, group: int, slot: int, start: int) -> int:
         window = self.windows[group]
-        writer = self.written_by.get((group, self.place(group, slot, start - 1)[0]), slot)
-        assert writer == slot, "a state of the same step"
+        if group in self.state_groups:
+            block, _ = self.place(group, slot, start - 1)
+            assert self.states_written.get(block, slot) == slot, "a state of the same step"
+            self.states_read.setdefault(block, set()).add(slot)
+            state = self.kv[block, self.THE_STATE]
+            assert state.position == start - 1, "a state behind another token"
+            return state.hash
         first = 0 if window is None else max(0, start - window + 1)
         keys = [self.kv[self.place(group, slot, position)] for position in range(first, start)]
         assert [key.position for key in keys] == list(range(first, start)), "keys of other positions"

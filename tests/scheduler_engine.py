@@ -44,6 +44,7 @@ class SchedulerEngine:
             num_blocks=num_blocks,
             block_size=config.block_size,
             kv_cache_bytes=0,
+            kv_cache_tokens=num_blocks * config.block_size,
             weight_bytes=0,
             attention_backend="none",
             seconds={},

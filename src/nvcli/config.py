@@ -30,14 +30,38 @@ MAX_PROCESSES = 1024
 NumProcesses = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 ParallelSize = NumProcesses | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+KVDtype = ModelDtype | Literal["fp8"]
+KeptWeights = Literal["none", "fp8"]
+Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
+KVCacheDtype = Literal["auto", "bf16", "fp8"]
 Order = Literal["completion", "input"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 SpecialTokens = Literal["allow", "escape", "refuse"]
+ReasoningParserName = Literal["auto", "none", "think", "harmony", "mistral", "seed_oss", "cohere", "gemma4"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "glm",
+    "seed_oss",
+    "olmo3",
+    "mistral",
+    "granite",
+    "cohere",
+    "gemma4",
+    "llama",
+    "pythonic",
+    "harmony",
+]
 
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
+MAX_BLOCK_SIZE = 1024
+"""The largest `block_size`."""
 
 RESERVED_KEYS = ("id", "index", "choices", "usage", "error", "input", "custom_id", "response")
 """Keys that mean something in output rows, so that none of them can hold a text."""
@@ -48,10 +72,12 @@ DEFAULT_CONFIG_FILE = "nvcli.yaml"
 FLAG_KEYS = {
     "--model": "model",
     "--tp": "tensor_parallel_size",
+    "--ep": "enable_expert_parallel",
     "--pp": "pipeline_parallel_size",
     "--dp": "data_parallel_size",
     "--device": "device",
     "--dtype": "dtype",
+    "--quantization": "quantization",
     "--max-model-len": "max_model_len",
     "--max-num-seqs": "max_num_seqs",
     "--gpu-memory-utilization": "gpu_memory_utilization",
@@ -104,6 +130,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
     special_tokens: SpecialTokens = "allow"
     """Special tokens that the text of a row spells out: tokens, plain text, or a reason to make it an error row."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """How thoughts are told apart in answers to conversations; auto: as the chat template marks them."""
+    tool_parser: ToolParserName = "auto"
+    """How tool calls are found in answers to conversations with tools; auto: as the chat template writes them."""
     max_errors: Annotated[int, Meta(ge=0)] | None = None
     """More failed rows than this in one run end it; null: it goes on to the end."""
     keep_going: bool = False
@@ -155,10 +185,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder or Hugging Face id of a checkpoint, or `demo`: the built-in model."""
     dtype: Dtype = "auto"
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    quantization: Quantization = "auto"
+    """How weights of linear layers are kept. none: in `dtype`, whatever the checkpoint's format; fp8: in 8 bits,
+    with activations quantised as they come. auto: none."""
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
     """GPUs (on a CPU: processes) that share every layer of a copy. auto: see `job_run.planning.layout`; 1 on a CPU."""
+    enable_expert_parallel: bool = False
+    """These GPUs hold whole experts of a mixture of experts each; false: a part of every expert."""
     pipeline_parallel_size: NumProcesses = 1
     """Stages that the layers of a copy are dealt out to, each on its own `tensor_parallel_size` GPUs."""
     data_parallel_size: ParallelSize = "auto"
@@ -174,8 +209,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of each GPU's memory that the run may use."""
     kv_cache_memory: str | PositiveInt | None = None
     """KV cache of each rank, in bytes or as a size such as `2GiB`; null: what a GPU has left, part of a CPU's RAM."""
-    block_size: Annotated[int, Meta(ge=1, le=1024)] = 64
-    """Tokens in one block of the KV cache."""
+    block_size: Annotated[int, Meta(ge=1, le=MAX_BLOCK_SIZE)] | None = None
+    """Tokens in one block of the KV cache; null: see `sizing.kv_cache.default_block_size`."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """The type in which keys and values are kept. auto: the model's; fp8: e4m3 with a scale for each token and head, in
+    about half the memory of bf16."""
     attention_backend: AttentionName | AttentionBackends = "auto"
     """One for all work, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
     enable_prefix_caching: bool = True
@@ -203,7 +241,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: Path
     """A local folder in Hugging Face layout."""
     device: Literal["cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: ModelDtype
     tensor_parallel_size: int
     max_model_len: int
     max_num_seqs: int
@@ -217,6 +255,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     enforce_eager: bool
     step_timeout: float
+    enable_expert_parallel: bool = False
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """As in RunConfig; `kv_dtype` is what it comes to."""
     pipeline_parallel_size: int = 1
     """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
     replica: int = 0
@@ -229,6 +270,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Report the times of every step to the parent, and at the end the memory that each rank held at most."""
     measure_memory: bool = False
     """Once all is allocated, run the largest batches again and report what each item then took."""
+    quantization: KeptWeights = "none"
+    """How ranks keep the weights of linear layers."""
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
@@ -237,6 +280,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int = 0
     """The size of the model's hidden states, where requests ask for these instead of tokens: the model then needs no LM
     head. 0: requests ask for tokens and their probabilities."""
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """The type in which keys and values are kept."""
+        return kv_dtype(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def weights_type(self) -> str:
+        """The type of the weights, for people."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers in FP8"
 
     @property
     def num_ranks(self) -> int:
@@ -285,6 +338,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+
+def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
+    """Return the type in which a model whose weights are of `dtype` keeps keys and values."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    return "bfloat16" if kv_cache_dtype == "bf16" else "fp8"
 
 
 def find_config_file(explicit: Path | None) -> Path | None:
@@ -469,6 +529,7 @@ __all__ = [
     "Dtype",
     "EngineConfig",
     "JobConfig",
+    "KVCacheDtype",
     "MessageTemplate",
     "OnTooLong",
     "Order",

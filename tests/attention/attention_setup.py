@@ -14,6 +14,7 @@ from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.kernels.fp8_kv import FP8, dequantise_heads, quantise_heads, store_heads
 
 SCALE = 0.11
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -54,6 +55,7 @@ class Bench:
         has_sinks: bool = False,
         head_dims: tuple[int, ...] | None = None,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         device: str = "cpu",
         max_num_seqs: int = 256,
         poison: float = float("nan"),
@@ -82,6 +84,7 @@ class Bench:
             group_heads=tuple((num_kv_heads, size) for size in head_dims),
             block_size=block_size,
             dtype=dtype,
+            kv_dtype=kv_dtype,
         )
         self.layers = range(num_groups, 2 * num_groups)
         self.kv_cache = KVCache(cache_spec, num_blocks, self.device)
@@ -91,6 +94,7 @@ class Bench:
         self.case = AttentionCase(
             device=self.device,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             specs=self.specs,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -109,7 +113,12 @@ class Bench:
     def fill_blocks(self, blocks: list[int], value: float) -> None:
         for layer in range(2 * len(self.specs)):
             for cache in self.kv_cache.layer(layer):
-                cache[blocks] = value
+                if cache.dtype == FP8:
+                    cache.view(torch.uint8)[blocks] = int(torch.tensor(value).to(FP8).view(torch.uint8))
+                else:
+                    cache[blocks] = value
+            for scale in self.kv_cache.scales(layer) or ():
+                scale[blocks] = value
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
@@ -119,9 +128,18 @@ class Bench:
         heads = self.random(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         return heads[:, : spec.num_heads], heads[:, spec.num_heads : -spec.num_kv_heads], heads[:, -spec.num_kv_heads :]
 
-    def store(self, group: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        for cache, rows in zip(self.kv_cache.layer(self.layers[group]), (k, v), strict=True):
-            cache[places // self.case.block_size, places % self.case.block_size] = rows
+    def store(self, group: int, places: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; returns them as the cache has rounded them."""
+        layer = self.layers[group]
+        scales = self.kv_cache.scales(layer)
+        if scales is not None:
+            for cache, scale, rows in zip(self.kv_cache.layer(layer), scales, (k, v), strict=True):
+                store_heads(cache, scale, places, rows)
+            k, v = (dequantise_heads(*quantise_heads(rows)).to(self.dtype) for rows in (k, v))
+            return k, v
+        for cache, rows in zip(self.kv_cache.layer(layer), (k, v), strict=True):
+            cache[places // self.case.block_size, places % self.case.block_size] = rows.to(cache.dtype)
+        return k.to(self.case.cache_dtype).to(self.dtype), v.to(self.case.cache_dtype).to(self.dtype)
 
     def fill(self, history: History, count: int) -> None:
         """Put `count` more tokens into the cache without attending."""
@@ -132,7 +150,7 @@ class Bench:
             self.blocks.grow(table, state.length + count, block_size)
             places = [table[i // block_size] * block_size + i % block_size for i in positions]
             _, k, v = self.random_qkv(count, spec)
-            self.store(group, torch.tensor(places, device=self.device), k, v)
+            k, v = self.store(group, torch.tensor(places, device=self.device), k, v)
             history.keys[group].append(k)
             history.values[group].append(v)
         state.length += count
@@ -161,10 +179,10 @@ class Bench:
         for spec in self.specs:
             group = spec.kv_group
             q, k, v = self.random_qkv(batch.num_tokens, spec)
-            self.store(group, batch.slot_mapping[group], k, v)
+            keys, values = self.store(group, batch.slot_mapping[group], k, v)
             for (history, count), start in zip(work, starts, strict=True):
-                history.keys[group].append(k[start : start + count].clone())
-                history.values[group].append(v[start : start + count].clone())
+                history.keys[group].append(keys[start : start + count].clone())
+                history.values[group].append(values[start : start + count].clone())
             inputs.append((q, k, v))
         return Step(self, batch, list(work), starts, inputs)
 

@@ -39,6 +39,7 @@ def test_measures_a_real_engine() -> None:
         "gpus": [],
         "dtype": "float32",
         "tensor_parallel_size": 1,
+        "enable_expert_parallel": False,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
     }

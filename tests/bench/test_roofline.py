@@ -13,7 +13,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
 from nvcli.models.config import load_model_config
-from nvcli.sizing.costs import AttentionCosts, ExpertCosts, MatrixCosts, ModelCosts, model_costs
+from nvcli.sizing.costs import AttentionCosts, ExpertCosts, MatrixCosts, ModelCosts, StateCosts, model_costs
 
 COSTS = ModelCosts(
     layers=MatrixCosts(num_weights=1000, num_bytes=2000),
@@ -82,6 +82,41 @@ def test_a_step_reads_the_experts_that_its_tokens_have() -> None:
     assert three == Work(800 * 7 // 8, 3 * 2 * 200), "each is passed over by all three once in eight times"
     assert costs.weights_per_token == 1000 + 200
     assert costs.matrix_read_bytes(1e6) == 2000 + 800
+
+
+def test_a_row_reads_and_writes_its_states() -> None:
+    """However long its request is; a chunk does so once for all of its tokens."""
+    costs = replace(COSTS, states=StateCosts(num_bytes=100, flops_per_token=7))
+    parts = work_of(record(num_decodes=3, num_prefill_tokens=10, num_chunks=2, decode_keys=50), costs)
+    assert parts["decode states"] == Work(3 * 200, 3 * 7)
+    assert parts["prompt states"] == Work(2 * 200, 10 * 7)
+    ceilings = Ceilings(bytes_per_second=1000, flops_per_second=1e9)
+    step = record(num_decodes=3, num_prefill_tokens=10, num_chunks=2, decode_keys=50, seconds=1.0)
+    decode, prefill = (Roofline.of([step], costs, ceilings, phase=phase) for phase in ("decode", "prefill"))
+    assert (decode.limit_by_part["decode states"], decode.limit_by_part["prompt states"]) == (0.6, 0.0)
+    assert (prefill.limit_by_part["decode states"], prefill.limit_by_part["prompt states"]) == (0.0, 0.4)
+
+
+def test_qwen3_5_35b_a3b(tmp_path: Path) -> None:
+    """30 of 40 layers have a state: 32 heads of 128 × 128 in float32, and the last 3 inputs of 8,192 channels."""
+    model = load_model_config(write_shape("qwen3.5-35b-a3b", tmp_path))
+    costs = model_costs(model, "bfloat16")
+    state = 32 * 128 * 128
+    assert costs.states == StateCosts(num_bytes=30 * (4 * state + 2 * 3 * 8192), flops_per_token=30 * 6 * state)
+    assert costs.attention[0].kv_bytes_per_token == 10 * 2 * 2 * 256 * 2
+    delta_net = 2048 * (8192 + 4096 + 2 * 32) + 4096 * 2048
+    attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
+    each_mlp = 2048 * (256 + 1) + 3 * 512 * 2048
+    assert costs.layers.num_weights == 30 * delta_net + 10 * attention + 40 * each_mlp
+    active = costs.weights_per_token + costs.lm_head.num_weights
+    assert active / 1e9 == pytest.approx(2.95, abs=0.01), "A3B"
+    half, last = (
+        model_costs(model, "bfloat16", tensor_parallel_size=2),
+        model_costs(model, "bfloat16", stage=Stage(1, 2)),
+    )
+    for share in (half, last):
+        assert share.states is not None
+        assert 2 * share.states.num_bytes == costs.states.num_bytes
 
 
 def test_qwen3_30b_a3b(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from nvcli.engine.step_draft import StepDraft
 from requests_factory import make_request
 
 BLOCK_SIZE = 4
-FULL, WINDOW = KVGroup(), KVGroup(window=6)
+FULL, WINDOW, STATE = KVGroup(), KVGroup(window=6), KVGroup(window=2, is_state=True)
 
 
 class Requests:
@@ -26,10 +26,12 @@ class Requests:
         self.running: list[RequestState] = []
         self.num_entered = 0
 
-    def enter(self, prompt: list[int], *, reserve: int = 0) -> RequestState | None:
+    def enter(self, prompt: list[int], *, chunk: int = 1, reserve: int = 0) -> RequestState | None:
+        """A request whose first chunk has at most so many tokens, which are not computed yet, in a step of its own."""
+        self.tables.begin_step()
         request = make_request(self.num_entered, prompt, 1000)
         state = RequestState(request, Prompt(request))
-        if not self.tables.enter(state, reserve=reserve):
+        if self.tables.enter(state, chunk, reserve=reserve) is None:
             return None
         state.slot = self.num_entered
         self.num_entered += 1
@@ -45,11 +47,21 @@ class Requests:
         return num_tokens
 
     def compute_all(self, prompt: list[int], chunk: int) -> RequestState:
-        state = self.enter(prompt)
+        state = self.enter(prompt, chunk=chunk)
         assert state is not None
+        assert self.compute(state, min(chunk, state.num_uncomputed)) > 0
         while state.num_uncomputed:
+            self.tables.begin_step()
             assert self.compute(state, min(chunk, state.num_uncomputed)) > 0
         return state
+
+    def decode(self, state: RequestState, num_tokens: int) -> None:
+        """So many decode rows, whose tokens come back."""
+        for token in range(num_tokens):
+            state.generated.append(token)
+            assert self.compute(state, 1) == 1
+            self.tables.begin_step()
+            self.tables.check_integrity(self.running)
 
     def leave(self, state: RequestState) -> None:
         self.running.remove(state)
@@ -74,6 +86,23 @@ def test_blocks_behind_a_window_are_freed_between_chunks() -> None:
     requests.compute(state, 8)  # token 12 attends to tokens 7 to 12
     assert requests.num_held(state) == [10, 4]
     assert state.blocks[1][:1] == [0]
+
+
+def test_blocks_behind_a_long_chunk_are_freed_before_the_next_step_is_planned() -> None:
+    """Also where the request needs no new block: the last token of the prompt attends to itself and the 5 before it."""
+    requests = Requests((FULL, WINDOW), 40)
+    other = requests.compute_all(list(range(100, 107)), 7)
+    state = requests.compute_all(list(range(38)), 38)
+    assert requests.num_held(state) == [10, 10]
+    requests.tables.begin_step()
+    assert requests.num_held(state) == [10, 2]
+    assert requests.num_held(other) == [2, 2]
+    requests.tables.check_integrity(requests.running)
+    gone = requests.enter(list(range(200, 238)), chunk=38)
+    assert gone is not None
+    requests.leave(gone)
+    requests.tables.begin_step()  # one that has given all back is passed over
+    requests.tables.check_integrity(requests.running)
 
 
 def test_a_chunk_is_as_long_as_there_are_blocks() -> None:
@@ -153,6 +182,102 @@ def test_groups_do_not_share_blocks() -> None:
     assert states[0].blocks[0][:3] == states[1].blocks[0][:3]
     assert states[0].blocks[1][:3] == states[1].blocks[1][:3]
     assert not set(states[0].blocks[0]) & set(states[0].blocks[1])
+
+
+def test_of_its_states_a_request_keeps_the_one_that_it_goes_on_from() -> None:
+    """Behind each chunk of a prompt, and in an answer, where the block goes along from column to column."""
+    requests = Requests((FULL, STATE, STATE), 100)
+    state = requests.enter(list(range(42)), chunk=14)
+    assert state is not None
+    for num_columns in (4, 7):
+        requests.compute(state, 14)
+        requests.tables.begin_step()
+        assert requests.num_held(state) == [11, 1, 1]
+        assert [blocks.index(blocks[-1]) for blocks in state.blocks[1:]] == [num_columns - 1] * 2
+    requests.compute(state, 14)
+    requests.tables.begin_step()
+    assert requests.num_held(state) == [11, 1, 1]
+    states = [blocks[-1] for blocks in state.blocks[1:]]
+    requests.decode(state, 30)
+    assert requests.num_held(state) == [18, 1, 1]
+    assert [blocks[-1] for blocks in state.blocks[1:]] == states
+    requests.leave(state)
+
+
+def test_an_equal_prompt_goes_on_from_the_state_behind_the_last_full_block() -> None:
+    requests = Requests((FULL, STATE), 100)
+    for prompt in (list(range(40)), list(range(42))):
+        requests.leave(requests.compute_all(prompt, 40))
+        again = requests.enter(prompt, chunk=40)
+        assert again is not None
+        assert again.num_computed == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        requests.compute(again, 40)
+        requests.leave(again)
+
+
+def test_states_are_kept_where_prompts_part() -> None:
+    """The first one leaves none there. The second finds its keys, computes it all and leaves one for the others."""
+    requests = Requests((FULL, STATE), 100)
+    common = list(range(22))
+    found = []
+    for number in range(4):
+        state = requests.enter([*common, *range(100 * number, 100 * number + 20)], chunk=100)
+        assert state is not None
+        found.append(state.num_computed)
+        requests.compute(state, state.num_uncomputed)
+        requests.tables.begin_step()
+        assert requests.num_held(state) == [11, 1]
+    assert found == [0, 0, 20, 20]
+    requests.tables.check_integrity(requests.running)
+
+
+def test_a_long_prompt_leaves_a_state_for_each_of_its_chunks() -> None:
+    requests = Requests((FULL, STATE), 100)
+    prompt = list(range(100))
+    requests.leave(requests.compute_all(prompt, 31))
+    other = requests.enter([*prompt[:70], 7], chunk=30)
+    assert other is not None
+    assert other.num_computed == 64, "the second chunk ended with token 61, in the column before"
+
+
+def test_states_are_kept_only_in_blocks_that_nobody_needs() -> None:
+    """And none of them is counted where requests are admitted: one keeps its state in the same block."""
+    groups = (FULL, STATE, STATE)
+    requests = Requests(groups, 10 + 2)
+    assert requests.tables.can_fit(40)
+    assert not requests.tables.can_fit(41)
+    assert requests.tables.reserve(7, 1) == 7
+    state = requests.compute_all(list(range(36)), 10)
+    requests.decode(state, 4)
+    assert requests.manager.num_free == 0
+    requests.leave(state)
+    again = requests.enter(list(range(36)), chunk=40)
+    assert again is not None
+    assert again.num_computed == 0, "there was no room for a state behind the last full block"
+    reserved = Requests(groups, 11 + 2 + 3)
+    assert reserved.enter(list(range(42)), chunk=42, reserve=3) is not None
+    assert reserved.manager.num_free == 3
+
+
+def test_a_lone_request_takes_the_state_that_it_found_along() -> None:
+    """There is no room for another one."""
+    requests = Requests((FULL, STATE), 12)
+    prompt = list(range(40))
+    requests.leave(requests.compute_all(prompt, 40))
+    again = requests.enter(prompt, chunk=40)
+    assert again is not None
+    assert again.num_computed == 36
+    found = again.blocks[1][8]
+    rival = requests.enter(prompt, chunk=40)
+    assert rival is None
+    requests.leave(again)
+    filler = requests.manager.allocate(requests.manager.num_free - 11)
+    again = requests.enter(prompt, chunk=40)
+    assert filler is not None
+    assert again is not None
+    assert again.blocks[1][8:] == [found, found], "it stands in both columns, as the ranks read the first"
+    requests.manager.release(filler)
+    requests.leave(again)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 9, 30])

@@ -7,10 +7,12 @@ from itertools import pairwise
 
 import pytest
 
+from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
+from nvcli.errors import ConfigError
 from nvcli.messages import StepOutput, TokenLogprobs, unpack
 from rank_in_process import RankInProcess, decode_slots_of, make_core, rows_of, run, spans_of
 from requests_factory import make_request
@@ -162,3 +164,17 @@ def test_a_preempted_request_waits_for_the_tokens_on_their_way() -> None:
     assert core.stats.num_preemptions > 0
     assert all(unpack(done[request.request_id].token_ids).tolist() == answer(request) for request in requests)
     assert all(len(rows_of(step)) <= 2 for step in rank.steps)
+
+
+def test_drafted_tokens_are_refused_where_there_are_states() -> None:
+    """A state does not go back by tokens that were not accepted."""
+    groups = (KVGroup(), KVGroup(window=2, is_state=True))
+    with pytest.raises(ConfigError, match=r"^3 tokens a decode row: .*states.*; decode without drafted"):
+        SchedulerLimits(
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_model_len=64,
+            block_size=4,
+            tokens_per_row=3,
+            kv_groups=groups,
+        )

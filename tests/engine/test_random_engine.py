@@ -7,15 +7,16 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import Any
 
 import pytest
 
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
-from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput
+from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.messages import StepInput, unpack
-from nvcli.sampling_params import SamplingParams
+from nvcli.sampling_params import SamplingParams, StopRepetition
 from rank_in_process import RankInProcess, make_core, random_count
 from requests_factory import make_request
 
@@ -23,6 +24,9 @@ MAX_MODEL_LEN = 96
 Tokens = dict[int, list[int]]
 FULL, NARROW, WIDE = KVGroup(), KVGroup(window=6), KVGroup(window=17)
 STATE = KVGroup(window=2, is_state=True)
+EASY_LOOP = StopRepetition(max_pattern_size=30, min_count=2, min_tokens=2)
+FORCED = [60, 61, 62]
+"""Tokens that no rank gives."""
 
 
 @dataclass
@@ -52,6 +56,13 @@ def random_requests(rng: random.Random, number: int) -> list[Request]:
             temperature=0,
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
             min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+            stop_repetition=rng.choice([False, False, EASY_LOOP]),
+        )
+        thought = ThoughtLimit(
+            budget=rng.randrange(20),
+            start_ids=rng.choice([[], [100 + rng.randrange(50)]]),
+            ends=[[100 + rng.randrange(50) for _ in range(rng.randint(1, 2))]],
+            forced_ids=FORCED[: rng.randint(1, 3)],
         )
         reads = [
             None,
@@ -63,6 +74,7 @@ def random_requests(rng: random.Random, number: int) -> list[Request]:
             "stop_ids": stop_ids,
             "sampling": sampling,
             "stream": rng.random() < 0.2,
+            "thought_limit": thought if rng.random() < 0.3 else None,
         }
         requests.append(make_request(i, prompt, max_tokens, **fields))
     return requests
@@ -99,7 +111,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
 
     rank = RankInProcess(
         limits,
-        accept=random_count(rng) if rng.random() < 0.7 else None,
+        accept=random_count(rng) if rng.random() < 0.7 and STATE not in groups else None,
         fails=fails,
         blocks_anew=some_blocks if rng.random() < 0.5 else None,
     )
@@ -157,6 +169,8 @@ def blocks_needed(num_tokens: int, limits: SchedulerLimits) -> int:
     """What a request takes that computes so many tokens one by one."""
 
     def held(position: int, group: KVGroup) -> int:
+        if group.is_state:
+            return 1
         first = 0 if group.window is None else max(0, position - group.window + 1)
         return len({p // limits.block_size for p in range(first, position + 1)})
 
@@ -183,6 +197,7 @@ def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGro
         i = request.request_id
         answer, reason, read = expected[i]
         num_computed = len(unpack(request.prompt_ids)) + len(answer) - 1
+        num_computed -= len(answer) - len([*dropwhile(FORCED.__contains__, reversed(answer))])  # at its end
         if done[i].finish_reason == "abort":
             assert tokens[i] == answer[: len(tokens[i])]
         elif done[i].finish_reason == "error":

@@ -41,6 +41,7 @@ def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
     assert (second.prefill_keys, second.prefill_pairs) == (14, 11 + 12 + 13 + 14)
     assert [(step.num_decodes, step.decode_keys, step.num_sampled) for step in decodes] == [(1, 15, 1), (1, 16, 1)]
     assert (hit.num_prefill_tokens, hit.prefill_keys, hit.prefill_pairs) == (2, 14, 13 + 14)
+    assert [step.num_chunks for step in (first, second, *decodes, hit)] == [1, 1, 0, 0, 1]
     assert [step.seconds for step in (first, second, *decodes, hit)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [step.num_used_blocks for step in (first, second, *decodes)] == [4, 4, 4, 4]
     assert core.take_records() == []

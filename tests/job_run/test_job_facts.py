@@ -44,6 +44,16 @@ def test_what_the_job_says_about_prompts_makes_another_job() -> None:
     assert facts(chat_template_kwargs={"a": 1, "b": 2}) == facts(chat_template_kwargs={"b": 2, "a": 1})
 
 
+def test_weights_in_fp8_give_other_answers() -> None:
+    run = RunConfig(model="demo")
+    plain, kept = (
+        dict(job_facts(run, engine_config(model_path=demo_path(), quantization=kind), {}, model_path=demo_path()))
+        for kind in ("none", "fp8")
+    )
+    assert kept == {**plain, "quantization": "fp8"}
+    assert "quantization" not in plain, "outputs of earlier versions are continued"
+
+
 def change_byte(file: Path, place: int) -> None:
     with file.open("r+b") as stream:
         stream.seek(place)

@@ -40,6 +40,13 @@ def test_device_and_dtype(keys: dict[str, Any], found: Any, device: str, dtype: 
     assert (config.device, config.dtype) == (device, dtype)
 
 
+@pytest.mark.parametrize(("key", "kept"), [("auto", "none"), ("none", "none"), ("fp8", "fp8")])
+def test_quantization(key: Any, kept: str) -> None:
+    run = RunConfig(model="demo", quantization=key, device="cpu")
+    assert resolve_engine_config(run, Path("/m"), make_model()).quantization == kept
+    assert resolve.resolve_settings(run).model.quantization == kept
+
+
 def test_lengths_and_sizes() -> None:
     run = RunConfig(model="m", kv_cache_memory="2MiB")
     config = resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu")
@@ -72,6 +79,20 @@ def test_small_models_take_more_tokens_a_step(tmp_path: Path) -> None:
     ]
     assert tokens("qwen3-0.6b", "cuda", max_num_batched_tokens=1000) == 1000
     assert tokens("qwen3-8b", "cuda", max_num_seqs=9000) == 9000
+
+
+def test_the_block_size_follows_from_the_model(tmp_path: Path) -> None:
+    """Unless the configuration says otherwise."""
+    shapes = {name: load_model_config(write_shape(name, tmp_path)) for name in ("qwen3-8b", "qwen3.5-35b-a3b")}
+
+    def tokens(shape: str, **keys: Any) -> int:
+        run = RunConfig(model="m", **keys)
+        return resolve_engine_config(run, Path("/m"), shapes[shape], found_device="cuda").block_size
+
+    assert [tokens("qwen3-8b"), tokens("qwen3.5-35b-a3b"), tokens("qwen3.5-35b-a3b", dtype="float32")] == [64, 192, 128]
+    assert tokens("qwen3.5-35b-a3b", tensor_parallel_size=2) == 192
+    assert tokens("qwen3.5-35b-a3b", attention_backend=AttentionBackends(prefill="flash-attn")) == 256
+    assert tokens("qwen3.5-35b-a3b", block_size=48) == 48
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:

@@ -89,6 +89,10 @@ def test_equal_keys_are_exact() -> None:
     assert last.abs().max() < 10
 
 
+COUNTS = (1, 1, 70, 1, 1, 1, 1, 1, 50, 20, 1, 1, 1)
+"""The tokens of a request in pieces."""
+
+
 @pytest.mark.parametrize("block_size", [4, 64])
 def test_a_request_in_pieces(block_size: int) -> None:
     """Chunks, single tokens, and another request that goes on from a block of this one."""
@@ -112,12 +116,38 @@ def test_a_request_in_pieces(block_size: int) -> None:
         cut = DeltaGates(one.beta[part], one.step[part], one.log_rate, one.step_bias)
         return delta_rule(convolved, cut, pool, rows, HEADS)
 
-    for count in (1, 1, 70, 1, 1, 1, 1, 1, 50, 20, 1, 1, 1):
+    for count in COUNTS:
         assert_close(run(start, count, table), expected[start : start + count])
         start += count
     assert start == LENGTH
     assert_close(pool[table[(LENGTH - 1) // block_size]], expected_state)
     assert_close(run(middle, LENGTH - middle, branch), expected[middle:])
+
+
+def test_a_request_whose_columns_keep_no_states() -> None:
+    """Of each step's columns only the last has a block, which goes along where a column begins."""
+    qkv, one = rand(LENGTH, HEADS.num_channels), gates()
+    weight = rand(HEADS.num_channels, 4, seed=7)
+    expected_conv = F.silu(F.conv1d(qkv.T.unsqueeze(0), weight.unsqueeze(1), padding=3, groups=96)[0, :, :LENGTH].T)
+    expected, expected_state = reference(expected_conv, one)
+    pool, conv_pool = torch.full((4, 4, 8, 16), 1e3), torch.full((4, 3, HEADS.num_channels), 1e3)
+    table = [1, *[0] * (LENGTH // 4)]
+    start = 0
+    for count in COUNTS:
+        end = start + count
+        before, last = max(0, start - 1) // 4, (end - 1) // 4
+        if last > before:
+            table[last] = table[before] if start % 4 == 0 else table[before] % 3 + 1
+        rows = make_rows([(start, count)], [table], block_size=4, num_single=int(count == 1))
+        part = slice(start, end)
+        convolved = causal_conv(qkv[part], weight, conv_pool, rows)
+        assert_close(convolved, expected_conv[part])
+        cut = DeltaGates(one.beta[part], one.step[part], one.log_rate, one.step_bias)
+        assert_close(delta_rule(convolved, cut, pool, rows, HEADS), expected[part])
+        start = end
+    assert start == LENGTH
+    assert_close(pool[table[-1]], expected_state)
+    assert (pool[0] == 1e3).all(), "nothing is kept in the null block"
 
 
 def test_padding_is_finite_and_leaves_the_states_alone() -> None:

@@ -63,11 +63,17 @@ def weights_of(
 
 
 def on_device(tensors):
-    return type(tensors)(*(None if tensor is None else tensor.to(DEVICE) for tensor in tensors))
+    return type(tensors)(*(value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in tensors))
 
 
 def in_float32(weights: ExpertWeights) -> ExpertWeights:
-    return ExpertWeights(*(None if tensor is None else tensor.float() for tensor in weights))
+    return ExpertWeights(*(value.float() if isinstance(value, torch.Tensor) else value for value in weights))
+
+
+def share_of(weights: ExpertWeights, first: int, end: int) -> ExpertWeights:
+    """What a rank that holds some of the experts has."""
+    tensors = (None if tensor is None else tensor[first:end].contiguous() for tensor in weights[:4])
+    return ExpertWeights(*tensors, first_expert=first, num_others=len(weights.gate_up) - (end - first))
 
 
 class TestReference:
@@ -80,6 +86,19 @@ class TestReference:
         expected = everyone[torch.arange(6)[:, None], routes.experts.long()] * routes.weights[..., None]
         actual = reference.apply_experts(x, routes, weights, SILU)
         torch.testing.assert_close(actual, expected.transpose(0, 1))
+
+    def test_each_pair_is_computed_where_its_expert_is(self) -> None:
+        """The results of ranks that hold some experts each are those of one that holds all, and zeros elsewhere."""
+        routes, weights = routes_of(9, 6, 3), weights_of(6, 16, 8, torch.float32, biases=True)
+        x = torch.randn(9, 16)
+        whole, total = reference.apply_experts(x, routes, weights, SILU), torch.zeros(3, 9, 16)
+        for first, end in ((0, 2), (2, 3), (3, 6)):
+            part = reference.apply_experts(x, routes, share_of(weights, first, end), SILU)
+            is_mine = ((routes.experts >= first) & (routes.experts < end)).t()
+            assert torch.equal(part[is_mine], whole[is_mine])
+            assert (part[~is_mine] == 0).all()
+            total += part
+        assert torch.equal(total, whole)
 
 
 class TestWorkList:
@@ -113,6 +132,32 @@ class TestWorkList:
         full = sum(-(-count // row_tile) for count in expected.counts.tolist())
         assert sum(rows > 0 for _, _, rows, _ in items.tolist()) == full
 
+    @pytest.mark.parametrize(
+        ("num_tokens", "num_experts", "experts_per_token", "row_tile"),
+        [(1, 16, 4, 16), (7, 60, 4, 16), (40, 12, 4, 16)],
+    )
+    def test_a_rank_with_some_experts_has_items_of_them_alone(
+        self, num_tokens: int, num_experts: int, experts_per_token: int, row_tile: int
+    ) -> None:
+        routes = routes_of(num_tokens, num_experts, experts_per_token, favourite=num_experts - 1)
+        flat, seen = routes.experts.flatten(), []
+        held = num_experts // 4
+        for first_expert in range(0, num_experts, held):
+            order, items, _ = group_by_expert(
+                routes.experts.to(DEVICE),
+                held,
+                row_tile,
+                first_expert=first_expert,
+                num_others=num_experts - held,
+            )
+            for expert, first, rows, _ in items.tolist():
+                assert 0 <= rows <= row_tile
+                pairs = order[first : first + rows].cpu()
+                assert rows == 0 or 0 <= expert < held
+                assert (flat[pairs] == first_expert + expert).all()
+                seen += pairs.tolist()
+        assert sorted(seen) == list(range(num_tokens * experts_per_token))
+
 
 # Tokens, experts, experts per token, hidden, intermediate: Qwen3-MoE's kind, sizes that no tile divides, one expert.
 CASES = (
@@ -145,6 +190,20 @@ def test_apply_experts(case: tuple[int, ...], launch: str, dtype: torch.dtype) -
     actual = apply_on_device(x.to(DEVICE), on_device(routes), on_device(weights), SILU, LAUNCHES[launch])
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] > 1])
+def test_shares_of_the_experts(case: tuple[int, ...], dtype: torch.dtype) -> None:
+    num_tokens, num_experts, experts_per_token, hidden, intermediate = case
+    routes = routes_of(num_tokens, num_experts, experts_per_token)
+    weights = weights_of(num_experts, hidden, intermediate, dtype, biases=True)
+    x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for first in range(0, num_experts, num_experts // 2):
+        share = share_of(weights, first, first + num_experts // 2)
+        expected = reference.apply_experts(x.float(), routes, in_float32(share), SILU)
+        actual = apply_on_device(x.to(DEVICE), on_device(routes), on_device(share), SILU)
+        torch.testing.assert_close(actual.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)

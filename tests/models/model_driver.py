@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,18 +33,23 @@ class ModelDriver:
         num_blocks: int = 256,
         group: TensorParallelGroup | None = None,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device = CPU,
         stage: Stage = WHOLE,
         max_positions: int | None = None,
+        expert_parallel: bool = False,
+        quantization: Literal["none", "fp8"] = "none",
     ) -> None:
-        config = load_model_config(path)
+        config = load_model_config(path, expert_parallel=expert_parallel).keeping(quantization)
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(config, self.group, dtype, stage=stage, max_positions=max_positions)
         self.notes: list[str] = []
         self.num_bytes = load_weights(self.model, path, device, say=self.notes.append)
         layers = self.model.attention_layers
         group_layers = tuple(group.layers for group in kv_groups(config, stage))
-        cache_spec = KVCacheSpec.of_layers(self.model.cache_layers, group_layers, block_size=block_size, dtype=dtype)
+        cache_spec = KVCacheSpec.of_layers(
+            self.model.cache_layers, group_layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype
+        )
         self.kv_cache = KVCache(cache_spec, num_blocks, device)
         self.blocks = Blocks(num_blocks)
         case = AttentionCase(
@@ -51,6 +57,7 @@ class ModelDriver:
             dtype=dtype,
             specs=tuple(dict.fromkeys(layers)),
             block_size=block_size,
+            kv_dtype=kv_dtype,
         )
         self.backend, _ = select_backend("torch", case)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import write_tiny_model
+from expert_shapes import GPT_OSS
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
@@ -38,10 +40,10 @@ def checkpoint(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
-def load(path: Path, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+def load(path: Path, rank: int = 0, size: int = 1, *, expert_parallel: bool = False) -> dict[str, Tensor]:
     group = TensorParallelGroup.single()
     group.rank, group.size = rank, size
-    model = build_model(load_model_config(path), group, torch.float32)
+    model = build_model(load_model_config(path, expert_parallel=expert_parallel), group, torch.float32)
     load_weights(model, path, CPU)
     return dict(model.named_parameters())
 
@@ -95,6 +97,39 @@ def test_a_rank_has_a_part_of_every_expert(original: Path) -> None:
         ConfigError, match=r"experts' intermediate size 48 does not divide by 4 into multiples of 8.*Possible: 1, 2"
     ):
         config.check_tensor_parallel(4)
+
+
+def test_with_expert_parallelism_a_rank_has_whole_experts(original: Path, tmp_path: Path) -> None:
+    # As many ranks as experts, of which the second reads its own alone: what others read may be broken.
+    part, whole = load(original, 1, 4, expert_parallel=True), load(original)
+    path = EXPERTS.format(0)
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(part[f"{path}{name}"], whole[f"{path}{name}"][1:2])
+    assert torch.equal(part["model.layers.0.mlp.gate.weight"], whole["model.layers.0.mlp.gate.weight"])
+    with_biases = write_tiny_model(tmp_path / "gpt-oss", "GptOss", **GPT_OSS)
+    part, whole = load(with_biases, 1, 2, expert_parallel=True), load(with_biases)
+    names = [name for name in whole if ".experts." in name]
+    assert len(names) == 4 * 4
+    assert all(torch.equal(part[name], whole[name][3:]) for name in names)
+
+
+def test_experts_that_cannot_be_dealt_out(original: Path, tmp_path: Path) -> None:
+    config = load_model_config(original, expert_parallel=True)
+    config.check_tensor_parallel(2)
+    eight_heads = replace(config.layers[0].attends, num_heads=8, num_kv_heads=8)
+    layer = replace(config.layers[0], attention=eight_heads)
+    wide = replace(config, decoder=replace(config.decoder, layer_kinds=(layer,)))
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size 8 .*: 4 experts do not divide by 8 \(enable_expert_parallel, --ep\)"
+    ):
+        wide.check_tensor_parallel(8)
+    wide.check_tensor_parallel(4)
+    with pytest.raises(
+        ConfigError, match=r"48 does not divide by 4 into multiples of 8 \(--ep deals out whole experts"
+    ):
+        replace(wide, expert_parallel=False).check_tensor_parallel(4)
+    with pytest.raises(ConfigError, match=r"`enable_expert_parallel` \(--ep\) .*Qwen3ForCausalLM\) has no experts"):
+        load_model_config(write_tiny_model(tmp_path / "dense"), expert_parallel=True)
 
 
 def drop_last(tensors: dict[str, Tensor]) -> None:

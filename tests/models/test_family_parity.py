@@ -1,5 +1,5 @@
 """The logits of every family are those of transformers: of whole prompts, in chunks, behind a shared prefix, token by
-token, in stages, and cut over ranks."""
+token, in stages, and cut over ranks, with parts of every expert and with whole experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import reference_logits_of, write_tiny_model
+from expert_shapes import EXPERT_SHAPES
 from family_shapes import LONGEST_SHORT_RUN, SHAPES
 from nvcli.distributed.stage import Stage
 from nvcli.distributed.tensor_parallel import StageState, TensorParallelGroup
+from nvcli.models.config import load_model_config
+from nvcli.models.layer_config import ExpertsConfig
 from tensor_parallel_ranks import run_ranks
 
 LENGTH = LONGEST_SHORT_RUN
@@ -95,15 +98,27 @@ def logits_in_stages(path: Path, ids: list[int]) -> Tensor:
     return torch.cat(logits)
 
 
-def rank_logits(group: TensorParallelGroup, paths: list[Path]) -> list[Tensor]:
-    return [logits_in_steps(ModelDriver(path, group=group, max_positions=LENGTH), PROMPT, 30, 38) for path in paths]
+def rank_logits(group: TensorParallelGroup, models: list[tuple[Path, bool]]) -> list[Tensor]:
+    """The logits of each model, which is given by its folder and whether ranks hold whole experts."""
+    drivers = (
+        ModelDriver(path, group=group, max_positions=LENGTH, expert_parallel=expert_parallel)
+        for path, expert_parallel in models
+    )
+    return [logits_in_steps(driver, PROMPT, 30, 38) for driver in drivers]
 
 
 def test_same_logits_of_two_ranks(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
-    paths = [checkpoint_of(name) for name in SHAPES]
-    first_rank, _ = run_ranks(2, rank_logits, tmp_path, paths)
-    for found, path, name in zip(first_rank, paths, SHAPES, strict=True):
-        assert_close(found, reference_logits_of(path, [PROMPT])[0], name=name)
+    expected = {name: reference_logits_of(checkpoint_of(name), [PROMPT])[0] for name in SHAPES}
+    with_experts = [name for name in SHAPES if has_experts(checkpoint_of(name))]
+    assert set(EXPERT_SHAPES) < set(with_experts)
+    cases = [*((name, False) for name in SHAPES), *((name, True) for name in with_experts)]
+    first_rank, _ = run_ranks(2, rank_logits, tmp_path, [(checkpoint_of(name), whole) for name, whole in cases])
+    for found, (name, _) in zip(first_rank, cases, strict=True):
+        assert_close(found, expected[name], name=name)
+
+
+def has_experts(path: Path) -> bool:
+    return any(isinstance(layer.mlp, ExpertsConfig) for layer in load_model_config(path).layers)
 
 
 def test_a_long_run_takes_longrope_s_long_factors(checkpoint_of: Checkpoints) -> None:

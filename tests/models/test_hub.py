@@ -96,12 +96,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """For each repository, what `resolve_model` gives, what the hub was asked for, and what lies in the cache then."""
     code = (
         "from nvcli.doctor.model_files import check_model_files\n"
-        "from nvcli.errors import LoadError\n"
+        "from nvcli.errors import ConfigError, LoadError\n"
         "from nvcli.models.checkpoint import resolve_model\n"
         "for name in sys.argv[1:]:\n"
         "    finding = check_model_files(name).findings[0]\n"
         "    try: answer = str(resolve_model(name, weights=name != 'someone/looked-at'))\n"
-        "    except LoadError as error: answer = f'LoadError: {error}'\n"
+        "    except (ConfigError, LoadError) as error: answer = f'{type(error).__name__}: {error}'\n"
         "    print(json.dumps([name, answer, finding.level.name, finding.found]))\n"
     )
     done = run_with_hub(Hub, code, REPOSITORIES, home=tmp_path_factory.mktemp("home"))
@@ -133,7 +133,9 @@ def test_a_model_whose_rows_are_only_looked_at_is_fetched_without_weights(answer
 
 def test_an_architecture_is_refused_before_its_weights_are_fetched(answers: dict[str, dict[str, Any]]) -> None:
     answer = answers["someone/other-kind"]["answer"]
-    assert answer.startswith("LoadError: model someone/other-kind was not downloaded, as its configuration is refused:")
+    assert answer.startswith(
+        "ConfigError: model someone/other-kind was not downloaded, as its configuration is refused:"
+    )
     assert "OtherForCausalLM is not supported" in answer
     assert fetched("someone/other-kind") == ["config.json"]
 

@@ -183,4 +183,4 @@ def test_states_have_blocks_of_their_own(tp: int, tmp_path: Path) -> None:
         assert (recurrent[1] == 2.0).all(), "conv inputs lie where the state does"
         cache.clear(torch.tensor([1]))
         assert conv.count_nonzero() == recurrent.count_nonzero() == 0
-    assert blocks_needed(config, 1000, block_size=4, chunk=1) == 250 + 2 * len(states)
+    assert blocks_needed(config, 1000, block_size=4, chunk=1) == 250 + len(states)

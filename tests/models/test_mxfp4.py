@@ -54,11 +54,18 @@ def plain(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(
-    path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE, device: torch.device = CPU
+    path: Path,
+    rank: int = 0,
+    size: int = 1,
+    stage: Stage = WHOLE,
+    device: torch.device = CPU,
+    *,
+    expert_parallel: bool = False,
 ) -> dict[str, Tensor]:
     group = TensorParallelGroup.single()
     group.rank, group.size = rank, size
-    model = build_model(load_model_config(path), group, torch.bfloat16, stage=stage)
+    config = load_model_config(path, expert_parallel=expert_parallel)
+    model = build_model(config, group, torch.bfloat16, stage=stage)
     load_weights(model, path, device)
     return dict(model.named_parameters())
 
@@ -73,6 +80,12 @@ def test_weights_are_those_that_transformers_reads(
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
         assert torch.equal(found[name], parameter), name
+
+
+def test_a_rank_reads_whole_experts(published: Path, plain: Path) -> None:
+    found, expected = load(published, 1, 2, expert_parallel=True), load(plain)
+    for name in (name for name in expected if ".experts." in name):
+        assert torch.equal(found[name], expected[name][3:]), name
 
 
 @pytest.mark.gpu

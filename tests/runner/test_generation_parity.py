@@ -19,8 +19,8 @@ from nvcli.messages import unpack
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen-3.5": {
         "family": "Qwen3_5MoeText",
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -103,3 +103,13 @@ def test_circumstances_do_not_change_the_answers(
     for i, expected in enumerate(greedy_reference):
         assert answers[i] == expected, f"prompt {i}"
     assert answers == plain_answers
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen-3.5"], indirect=True)
+def test_states_in_two_stages_of_two_ranks(checkpoint: Path, plain_answers: dict[int, list[int]]) -> None:
+    """All at once: chunks, prefix hits and preemption."""
+    config = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 40}
+    done, stats = generate(checkpoint, requests(), **config, num_kv_tokens=420)
+    assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == plain_answers
+    assert stats.num_preemptions > 0
+    assert stats.cached_tokens > 0

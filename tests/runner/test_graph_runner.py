@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from checkpoints import write_tiny_qwen3
+from checkpoints import write_tiny_model
+from family_shapes import SHAPES
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.messages import StepInput
 from nvcli.runner.graph_runner import GraphRunner
@@ -43,9 +45,12 @@ class LaunchedGraphs(GraphRunner[Any]):
         return self._steps._compute(self._batch, sample=True)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny")
+@pytest.fixture(scope="module", params=["qwen 3", "qwen 3.5"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers all attend, and one with recurrent states."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    family, overrides = SHAPES.get(request.param, ("Qwen3", {}))
+    return write_tiny_model(folder, family, **overrides)
 
 
 def answers(runner: ModelRunner) -> dict[int, list[int]]:
@@ -82,6 +87,11 @@ def test_padded_steps_answer_like_exact_ones(path: Path) -> None:
     run = graphs.replayed
     assert {(shape.decode_rows > 0, shape.prefill_rows > 0) for shape in run} == {(True, True), (True, False)}
     assert len(run) > 10
+    # Padding leaves every block but the null block alone, which stays finite.
+    blocks_dim = 2 if runner.kv_cache.spec.is_uniform else 0
+    found, expected_blocks = (one.kv_cache.data.movedim(blocks_dim, 0) for one in (padded, runner))
+    torch.testing.assert_close(found[1:], expected_blocks[1:], atol=1e-4, rtol=1e-4)
+    assert found[0].isfinite().all()
 
 
 def test_a_step_takes_the_shape_with_the_fewest_tokens() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoints import FAMILIES, write_tiny_model
+from fake_runners import engine_config
 from nvcli.bench.shapes import write_shape
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
@@ -16,6 +17,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.geometry import model_tensors
 from nvcli.models.kv_groups import block_bytes
 from nvcli.models.registry import build_model
+from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
 
@@ -61,6 +63,22 @@ def test_biases_ties_shared_heads_and_padding(changes: dict[str, Any], tp: int, 
         assert_same(path, tp, rank=0, dtype=dtype)
 
 
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_whole_experts(name: str, tmp_path: Path) -> None:
+    path = write_shape(name, tmp_path)
+    parts, whole = load_model_config(path), load_model_config(path, expert_parallel=True)
+    planned = weight_bytes(whole, "bfloat16", tensor_parallel_size=8)
+    assert planned == build_model(whole, group_of(7, 8), torch.bfloat16).weight_bytes()
+    of_parts = weight_bytes(parts, "bfloat16", tensor_parallel_size=8)
+    biases = 0 if name.startswith("qwen3") else 24 * 32 * 2880 * 2  # those of down projections, which are not cut
+    assert planned == {**of_parts, "experts": of_parts["experts"] - biases * 7 // 8}
+    # All pairs may be one rank's: its experts' hidden rows are as many and as wide as those of a rank alone.
+    config = engine_config(tensor_parallel_size=8, dtype="bfloat16", device="cuda", max_num_batched_tokens=8192)
+    less, more = (estimate(config, model, 80 << 30).planned["activations"] for model in (parts, whole))
+    size = whole.layers[-1].mlp.intermediate_size
+    assert more - less == 8192 * 2 * whole.layers[-1].mlp.routing.experts_per_token * size * 7 // 8
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     assert_same(write_tiny_model(tmp_path / "tiny", family), tp=2, rank=1)
@@ -98,13 +116,45 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("qwen3-235b-a22b", 235.09),
         ("gpt-oss-20b", 20.91),
         ("gpt-oss-120b", 116.83),
+        ("qwen3-next-80b-a3b", 79.67),
+        ("qwen3.5-9b", 8.95),
+        ("qwen3.5-27b", 26.90),
+        ("qwen3.5-35b-a3b", 34.66),
+        ("mixtral-8x7b", 46.70),
+        ("mixtral-8x22b", 140.63),
+        ("qwen1.5-moe-a2.7b", 14.32),
+        ("qwen2-57b-a14b", 57.41),
+        ("olmoe-1b-7b", 6.92),
         ("llama-3.1-8b", 8.03),
         ("llama-3.1-70b", 70.55),
+        ("llama-3.2-1b", 1.24),
+        ("llama-3.2-3b", 3.21),
+        ("smollm3-3b", 3.08),
+        ("qwen2.5-0.5b", 0.49),
+        ("qwen2.5-7b", 7.62),
+        ("qwen2.5-14b", 14.77),
+        ("qwen2.5-32b", 32.76),
+        ("qwen2.5-72b", 72.71),
+        ("mistral-7b", 7.25),
+        ("mistral-nemo-12b", 12.25),
+        ("mistral-small-24b", 23.57),
+        ("gemma-7b", 8.54),
+        ("gemma-2-2b", 2.61),
         ("gemma-2-9b", 9.24),
+        ("gemma-2-27b", 27.23),
         ("gemma-3-4b", 3.88),
         ("gemma-3-12b", 11.77),
         ("gemma-3-27b", 27.01),
         ("phi-4", 14.66),
+        ("olmo-2-7b", 7.30),
+        ("olmo-2-13b", 13.72),
+        ("olmo-2-32b", 32.23),
+        ("olmo-3-7b", 7.30),
+        ("granite-3.3-8b", 8.17),
+        ("glm-4-9b", 9.40),
+        ("glm-4-32b", 32.57),
+        ("seed-oss-36b", 36.15),
+        ("command-r7b", 8.03),
     ],
 )
 def test_published_sizes(name: str, billions: float, tmp_path: Path) -> None:

@@ -6,17 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from checkpoints import tiny_model_config
 from fake_runners import engine_config
 from nvcli.bench.roofline import work_of
+from nvcli.bench.shapes import write_shape
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.core import EngineCore
+from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import StepRecord
+from nvcli.engine.scheduler import Scheduler
 from nvcli.messages import ForwardMode
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.kv_groups import kv_groups
 from nvcli.sizing.costs import AttentionCosts, model_costs
 from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, max_blocks, tokens_in
 from nvcli.sizing.memory import estimate
+from requests_factory import make_request
+from scheduler_engine import InstantExecutor
 
 LENGTH, BLOCK_SIZE, WINDOW = 256, 8, 32
 
@@ -47,19 +56,22 @@ CONFIG = engine_config(
 
 def test_blocks_of_requests(full: ModelConfig, mixed: ModelConfig) -> None:
     assert blocks_of_request(CONFIG, full, LENGTH) == 32
-    seen = -(-(WINDOW - 1 + 64) // BLOCK_SIZE) + 1
-    assert blocks_of_request(CONFIG, mixed, LENGTH) == 32 + seen == 45
+    seen = -(-(WINDOW - 1) // BLOCK_SIZE) + 1
+    assert blocks_of_request(CONFIG, mixed, LENGTH) == 32 + seen == 37
     assert block_bytes(CONFIG, mixed) * 2 == block_bytes(CONFIG, full)
-    assert (max_blocks(CONFIG, full), max_blocks(CONFIG, mixed)) == (321, 451)
+    of_a_step = 64 // BLOCK_SIZE
+    assert (max_blocks(CONFIG, full), max_blocks(CONFIG, mixed)) == (321, 371 + of_a_step)
+    alone = msgspec.structs.replace(CONFIG, max_num_seqs=1, max_num_batched_tokens=4096)
+    assert max_blocks(alone, mixed) == 1 + 32 + 32, "a step of many tokens has no more of them than the request"
     assert blocks_held(CONFIG, full, 2.5) == 2.5
     assert blocks_held(CONFIG, full, 0.5) == 1.0
-    assert blocks_held(CONFIG, mixed, 32) == 45
+    assert blocks_held(CONFIG, mixed, 32) == 37
 
 
 def test_a_cache_holds_more_tokens_where_there_are_windows(full: ModelConfig, mixed: ModelConfig) -> None:
     room = 101 * block_bytes(CONFIG, full)
     assert tokens_in(room, CONFIG, full) == 100 * BLOCK_SIZE
-    assert tokens_in(room, CONFIG, mixed) == 201 * LENGTH // 45
+    assert tokens_in(room, CONFIG, mixed) == 201 * LENGTH // 37
     assert tokens_in(1 << 40, CONFIG, full) == tokens_in(1 << 40, CONFIG, mixed) == 10 * LENGTH
     assert tokens_in(-5, CONFIG, full) == 0
 
@@ -67,8 +79,32 @@ def test_a_cache_holds_more_tokens_where_there_are_windows(full: ModelConfig, mi
 def test_a_plan_takes_no_more_blocks_than_there_is_a_use_for(full: ModelConfig, mixed: ModelConfig) -> None:
     plans = [estimate(CONFIG, model, 80 << 30) for model in (full, mixed)]
     assert plans[0].planned["KV cache"] == 321 * block_bytes(CONFIG, full)
-    assert plans[1].planned["KV cache"] == 451 * block_bytes(CONFIG, mixed)
+    assert plans[1].planned["KV cache"] == 379 * block_bytes(CONFIG, mixed)
     assert plans[1].planned["buffers"] > plans[0].planned["buffers"], "block tables for each group"
+
+
+def test_gemma_3_at_32k_tokens_holds_a_fifth_of_what_full_attention_would(tmp_path: Path) -> None:
+    """In the plan, and in the pool when a request has come so far. 10 of its 62 layers attend to all tokens."""
+    model = load_model_config(write_shape("gemma-3-27b", tmp_path))
+    config = engine_config(
+        max_model_len=32768, block_size=64, max_num_seqs=64, max_num_batched_tokens=8192, dtype="bfloat16"
+    )
+    full_bytes = 62 * 32768 * 2 * 16 * 128 * 2
+    held = blocks_of_request(config, model, 32768)
+    assert 0.187 < 10 / 62 + 52 / 62 * 1024 / 32768 < held * block_bytes(config, model) / full_bytes < 0.195
+    room = 80 << 30
+    assert 5.0 < tokens_in(room, config, model) / (room / full_bytes * 32768) < 5.3
+
+    windows = [group.window for group in kv_groups(model)]
+    scheduler = Scheduler(scheduler_limits(config, windows), BlockManager(held))
+    core = EngineCore(scheduler, InstantExecutor(), max_in_flight=2)
+    core.add([make_request(0, [6] * 32000, 768)])
+    most = 0
+    while core.has_work:
+        core.step()
+        most = max(most, scheduler.block_manager.num_used) if core.stats.generated_tokens else 0
+    assert core.stats.generated_tokens == 768, "what the plan says is enough"
+    assert held - len(windows) <= most <= held, "and it is needed"
 
 
 def test_attention_reads_the_window_alone(mixed: ModelConfig) -> None:

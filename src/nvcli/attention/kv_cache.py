@@ -4,6 +4,10 @@ A KV group is a list of layers that keep the same blocks. All groups share one p
 a group holds, for each layer of that group, the keys and values of `block_size` tokens, or the recurrent state behind
 the last of them that is computed. Block 0 is the null block: padding writes there, and table entries that stand for no
 block point to it. The engine never hands it out.
+
+Keys and values may be kept in another type than the model's. In FP8 each layer's part of a block is its e4m3 numbers
+[block_size, num_kv_heads, head_dim], and behind them their scales [num_kv_heads, block_size] in bfloat16
+(`kernels/fp8_kv.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nvcli.attention.kv_layout import part_bytes
 from nvcli.attention.spec import AttentionSpec, StateSpec
 from nvcli.attention.state_size import STATE_ALIGNMENT
+from nvcli.kernels.fp8_kv import FP8, KVScales
 
 NULL_BLOCK = 0
 
@@ -32,6 +38,9 @@ class KVCacheSpec:
     """(KV heads of this rank, head size) of each KV group's layers."""
     block_size: int
     dtype: torch.dtype
+    """The model's type, in which the convolutions' inputs of states are kept too."""
+    kv_dtype: torch.dtype | None = None
+    """The type of keys and values; None: the model's."""
     group_states: tuple[StateSpec | None, ...] = ()
     """The state of each KV group's layers; None: they have keys and values. Empty where no group has states."""
 
@@ -43,6 +52,7 @@ class KVCacheSpec:
         *,
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> KVCacheSpec:
         """Make the cache of a rank's layers. A group without layers takes no room in a block."""
         first = [layers[group[0]] if group else None for group in group_layers]
@@ -55,6 +65,7 @@ class KVCacheSpec:
             group_heads=heads,
             block_size=block_size,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             group_states=states if any(states) else (),
         )
 
@@ -63,18 +74,43 @@ class KVCacheSpec:
         return len(self.group_layers)
 
     @property
+    def state_groups(self) -> tuple[int, ...]:
+        """The KV groups whose layers have states."""
+        return tuple(number for number, state in enumerate(self.group_states) if state is not None)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether the keys of all layers have one shape."""
         return not self.group_states and len(set(self.group_heads) - {(0, 0)}) == 1
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """The type of keys and values."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether keys and values have scales beside them."""
+        return self.stored_dtype == FP8
+
+    @property
+    def unit(self) -> torch.dtype:
+        """The type of the pool's elements: bytes where numbers of several types stand beside each other."""
+        return torch.uint8 if self.has_scales else self.stored_dtype
+
+    def part_elements(self, heads: tuple[int, int]) -> int:
+        """The elements of one layer's keys in a block, with their scales, for (KV heads, head size)."""
+        if self.has_scales:
+            return part_bytes(self.block_size, *heads, "fp8")
+        return self.block_size * heads[0] * heads[1]
+
+    @property
     def block_elements(self) -> int:
         """The elements of one block: keys and values, or states, of all layers of the group that needs most."""
-        per_token = (
-            2 * len(layers) * num_kv_heads * head_dim
-            for layers, (num_kv_heads, head_dim) in zip(self.group_layers, self.group_heads, strict=True)
+        most = max(
+            2 * len(layers) * self.part_elements(heads)
+            for layers, heads in zip(self.group_layers, self.group_heads, strict=True)
         )
-        most = max(per_token) * self.block_size
         if not self.group_states:
             return most
         states = max(
@@ -82,12 +118,12 @@ class KVCacheSpec:
             for layers, state in zip(self.group_layers, self.group_states, strict=True)
             if state is not None
         )
-        needed = max(most * self.dtype.itemsize, states)
-        return -(-needed // STATE_ALIGNMENT) * STATE_ALIGNMENT // self.dtype.itemsize
+        needed = max(most * self.unit.itemsize, states)
+        return -(-needed // STATE_ALIGNMENT) * STATE_ALIGNMENT // self.unit.itemsize
 
     @property
     def block_bytes(self) -> int:
-        return self.block_elements * self.dtype.itemsize
+        return self.block_elements * self.unit.itemsize
 
 
 class KVCache:
@@ -104,32 +140,51 @@ class KVCache:
         if device.type == "cpu":
             # numpy's zeros are pages that the system clears when they are first touched; torch's are written here.
             pages = np.zeros(num_blocks * spec.block_bytes, dtype=np.uint8)
-            memory = torch.from_numpy(pages).view(spec.dtype)
+            memory = torch.from_numpy(pages).view(spec.unit)
         else:
-            memory = torch.zeros(num_blocks * spec.block_elements, dtype=spec.dtype, device=device)
-        layers: dict[int, tuple[Tensor, Tensor]] = {}
+            memory = torch.zeros(num_blocks * spec.block_elements, dtype=spec.unit, device=device)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._scales: dict[int, KVScales] = {}
         self._blocks_dim = 2 if spec.is_uniform else 0
         if spec.is_uniform:
             heads = next(heads for heads in spec.group_heads if heads != (0, 0))
-            self.data = memory.view(-1, 2, num_blocks, spec.block_size, *heads)
+            self.data = memory.view(-1, 2, num_blocks, spec.part_elements(heads))
+            if not spec.has_scales:
+                self.data = self.data.unflatten(3, (spec.block_size, *heads))  # type: ignore[no-untyped-call]
             for group in spec.group_layers:
-                layers.update((layer, (self.data[place, 0], self.data[place, 1])) for place, layer in enumerate(group))
+                for place, layer in enumerate(group):
+                    self._add_layer(layer, heads, self.data[place, 0], self.data[place, 1])
         else:
             self.data = memory.view(num_blocks, spec.block_elements)
             for group, heads in zip(spec.group_layers, spec.group_heads, strict=True):
                 if heads == (0, 0):
                     continue
-                size = spec.block_size * heads[0] * heads[1]
+                size = spec.part_elements(heads)
                 for place, layer in enumerate(group):
                     k, v = self.data[:, 2 * place * size : 2 * (place + 1) * size].chunk(2, dim=1)
-                    shape = (num_blocks, spec.block_size, *heads)
-                    layers[layer] = k.view(shape), v.view(shape)
-        self._layers = layers
+                    self._add_layer(layer, heads, k, v)
         self._states = dict(self._lay_out_states())
+
+    def _add_layer(self, layer: int, heads: tuple[int, int], k: Tensor, v: Tensor) -> None:
+        """Note a layer's parts of all blocks, [num_blocks, elements of a part] each."""
+        spec = self.spec
+        shape = (self.num_blocks, spec.block_size, *heads)
+        if not spec.has_scales:
+            self._layers[layer] = k.view(shape), v.view(shape)
+            return
+        size = math.prod(shape[1:])
+        self._layers[layer] = tuple(part[:, :size].view(FP8).view(shape) for part in (k, v))  # type: ignore[assignment]
+        num_scales = spec.block_size * heads[0]
+        scales = (part[:, size : size + 2 * num_scales].view(torch.bfloat16) for part in (k, v))
+        self._scales[layer] = KVScales(*(scale.view(self.num_blocks, heads[0], -1) for scale in scales))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, counted from the rank's first."""
         return self._layers[index]
+
+    def scales(self, index: int) -> KVScales | None:
+        """Return the scales of one layer's keys and values, or None where the cache's type has none."""
+        return self._scales.get(index)
 
     def state(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the convolution's inputs [num_blocks, inputs, channels] and the recurrent state
@@ -139,16 +194,20 @@ class KVCache:
     def _lay_out_states(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Give each layer with a state its part of the blocks: the recurrent state, then the convolution's inputs."""
         spec = self.spec
-        for group, state in zip(spec.group_layers, spec.group_states, strict=False):
+        if not spec.group_states:
+            return
+        blocks = self.data.view(torch.uint8)  # [num_blocks, block_bytes]
+        for group, state in zip(spec.group_layers, spec.group_states, strict=True):
             if state is None:
                 continue
-            size = state.num_bytes(spec.dtype) // spec.dtype.itemsize
-            recurrent_size = math.prod(state.recurrent_shape) * 4 // spec.dtype.itemsize
-            conv_size = math.prod(state.conv_shape)
+            size = state.num_bytes(spec.dtype)
+            recurrent_size = math.prod(state.recurrent_shape) * 4
+            conv_size = math.prod(state.conv_shape) * spec.dtype.itemsize
             for place, layer in enumerate(group):
-                part = self.data[:, place * size : place * size + recurrent_size + conv_size]
+                part = blocks[:, place * size : place * size + recurrent_size + conv_size]
                 recurrent = part[:, :recurrent_size].view(torch.float32).unflatten(1, state.recurrent_shape)  # type: ignore[no-untyped-call]
-                yield layer, (part[:, recurrent_size:].unflatten(1, state.conv_shape), recurrent)  # type: ignore[no-untyped-call]
+                conv = part[:, recurrent_size:].view(spec.dtype).unflatten(1, state.conv_shape)  # type: ignore[no-untyped-call]
+                yield layer, (conv, recurrent)
 
     def clear(self, blocks: Tensor) -> None:
         """Put zeros into blocks [n] int64, in all layers."""

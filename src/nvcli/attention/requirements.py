@@ -8,6 +8,10 @@ from importlib import import_module
 import torch
 
 from nvcli.attention.spec import AttentionCase
+from nvcli.kernels.fp8_kv import FP8
+
+_FP8_CAPABILITY = (8, 9)
+"""GPUs from Ada on turn e4m3 numbers into others in hardware, which Triton asks for."""
 
 
 def unmet_requirements(
@@ -17,19 +21,29 @@ def unmet_requirements(
     dtypes: Sequence[torch.dtype],
     head_dims: Sequence[int],
     takes_sinks: bool = False,
+    takes_scaled_cache: bool = False,
 ) -> list[str]:
-    """Return the reasons why a backend that needs this compute capability, and serves these types and head sizes, and
-    sinks if `takes_sinks`, cannot serve `case`."""
+    """Return the reasons why a backend that needs this compute capability, and serves these types and head sizes,
+    sinks if `takes_sinks`, and keys with scales beside them if `takes_scaled_cache`, cannot serve `case`."""
     if case.device.type != "cuda":
         return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
     reasons = []
     found = torch.cuda.get_device_capability(case.device)
     if found < capability:
-        wanted = ".".join(map(str, capability))
-        reasons.append(f"needs compute capability {wanted}, and this GPU has {'.'.join(map(str, found))}")
+        reasons.append(f"needs compute capability {_dotted(capability)}, and this GPU has {_dotted(found)}")
     if case.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        reasons.append(f"serves {names}, not {str(case.dtype).removeprefix('torch.')}")
+        names = ", ".join(_name(dtype) for dtype in dtypes)
+        reasons.append(f"serves {names}, not {_name(case.dtype)}")
+    if case.cache_dtype == FP8 and not takes_scaled_cache:
+        reasons.append("kv_cache_dtype fp8 keeps a scale for each token and head, which it does not read")
+    elif case.cache_dtype == FP8 and found < _FP8_CAPABILITY:
+        reasons.append(
+            f"kv_cache_dtype fp8 needs compute capability {_dotted(_FP8_CAPABILITY)}, and this GPU has {_dotted(found)}"
+        )
+    elif case.cache_dtype != case.dtype and not takes_scaled_cache:
+        reasons.append(
+            f"the KV cache is kept in {_name(case.cache_dtype)}, and it reads the model's {_name(case.dtype)}"
+        )
     for spec in case.specs:
         if spec.head_dim not in head_dims:
             reasons.append(f"head size {spec.head_dim} is not one of {', '.join(map(str, head_dims))}")
@@ -38,6 +52,14 @@ def unmet_requirements(
         if spec.has_sinks and not takes_sinks:
             reasons.append("the model's heads have attention sinks, which it does not take")
     return list(dict.fromkeys(reasons))
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def import_failure(module: str, package: str) -> str | None:

@@ -53,7 +53,14 @@ class AttentionCase:
     specs: tuple[AttentionSpec, ...]
     """The distinct kinds of attention of this rank's layers."""
     block_size: int
+    kv_dtype: torch.dtype | None = None
+    """The type in which the cache keeps keys and values; None: the model's."""
     max_num_seqs: int = 256
     """The most rows of a step, padding included; workspaces are sized by it."""
     max_num_batched_tokens: int = 8192
     """The most tokens of a step, padding included."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of keys and values in the cache."""
+        return self.kv_dtype or self.dtype

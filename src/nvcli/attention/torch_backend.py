@@ -27,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nvcli.attention import written_softmax
 from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.kv_cache import NULL_BLOCK
+from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
 from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.kernels.fp8_kv import gather_blocks
 
 _GROUP_BYTES_CPU = 4 << 20
 """Gathered keys and values of one group: measured best on two cores sharing 32 MiB of L3; flat from 4 to 16."""
@@ -86,6 +87,9 @@ class TorchBackend(AttentionBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         self._case = case
+        if case.cache_dtype != case.dtype:
+            # The cache rounds them: a token's keys are to be the same for all that attend to it.
+            self.reads_new_keys = False
         self._kinds: list[_Kind] = list(dict.fromkeys((spec.window, spec.kv_group) for spec in case.specs))
         self._kv_heads_dim = max(spec.num_kv_heads * spec.head_dim for spec in case.specs)
         self._decodes: dict[_Kind, _Decodes] = {}
@@ -121,14 +125,19 @@ class TorchBackend(AttentionBackend):
     ) -> Tensor:
         decodes = self._decodes[spec.window, spec.kv_group]
         k_cache, v_cache = batch.kv_cache.layer(layer)
+        scales = batch.kv_cache.scales(layer)
         num_kv_heads, head_dim = k_cache.shape[2:]
         sorted_q = q.index_select(0, decodes.order).view(q.shape[0], num_kv_heads, -1, head_dim)
         sorted_out = torch.empty_like(sorted_q)  # [rows, KV, G, D], in sorted order
         for group in decodes.groups:
             num_blocks = group.block_ids.shape[0]
             k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
-            torch.index_select(k_cache, 0, group.block_ids, out=k)
-            torch.index_select(v_cache, 0, group.block_ids, out=v)
+            if self.reads_new_keys:
+                torch.index_select(k_cache, 0, group.block_ids, out=k)
+                torch.index_select(v_cache, 0, group.block_ids, out=v)
+            else:
+                gather_blocks(k_cache, None if scales is None else scales.k, group.block_ids, k)
+                gather_blocks(v_cache, None if scales is None else scales.v, group.block_ids, v)
             shape = (group.size, -1, num_kv_heads, head_dim)
             rows = slice(group.start, group.start + group.size)
             sorted_out[rows] = _softmax_attention(
@@ -152,9 +161,7 @@ class TorchBackend(AttentionBackend):
         out: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        assert new is not None, "this backend reads new keys"
-        k, v = new
-        k_cache, v_cache = batch.kv_cache.layer(layer)
+        assert (new is not None) == self.reads_new_keys
         out = new_or(out, q)
         chunks = self._chunks[spec.window, spec.kv_group]
         for chunk in chunks:
@@ -163,14 +170,15 @@ class TorchBackend(AttentionBackend):
             if num_tokens == 0:  # a padding row
                 continue
             if chunk.block_ids is None:
+                assert new is not None
+                k, v = new
                 if spec.window is None or num_tokens <= spec.window:
                     out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None, sinks=sinks)
                     continue
                 keys, values = k[rows], v[rows]
             else:
                 num_keys = chunk.prefix + num_tokens - chunk.first_key
-                keys = k_cache.index_select(0, chunk.block_ids).flatten(0, 1)[:num_keys]
-                values = v_cache.index_select(0, chunk.block_ids).flatten(0, 1)[:num_keys]
+                keys, values = (part[:num_keys] for part in self._read_blocks(layer, chunk.block_ids, batch.kv_cache))
             for start in range(0, num_tokens, _QUERY_CHUNK):
                 end = min(start + _QUERY_CHUNK, num_tokens)
                 position = chunk.prefix + start
@@ -180,6 +188,21 @@ class TorchBackend(AttentionBackend):
                 out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks)
         out[chunks[-1].end :].zero_()  # padding
         return out
+
+    def _read_blocks(self, layer: int, block_ids: Tensor, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Copy the keys and values of blocks [n] out of the cache: [n × block_size, KV, D] each, in the run's type."""
+        caches = kv_cache.layer(layer)
+        if self.reads_new_keys:
+            k, v = (cache.index_select(0, block_ids) for cache in caches)
+        else:
+            scales = kv_cache.scales(layer) or (None, None)
+            k, v = (
+                gather_blocks(
+                    cache, scale, block_ids, cache.new_empty(len(block_ids), *cache.shape[1:], dtype=self._case.dtype)
+                )
+                for cache, scale in zip(caches, scales, strict=True)
+            )
+        return k.flatten(0, 1), v.flatten(0, 1)
 
     def _lay_out_decodes(self, kind: _Kind, batch: ForwardBatch, lens: list[int]) -> _Decodes:
         """Sort by the number of keys to read and cut into groups. A padding row without keys reads one of the null
@@ -240,13 +263,13 @@ class TorchBackend(AttentionBackend):
         for row, (num_tokens, seq_len, end) in enumerate(zip(counts, lens, accumulate(counts), strict=True), first_row):
             prefix = max(seq_len - num_tokens, 0)  # padding rows may have more tokens than keys
             block_ids, first_key = None, 0
-            if prefix > 0:
+            if prefix > 0 or not self.reads_new_keys:
                 first_block = _first_seen(prefix, window) // case.block_size
-                columns = slice(first_block, -(-seq_len // case.block_size))
+                columns = slice(first_block, -(-max(seq_len, num_tokens) // case.block_size))
                 block_ids = batch.block_tables[kv_group, batch.slots[row], columns].long()
                 first_key = first_block * case.block_size
-            if prefix > 0 or (window is not None and window < num_tokens):
-                longest = max(longest, seq_len)
+            if block_ids is not None or (window is not None and window < num_tokens):
+                longest = max(longest, seq_len, num_tokens)
             yield _Chunk(end - num_tokens, end, prefix, block_ids, first_key)
         if longest:
             self._reserve_mask(window, longest, batch.seq_lens.device)

@@ -45,6 +45,7 @@ class TritonBackend(AttentionBackend):
                 windows=kinds,
                 block_size=case.block_size,
                 dtype=case.dtype,
+                kv_dtype=case.cache_dtype,
                 device=case.device,
                 max_rows=case.max_num_seqs,
             )
@@ -54,6 +55,7 @@ class TritonBackend(AttentionBackend):
                 head_dim=head_dim,
                 block_size=case.block_size,
                 dtype=case.dtype,
+                kv_dtype=case.cache_dtype,
                 device=case.device,
             )
             self._prefills[geometry] = prefill
@@ -75,6 +77,7 @@ class TritonBackend(AttentionBackend):
             dtypes=(torch.bfloat16, torch.float16, torch.float32),
             head_dims=(16, 32, 64, 128, 256, 512),
             takes_sinks=True,
+            takes_scaled_cache=True,
         )
         if case.max_num_seqs > _MAX_ROWS:
             reasons.append(f"max_num_seqs {case.max_num_seqs} is above {_MAX_ROWS}")

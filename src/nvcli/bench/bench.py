@@ -34,6 +34,7 @@ class BenchLayout:
     """The GPU of each rank, replica after replica, by the numbers that the process sees; empty on a CPU."""
     dtype: str
     tensor_parallel_size: int
+    enable_expert_parallel: bool
     pipeline_parallel_size: int
     data_parallel_size: int
 
@@ -102,6 +103,7 @@ def bench(
         config.dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         stage=Stage(config.pipeline_parallel_size - 1, config.pipeline_parallel_size),
+        kv_dtype=config.kv_dtype,
     )
     results = []
     for ablation in ablations:
@@ -134,8 +136,9 @@ def _layout(config: EngineConfig, ready: EngineReady, data_parallel_size: int) -
     return BenchLayout(
         device=ready.memory[0].device,
         gpus=gpus if config.device == "cuda" else [],
-        dtype=config.dtype,
+        dtype=config.weights_type,
         tensor_parallel_size=config.tensor_parallel_size,
+        enable_expert_parallel=config.enable_expert_parallel,
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
     )
@@ -179,8 +182,7 @@ def _measure(
     try:
         ready = engines.wait_ready()
         copies = f" in each of {data_parallel_size} copies" if data_parallel_size > 1 else ""
-        num_tokens = ready.num_blocks * ready.block_size
-        say(f"ready in {engines.ready_seconds:.1f} s; KV cache for {num_tokens:,} tokens{copies}")
+        say(f"ready in {engines.ready_seconds:.1f} s; KV cache for {ready.kv_cache_tokens:,} tokens{copies}")
         for note in ready.notes:
             say(note)
         input_len = min(8, config.max_model_len - 1)

@@ -9,6 +9,8 @@ memory's bandwidth, and its operations, over the matrix rate. Counted is what no
     decode attention    keys and values of each row read once (no row shares another's), the new ones written
     prompt attention    keys and values of each chunk read once, the new ones written; 4 operations for each head, head
                         dimension and pair of tokens
+    decode states       the recurrent states of each row read and written once, and three products with a vector
+    prompt states       those of each chunk likewise, with three products for each token
 
 Activations, norms, sampling, embeddings and collectives count nothing. What is counted is one rank's share of a
 model; with pipeline stages a rank of the last stage, whose steps are the ones that are timed.
@@ -72,17 +74,25 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
         decode += Work((keys + step.num_decodes) * kv_bytes, keys * flops)
         prefill += Work((step.prefill_keys + step.num_prefill_tokens) * kv_bytes, pairs * flops)
     experts = {} if costs.experts is None else {"experts": _expert_work(costs.experts, num_tokens)}
+    states = {}
+    if costs.states is not None:
+        row_bytes, flops = costs.state_bytes_per_row, costs.states.flops_per_token
+        states = {
+            "decode states": Work(step.num_decodes * row_bytes, step.num_decodes * flops),
+            "prompt states": Work(step.num_chunks * row_bytes, step.num_prefill_tokens * flops),
+        }
     return {
         "layer matrices": _matrix_work(costs.layers, num_tokens),
         **experts,
         "LM head": _matrix_work(costs.lm_head, step.num_sampled),
         "decode attention": decode,
         "prompt attention": prefill,
+        **states,
     }
 
 
 def _matrix_work(costs: MatrixCosts, rows: int) -> Work:
-    return Work(costs.num_bytes, 2 * costs.num_weights * rows) if rows else Work()
+    return Work(costs.num_bytes, costs.operations_per_row * rows) if rows else Work()
 
 
 def _expert_work(costs: ExpertCosts, rows: int) -> Work:
@@ -98,6 +108,8 @@ def _prefill_shares(step: StepRecord) -> dict[str, float]:
         "LM head": 1 - step.num_decodes / max(1, step.num_sampled),
         "decode attention": 0.0,
         "prompt attention": 1.0,
+        "decode states": 0.0,
+        "prompt states": 1.0,
     }
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nvcli.bench.dense_shapes import DENSE_SHAPES
+from nvcli.bench.expert_shapes import EXPERT_SHAPES
+from nvcli.bench.hybrid_shapes import HYBRID_SHAPES
 from nvcli.errors import ConfigError
 from nvcli.models.checkpoint import resolve_model
 
@@ -105,6 +107,8 @@ SHAPES = {
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 1536, 128, 8),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    **EXPERT_SHAPES,
+    **HYBRID_SHAPES,
 }
 """The shapes, as the models' published config.json files have them."""
 

@@ -30,6 +30,7 @@ from nvcli.errors import ConfigError, InputChanged, NvcliError
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import Setting, is_telling, sampling_settings
 from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.files import STREAM, expand_inputs
@@ -147,7 +148,7 @@ class _Reading:
         self._reader = job.make_reader(AnsweredRows())
         self._tally = Tally(
             defaults=convert(dict(job.sampling_defaults), SamplingParams),
-            block_size=run.block_size if run.enable_prefix_caching else None,
+            block_size=job.config.block_size if run.enable_prefix_caching else None,
             finds_equal_rows=run.job.plan,
         )
         self._prompts: list[ShownPrompt] = []
@@ -180,8 +181,12 @@ class _Reading:
     def _prepared(self, tokenizer: Tokenizer) -> Iterator[list[PreparedRow | JobResult]]:
         """Yield batches of rows as `generate` prepares them."""
         job = self._job
-        with closing(ChatRenderer(job.model_path, chat_template=job.chat_template)) as renderer:
-            preparer = Preparer(tokenizer, job.model_limits, renderer.render)
+        makes_grammars = GrammarMaker(job.model_path, vocab_size=job.model.vocab_size, end_ids=job.model.eos_token_ids)
+        with (
+            closing(ChatRenderer(job.model_path, chat_template=job.chat_template)) as renderer,
+            closing(makes_grammars) as grammars,
+        ):
+            preparer = Preparer(tokenizer, job.model_limits, renderer.render, grammars)
             for rows in self._reader.batches():
                 yield preparer.prepare(rows)
 
@@ -204,7 +209,7 @@ class _Reading:
             inputs=list(job.inputs),
             model=job.run.model,
             device=job.config.device,
-            dtype=job.config.dtype,
+            dtype=job.config.weights_type,
             max_model_len=job.config.max_model_len,
             is_complete=is_complete,
             rows=tally.rows,

@@ -72,7 +72,7 @@ class Tally:
             return
         sampling = row.sampling
         self.lengths[row.num_prompt_tokens] += 1
-        self.samples += sampling.n
+        self.samples += sampling.num_samples
         if row.task is None and sampling != self._defaults:
             self.rows_with_own_sampling += 1
         key = row.answer_key if self._finds_equal_rows else None
@@ -93,7 +93,7 @@ class Tally:
         sampling = row.sampling
         nothing_ends_it = not row.stop_ids and not sampling.stop
         least = row.max_tokens if nothing_ends_it else max(1, sampling.min_tokens)
-        self.answers[least, row.max_tokens] += sampling.n
+        self.answers[least, row.max_tokens] += sampling.num_samples
 
     @property
     def rows_failed(self) -> int:

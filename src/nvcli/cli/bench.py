@@ -14,12 +14,14 @@ from nvcli.cli.options import (
     ConfigOption,
     DpOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     JsonOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     ShapeOption,
     TpOption,
@@ -41,10 +43,12 @@ def bench(
     model: ModelOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     dp: DpOption = None,
     input_file: Annotated[
@@ -160,6 +164,7 @@ def bench(
         {
             "--model": model_or_shape(model, shape),
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,
@@ -168,6 +173,7 @@ def bench(
             "--dp": dp,
         }
     )
+    flags["--ep"] = ep or None
     run = load_run_config(find_config_file(config), overrides or (), flags)
 
     from nvcli.bench.command import BenchOptions, run_bench

@@ -11,10 +11,12 @@ from nvcli.cli.messages import Interrupted, found_config_note, say, say_error
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     MaxModelLenOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     TpOption,
     flag_values,
@@ -39,9 +41,11 @@ if TYPE_CHECKING:
 def chat(
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     system: SystemOption = None,
     chat_template: ChatTemplateOption = None,
@@ -75,6 +79,7 @@ def chat(
         {
             "--model": model,
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--gpu-memory-utilization": gpu_memory_utilization,
             "--tp": tp,
@@ -87,6 +92,7 @@ def chat(
         }
     )
     flags |= {
+        "--ep": ep or None,
         "--stop": stop or None,
         "--system": system,
         "--chat-template": chat_template,

@@ -15,12 +15,14 @@ from nvcli.cli.options import (
     ConfigOption,
     DpOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     JsonOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     flag_values,
 )
@@ -32,6 +34,7 @@ _Seconds = Annotated[float, Meta(ge=1, le=1_000_000)]
 def doctor(
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
@@ -44,6 +47,7 @@ def doctor(
             rich_help_panel=MODEL,
         ),
     ] = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     dp: DpOption = None,
     device: Annotated[
@@ -98,6 +102,7 @@ def doctor(
         {
             "--model": model,
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,
@@ -107,6 +112,7 @@ def doctor(
             "--device": device,
         }
     )
+    flags["--ep"] = ep or None
     run = load_run_config(find_config_file(config), overrides or (), flags, needs_model=False)
     sections = []
     for section in examine(run, output=output.absolute().parent, timeout=seconds):

@@ -15,6 +15,7 @@ import typer
 from nvcli.cli.bench import bench
 from nvcli.cli.chat import chat
 from nvcli.cli.check import check
+from nvcli.cli.compare_quality import compare_quality
 from nvcli.cli.doctor import doctor
 from nvcli.cli.embed import embed
 from nvcli.cli.generate import generate
@@ -75,6 +76,11 @@ app.command(
     cls=GroupedCommand,
     short_help="Show where the memory of each GPU goes, and what to change.",
 )(profile_memory)
+app.command(
+    name="compare-quality",
+    cls=GroupedCommand,
+    short_help="Say how far one configuration's answers are from another's.",
+)(compare_quality)
 app.command(
     cls=GroupedCommand, short_help="Find out whether this machine is fit for a run.", epilog=_DOCTOR_EXIT_CODES
 )(doctor)

@@ -12,12 +12,14 @@ from nvcli.cli.messages import say
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
+    EpOption,
     GpuMemoryUtilizationOption,
     JsonOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     ShapeOption,
     TpOption,
@@ -30,10 +32,12 @@ def profile_memory(
     model: ModelOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
+    ep: EpOption = False,
     pp: PpOption = None,
     dry_run: Annotated[
         bool,
@@ -88,6 +92,7 @@ def profile_memory(
         {
             "--model": model_or_shape(model, shape),
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,
@@ -95,6 +100,7 @@ def profile_memory(
             "--pp": pp,
         }
     )
+    flags["--ep"] = ep or None
     run = load_run_config(find_config_file(config), overrides or (), flags)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)
     if plot is not None:

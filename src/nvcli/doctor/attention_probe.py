@@ -35,6 +35,8 @@ class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     max_num_seqs: int
     choice: str
+    kv_dtype: str | None = None
+    """The type of keys and values in the cache, as `EngineConfig.kv_dtype`; None: the model's."""
 
 
 def main(task: AttentionTask, control: Connection) -> None:
@@ -48,6 +50,7 @@ def probe(task: AttentionTask) -> list[Finding]:
     from nvcli.attention.selection import BACKENDS, NOT_ASKED, select_backend, why_not
     from nvcli.attention.spec import AttentionCase, AttentionSpec
     from nvcli.errors import ConfigError
+    from nvcli.kernels.fp8_kv import FP8
 
     case = AttentionCase(
         device=torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu"),
@@ -65,6 +68,7 @@ def probe(task: AttentionTask) -> list[Finding]:
             for kind in task.kinds
         ),
         block_size=task.block_size,
+        kv_dtype=None if task.kv_dtype is None else FP8 if task.kv_dtype == "fp8" else getattr(torch, task.kv_dtype),
         max_num_seqs=task.max_num_seqs,
     )
     findings = []

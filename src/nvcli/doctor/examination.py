@@ -16,7 +16,7 @@ from nvcli.doctor.device_probe import DeviceReport, GpuReport
 from nvcli.doctor.findings import Finding, Section, note, ok, problem
 from nvcli.doctor.fit import check_fit
 from nvcli.doctor.folders import check_folders
-from nvcli.doctor.gpus import check_gpus, free_bytes
+from nvcli.doctor.gpus import check_fp8, check_gpus, free_bytes
 from nvcli.doctor.machine import check_machine
 from nvcli.doctor.model_files import ModelFiles, check_model_files
 from nvcli.doctor.model_probe import ModelTask
@@ -35,6 +35,7 @@ from nvcli.job_run.resolve import (
 )
 from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
+from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
 
 _EXAMPLE = AttentionKind(num_heads=32, num_kv_heads=8, head_dim=128)
 """The heads that attention backends are asked about where no model is given: those of Qwen3-8B."""
@@ -53,7 +54,8 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             return stack.enter_context(Probe(f"nvcli.doctor.{target}:main", task, name=name, timeout=timeout))
 
         smi = ask_nvidia_smi()  # before our own probes take memory of the GPUs
-        files = check_model_files(run.model) if run.model.strip() else None
+        expert_parallel = run.enable_expert_parallel
+        files = check_model_files(run.model, expert_parallel=expert_parallel) if run.model.strip() else None
         config, layout, config_findings = _layout(run, files, device, smi)
         num_ranks = layout.num_ranks
         device_probe = start("device_probe", None, "device probe")
@@ -71,6 +73,8 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         findings = check_gpus(
             report, smi, device=device, num_gpus=num_ranks, is_explicit=is_explicit, chosen=layout.gpus
         )
+        if config is not None and config.quantization == "fp8" and device == "cuda" and not isinstance(report, str):
+            findings.append(check_fp8(report, chosen=layout.gpus))
         yield Section(title="GPUs", findings=findings)
         has_gpus = isinstance(report, DeviceReport) and len(report.gpus) >= num_ranks
         can_run = device == "cpu" or has_gpus
@@ -84,7 +88,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 findings += _findings(model_probe, "tokenizer")
             if config is not None and files.config is not None and files.tensors is not None:
                 gpus = [] if isinstance(report, str) else _free_gpus(report, smi, layout)
-                findings.append(_fit(config, files.config, layout, gpus))
+                findings.append(_fit(config, files.config.keeping(config.quantization), layout, gpus))
             yield Section(title=f"Model {run.model}", findings=findings)
 
 
@@ -126,7 +130,7 @@ def _layout(
         return None, given, []
     try:
         config = resolve_engine_config(run, files.path, files.config, found_device=device)
-        layout = resolve_layout(run, config, files.config, report=smi)
+        layout = resolve_layout(run, config, files.config.keeping(config.quantization), report=smi)
         sampling_defaults(run, files.config)
     except ConfigError as error:
         return None, given, [problem("configuration", str(error), "change that key, in the file or with --set")]
@@ -134,6 +138,7 @@ def _layout(
         return None, given, [problem("memory", str(error), "see `nvcli profile-memory`")]
     config = layout.apply(config)
     chosen = [note("layout", layout.why)] if layout.why else []
+    experts = "--ep, " if config.enable_expert_parallel else ""
     stages = f"--pp {layout.pipeline_parallel_size}, " if layout.pipeline_parallel_size > 1 else ""
     return (
         config,
@@ -142,7 +147,7 @@ def _layout(
             *chosen,
             ok(
                 "configuration",
-                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, {stages}"
+                f"{config.device}, {config.weights_type}, --tp {layout.tensor_parallel_size}, {experts}{stages}"
                 f"--dp {layout.data_parallel_size}, max_model_len {config.max_model_len:,}",
             ),
         ],
@@ -155,14 +160,17 @@ def _attention_task(
     """Make the question that a rank of the run would ask."""
     model = files.config if files is not None else None
     kinds: tuple[AttentionKind, ...] = (_EXAMPLE,)
+    kv_dtype: str | None = None
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    block_size = run.block_size or DEFAULT_BLOCK_SIZE
     if model is not None and config is not None:
         kinds = _attention_kinds(model, config.tensor_parallel_size)
-        dtype = config.dtype
+        dtype, kv_dtype, block_size = config.dtype, config.kv_dtype, config.block_size
     return AttentionTask(
         device=device,
         dtype=dtype,
-        block_size=run.block_size,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
         max_num_seqs=run.max_num_seqs,
         choice=attention_choice(run.attention_backend),
         kinds=kinds,

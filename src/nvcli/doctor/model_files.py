@@ -30,12 +30,13 @@ class ModelFiles:
     findings: list[Finding]
 
 
-def check_model_files(name: str) -> ModelFiles:
-    """Check the model that the configuration names. Nothing is downloaded."""
+def check_model_files(name: str, *, expert_parallel: bool = False) -> ModelFiles:
+    """Check the model that the configuration names. Nothing is downloaded. `expert_parallel` is that of
+    `load_model_config`."""
     path, finding = _find(name)
     if path is None:
         return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
-    config, config_findings = _read_config(path)
+    config, config_findings = _read_config(path, expert_parallel=expert_parallel)
     tensors, weight_findings = _read_weights(path)
     findings = [finding, *config_findings, *weight_findings]
     return ModelFiles(path=path, config=config, tensors=tensors, findings=findings)
@@ -69,13 +70,14 @@ def _not_here(name: str, size: DownloadSize) -> Finding:
     return warning("folder", found, f"hf download {name}, then ask again: its files were not checked")
 
 
-def _read_config(path: Path) -> tuple[ModelConfig | None, list[Finding]]:
+def _read_config(path: Path, *, expert_parallel: bool) -> tuple[ModelConfig | None, list[Finding]]:
     try:
-        config = load_model_config(path)
-    except LoadError as error:
+        config = load_model_config(path, expert_parallel=expert_parallel)
+    except (ConfigError, LoadError) as error:
         return None, [problem("config", str(error), "choose a checkpoint that nvcli serves, or correct the file")]
+    quantised = "" if config.quantisation is None else f" quantised with {config.quantisation.name},"
     found = (
-        f"{config.architecture}, {config.num_layers} layers, {config.dtype}, "
+        f"{config.architecture}, {config.num_layers} layers, {config.dtype},{quantised} "
         f"up to {config.max_position_embeddings:,} tokens"
     )
     return config, [ok("config", found), _generation_config(path, config)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.doctor.findings import Finding, note, ok, problem, warning
-from nvcli.errors import LoadError, RowError
+from nvcli.errors import ConfigError, LoadError, RowError
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.models import checkpoint_check
@@ -84,7 +84,7 @@ def check_tensors(path: Path) -> Finding:
         config = load_model_config(path)
         located = checkpoint_check.read_model_tensors(config, path)
         checkpoint_check.check_tensors(config, located.tensors, path)
-    except LoadError as error:
+    except (ConfigError, LoadError) as error:
         return problem("tensors", str(error), "config.json and weights must be of one model: download both again")
     found = "names and shapes are those that config.json describes"
     return ok("tensors", found if located.note is None else f"{found}; {located.note}")

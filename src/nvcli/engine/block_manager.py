@@ -70,6 +70,14 @@ class BlockManager:
                 del self._reusable[block]
             self._ref_counts[block] += 1
 
+    def is_held_once(self, block: int) -> bool:
+        """Whether a block has one reference."""
+        return self._ref_counts[block] == 1
+
+    def is_registered(self, block: int) -> bool:
+        """Whether `find` may return a block."""
+        return self._keys[block] is not None
+
     def register(self, block: int, block_hash: BlockHash, group: int = 0) -> None:
         """Make a held, full block of a KV group findable. Equal contents elsewhere keep the earlier entry."""
         key = (group, block_hash)

@@ -11,11 +11,18 @@ needs those that the first token behind the prefix attends to.
 
 Rows of one step may share blocks of keys that one of them fills, because keys are stored before they are read.
 Recurrent states are not: a request that would go on from a state of the step being planned waits for the next step.
+
+A state is as large as the keys of a whole block, so a request keeps one block for each group of states: that of the
+column which its last step ended in. Where its next tokens begin a column, the block goes along, unless it is registered
+for reuse and there is room to keep it. What is kept of a prompt, as long as nothing else needs the room, are the states
+behind each of its chunks (at the end of the column), behind its last full block, and behind the last block that was
+found of it without a state, where prompts with a common beginning part (SGLang's branching points). The states in an
+answer are not kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
@@ -30,15 +37,17 @@ class KVGroup:
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
     is_state: bool = False
-    """Whether a block holds the recurrent state behind its last token, and not keys. Its window is of two tokens: a
-    token goes on from the state behind the one before it."""
+    """Whether a block holds the recurrent state behind the last token of its column, and not keys. Its window is of two
+    tokens: a token goes on from the state behind the one before it."""
 
     def first_column(self, position: int, block_size: int) -> int:
         """The first column of a block table that a token at `position`, or one behind it, attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
     def most_blocks(self, num_tokens: int, block_size: int) -> int:
-        """The most blocks that are held at a time when `num_tokens` tokens are computed one by one."""
+        """The most blocks that are needed at a time when `num_tokens` tokens are computed one by one."""
+        if self.is_state:
+            return 1
         blocks = -(-num_tokens // block_size)
         return blocks if self.window is None else min(blocks, -(-(self.window - 1) // block_size) + 1)
 
@@ -52,13 +61,23 @@ class BlockTables:
         self._groups = tuple(groups)
         self._num_full = sum(group.window is None for group in groups)
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
+        self._of_keys = [number for number, group in enumerate(groups) if not group.is_state]
         self._of_states = [number for number, group in enumerate(groups) if group.is_state]
         self._new_states: set[int] = set()
         """Blocks of states that were registered since the step being planned was begun."""
+        self._leaving: dict[RequestState, None] = {}
+        """Requests that hold blocks for the step being planned which the step after it does not attend to, or go on
+        from: they took blocks for a chunk, or states."""
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
         self._new_states.clear()
+        leaving, self._leaving = self._leaving, {}
+        for state in leaving:
+            if state.blocks:  # else it gave all of them back
+                self._free_behind_windows(state)
+                if self._has_old_states(state):  # it goes on from its last one as soon as a token comes back
+                    self._leaving[state] = None
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
@@ -66,15 +85,15 @@ class BlockTables:
         return needed <= self.block_manager.num_blocks
 
     def reserve(self, num_requests: int, num_tokens: int) -> int:
-        """The most blocks that `num_requests` decoding requests take for `num_tokens` more tokens each."""
-        return num_requests * len(self._groups) * -(-num_tokens // self.block_size)
+        """The most blocks that `num_requests` decoding requests need for `num_tokens` more tokens each."""
+        return num_requests * len(self._of_keys) * -(-num_tokens // self.block_size)
 
-    def enter(self, state: RequestState, *, reserve: int) -> bool:
+    def enter(self, state: RequestState, budget: int, *, reserve: int) -> int | None:
         """Take the blocks with which a waiting request begins, cached ones first, and set `num_computed` accordingly.
 
-        Groups without a window get blocks for all known tokens, groups with one for the first token to compute.
-        Returns False, and takes nothing, if fewer than `reserve` free blocks would be left, or if it would go on from a
-        state that is not there before this step.
+        Groups without a window get blocks for all known tokens, the others for the first chunk. Returns the number of
+        its tokens, at most `budget`. Returns None, and takes nothing, if fewer than `reserve` free blocks would be
+        left, or if the request would go on from a state that is not there before this step.
         """
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
@@ -82,56 +101,142 @@ class BlockTables:
         num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
         if state.reads is not None and (unread := state.reads.first_unread) is not None:
             num_reusable = min(num_reusable, unread // block_size)
-        state.blocks, state.first_columns = self._match(state.hash_blocks(0, num_reusable, block_size))
+        self._match(state, state.hash_blocks(0, num_reusable, block_size))
         num_cached = len(state.blocks[0])
-        if num_cached and any(state.blocks[group][-1] in self._new_states for group in self._of_states):
+        current = [state.blocks[group][-1] for group in self._of_states] if num_cached else []
+        if not self._new_states.isdisjoint(current):
             self.release(state)
-            return False
+            return None
         num_fresh = -(-num_tokens // block_size) - num_cached
-        fresh = manager.allocate(num_fresh * self._num_full + len(self._windowed), reserve=reserve)
+        goes_along = current and all(map(manager.is_held_once, current))
+        grown = self._of_keys if goes_along else range(len(self._groups))
+        counts = [num_fresh if self._groups[group].window is None else 1 for group in grown]
+        fresh = manager.allocate(sum(counts), reserve=reserve)
         if fresh is None:
             self.release(state)
-            return False
-        for blocks, group in zip(state.blocks, self._groups, strict=True):
-            count = num_fresh if group.window is None else 1
-            blocks += fresh[:count]
+            return None
+        for group, count in zip(grown, counts, strict=True):
+            state.blocks[group] += fresh[:count]
             del fresh[:count]
         state.num_computed = num_cached * block_size
         state.set_hashed_blocks(num_cached, block_size)
         state.capacity = len(min(state.blocks, key=len)) * block_size
-        return True
+        length = min(num_tokens - state.num_computed, budget)
+        if state.num_computed + length > state.capacity:
+            length, _ = self._lengthen(state, length, least=1, reserve=reserve)
+        if self._of_states or (self._windowed and length > block_size):
+            self._leaving[state] = None
+        return length
 
-    def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int, reserve: int = 0) -> int:
+    def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
         """Take blocks for a request's next `num_tokens` tokens, or for fewer if there are too few free blocks.
 
-        Returns the number of tokens that there is room for. If that is less than `least`, no block is taken. The last
-        `reserve` free blocks are never taken.
+        Returns the number of tokens that there is room for. If that is less than `least`, no block is taken.
         """
         if self._windowed:
             self._free_behind_windows(state)
+            if num_tokens > self.block_size:
+                self._leaving[state] = None
+        num_tokens, taken = self._lengthen(state, num_tokens, least=least)
+        for group, first_column, blocks in taken:
+            assert state.slot is not None
+            draft.add_blocks(group, state.slot, first_column, blocks)
+        return num_tokens
+
+    def _lengthen(
+        self, state: RequestState, num_tokens: int, *, least: int, reserve: int = 0
+    ) -> tuple[int, list[tuple[int, int, list[int]]]]:
+        """Take blocks as `grow` does, and leave `reserve` free ones.
+
+        Returns the number of tokens that there is room for, and (group, first column, blocks) of what was taken.
+        """
         block_size, manager = self.block_size, self.block_manager
         num_columns = -(-(state.num_computed + num_tokens) // block_size)
-        num_free = manager.num_free - reserve
-        while (num_missing := _num_missing(state, num_columns)) > max(0, num_free):
+        num_free = max(0, manager.num_free - reserve)
+        while (num_missing := self._num_missing(state, num_columns)) > num_free:
             num_columns -= 1
             num_tokens = num_columns * block_size - state.num_computed
-        if num_tokens < least:
-            return num_tokens
-        if num_missing:
-            fresh = manager.allocate(num_missing)
-            assert state.slot is not None
-            assert fresh is not None
-            for group, blocks in enumerate(state.blocks):
-                count = num_columns - len(blocks)
-                if count > 0:
-                    draft.add_blocks(group, state.slot, len(blocks), fresh[:count])
-                    blocks += fresh[:count]
-                    del fresh[:count]
-            state.capacity = num_columns * block_size
-        return num_tokens
+        if num_tokens < least or num_columns * block_size <= state.capacity:
+            return num_tokens, []
+        fresh = manager.allocate(num_missing)
+        assert fresh is not None
+        taken = []
+        for group in self._of_keys:
+            blocks = state.blocks[group]
+            count = num_columns - len(blocks)
+            if count > 0:
+                taken.append((group, len(blocks), fresh[:count]))
+                blocks += fresh[:count]
+                del fresh[:count]
+        if self._of_states:
+            taken += self._lengthen_states(state, num_columns, fresh, room=num_free - num_missing)
+        state.capacity = num_columns * block_size
+        return num_tokens, taken
+
+    def _num_missing(self, state: RequestState, num_columns: int) -> int:
+        """Count the blocks that a request lacks for `num_columns` columns in each group."""
+        num_missing = 0
+        for group in self._of_keys:
+            num_missing += max(0, num_columns - len(state.blocks[group]))
+        if self._of_states and len(state.blocks[self._of_states[0]]) < num_columns and not self._can_go_along(state):
+            num_missing += len(self._of_states)
+        return num_missing
+
+    def _can_go_along(self, state: RequestState) -> bool:
+        """Whether the last blocks of a request's states may go on into the next columns: no token that is still to be
+        computed lies in their columns, or none that was, and nobody else goes on from them."""
+        num_columns = len(state.blocks[self._of_states[0]])
+        if (num_columns - 1) * self.block_size < state.num_computed < num_columns * self.block_size:
+            return False
+        return all(self.block_manager.is_held_once(state.blocks[group][-1]) for group in self._of_states)
+
+    def _lengthen_states(
+        self, state: RequestState, num_columns: int, fresh: list[int], *, room: int
+    ) -> list[tuple[int, int, list[int]]]:
+        """Give each group of states a block in the last of `num_columns` columns, and in those that are worth keeping
+        where there is room for it.
+
+        `fresh` are blocks for the former, none where the request's last ones go along. Returns what was added as
+        `_lengthen` does.
+        """
+        manager, groups = self.block_manager, self._of_states
+        first = len(state.blocks[groups[0]])
+        if not fresh:
+            fresh = [state.blocks[group][-1] for group in groups]
+            if any(map(manager.is_registered, fresh)) and room >= len(groups):
+                kept = manager.allocate(len(groups))
+                assert kept is not None
+                fresh, room = kept, room - len(groups)
+            else:
+                manager.unregister(fresh)
+                if (first - 1) * self.block_size >= state.num_computed:  # no token lies in its column
+                    for group in groups:
+                        state.blocks[group][-1] = 0
+        columns = {num_columns - 1: fresh}
+        for column in self._worth_keeping(state):
+            if first <= column < num_columns - 1 and column not in columns and room >= len(groups):
+                kept = manager.allocate(len(groups))
+                assert kept is not None
+                columns[column], room = kept, room - len(groups)
+        taken = []
+        for number, group in enumerate(groups):
+            state.blocks[group] += [0] * (num_columns - first)
+            for column, blocks in columns.items():
+                state.blocks[group][column] = blocks[number]
+                taken.append((group, column, [blocks[number]]))
+        self._leaving[state] = None
+        return taken
+
+    def _worth_keeping(self, state: RequestState) -> Iterator[int]:
+        """Yield the columns of a prompt whose states others may go on from, beside those that its chunks end in."""
+        if self.block_manager.enable_prefix_caching:
+            last = (state.num_prompt - 1) // self.block_size - 1
+            yield last
+            yield min(state.num_found_blocks - 1, last)
 
     def trim(self, state: RequestState) -> None:
         """Give back the blocks that a request no longer needs because its upper bound was lowered."""
+        assert not self._of_states, "a state does not go back"
         num_columns = -(-state.num_computed // self.block_size)
         if state.capacity <= num_columns * self.block_size:
             return
@@ -153,12 +258,18 @@ class BlockTables:
             return []
         hashes = state.hash_blocks(first, num_full, block_size)
         registered = []
-        for group, blocks in enumerate(state.blocks):
+        for group in self._of_keys:
+            blocks = state.blocks[group]
             for column in range(max(first, state.first_columns[group]), num_full):
                 manager.register(blocks[column], hashes[column - first], group)
                 registered.append(blocks[column])
         for group in self._of_states:
-            self._new_states.update(state.blocks[group][max(first, state.first_columns[group]) : num_full])
+            blocks = state.blocks[group]
+            for column in range(first, min(num_full, state.num_prompt // block_size)):
+                if blocks[column]:
+                    manager.register(blocks[column], hashes[column - first], group)
+                    self._new_states.add(blocks[column])
+                    registered.append(blocks[column])
         return registered
 
     def forget(self, state: RequestState) -> None:
@@ -170,33 +281,39 @@ class BlockTables:
 
     def release(self, state: RequestState) -> None:
         """Give all of a request's blocks back."""
-        for blocks, first in zip(state.blocks, state.first_columns, strict=True):
+        for group in self._of_keys:
+            blocks, first = state.blocks[group], state.first_columns[group]
             self.block_manager.release(blocks[first:] if first else blocks)
+        for group in self._of_states:
+            self.block_manager.release(_different(state.blocks[group]))
         state.blocks = []
         state.first_columns = []
         state.capacity = 0
         state.set_hashed_blocks(0, self.block_size)
 
-    def _match(self, hashes: Sequence[BlockHash]) -> tuple[list[list[int]], list[int]]:
-        """Find the longest cached prefix and take a reference of its blocks.
+    def _match(self, state: RequestState, hashes: Sequence[BlockHash]) -> None:
+        """Find the longest cached prefix, and take a reference of its blocks.
 
-        Returns each group's blocks, equally many, and how many leading ones its window does not need; those are 0.
+        Sets each group's blocks, equally many; those that its window does not need are 0. Sets `num_found_blocks`, too.
         """
         found = [self._find(hashes, group) for group in range(len(self._groups))]
-        num_cached = len(min(found, key=len))
-        if num_cached == 0:
-            return [[] for _ in self._groups], [0] * len(self._groups)
         runs = {group: _run_lengths(found[group]) for group in self._windowed}
-        while any(
-            runs[group][num_cached] < num_cached - self._first_column(group, num_cached) for group in self._windowed
-        ):
+
+        def is_whole(group: int, num_blocks: int) -> bool:
+            return runs[group][num_blocks] >= num_blocks - self._first_column(group, num_blocks)
+
+        num_cached = len(min(found, key=len))
+        while not all(is_whole(group, num_cached) for group in self._windowed if group not in self._of_states):
             num_cached -= 1
-        first_columns = [self._first_column(group, num_cached) for group in range(len(self._groups))]
-        for blocks, first in zip(found, first_columns, strict=True):
+        state.num_found_blocks = num_cached
+        while not all(is_whole(group, num_cached) for group in self._windowed):
+            num_cached -= 1
+        state.first_columns = [self._first_column(group, num_cached) for group in range(len(found))]
+        for blocks, first in zip(found, state.first_columns, strict=True):
             del blocks[num_cached:]
             blocks[:first] = [0] * first
             self.block_manager.hold(blocks[first:])
-        return found, first_columns
+        state.blocks = found
 
     def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """Find the blocks that a group has registered for these hashes. The result ends before the first missing block;
@@ -218,15 +335,19 @@ class BlockTables:
             blocks, start = state.blocks[number], state.first_columns[number]
             end = self._groups[number].first_column(state.least_computed, self.block_size)
             if end > start:
-                self.block_manager.release(blocks[start:end])
+                freed = blocks[start:end]
+                if self._groups[number].is_state:
+                    freed = [block for block in _different(freed) if block not in blocks[end:]]
+                self.block_manager.release(freed)
                 blocks[start:end] = [0] * (end - start)
                 state.first_columns[number] = end
 
+    def _has_old_states(self, state: RequestState) -> bool:
+        return any(state.first_columns[group] < len(state.blocks[group]) - 1 for group in self._of_states[:1])
+
     def check_integrity(self, running: Sequence[RequestState]) -> None:
         """Assert that the running requests' tables agree with the block manager and with how far the requests are."""
-        self.block_manager.check_integrity(
-            blocks[first:] for state in running for blocks, first in zip(state.blocks, state.first_columns, strict=True)
-        )
+        self.block_manager.check_integrity(_different(blocks) for state in running for blocks in state.blocks)
         for state in running:
             assert len(state.blocks) == len(state.first_columns) == len(self._groups)
             num_columns = -(-state.num_computed // self.block_size)
@@ -235,17 +356,17 @@ class BlockTables:
                 assert all(len(blocks) == num_columns for blocks in state.blocks), "not the blocks of its upper bound"
             for group, blocks, first in zip(self._groups, state.blocks, state.first_columns, strict=True):
                 assert not any(blocks[:first])
-                assert all(blocks[first:])
                 assert first <= group.first_column(state.least_computed, self.block_size), "freed inside the window"
+                if group.is_state:
+                    assert blocks[max(0, state.num_computed - 1) // self.block_size], "nothing to go on from"
+                else:
+                    assert all(blocks[first:])
+                    assert len(_different(blocks)) == len(blocks) - first, "a block in two columns"
 
 
-def _num_missing(state: RequestState, num_columns: int) -> int:
-    """Count the blocks that a request lacks for `num_columns` columns in each group."""
-    num_missing = 0
-    for blocks in state.blocks:
-        if len(blocks) < num_columns:
-            num_missing += num_columns - len(blocks)
-    return num_missing
+def _different(blocks: Iterable[int]) -> list[int]:
+    """Return the blocks that there are, each once."""
+    return list(dict.fromkeys(filter(None, blocks)))
 
 
 def _run_lengths(blocks: Sequence[int]) -> list[int]:

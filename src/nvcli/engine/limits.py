@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nvcli.engine.block_tables import KVGroup
+from nvcli.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The most that a step may hold. Sizes are in tokens and requests, as in `EngineConfig`."""
+    """The most that a step may hold. Sizes are in tokens and requests, as in `EngineConfig`.
+
+    Raises ConfigError for drafted tokens in a model with recurrent states.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -20,6 +24,13 @@ class SchedulerLimits:
     tokens_per_row: int = 1
     """Tokens of a decode row: the last one, and those that were drafted to follow it."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_row > 1 and any(group.is_state for group in self.kv_groups):
+            raise ConfigError(
+                f"{self.tokens_per_row} tokens a decode row: the model has recurrent states, out of which drafted "
+                "tokens that are not accepted cannot be taken again; decode without drafted tokens"
+            )
 
     @property
     def decode_width(self) -> int:

@@ -8,8 +8,22 @@ import msgspec
 
 from nvcli.messages import ForwardMode, PromptReading, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
+from nvcli.structured import Constraint
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
+
+
+class ThoughtLimit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How long an answer may think, and by which tokens that is seen and ended."""
+
+    budget: int
+    """The most tokens of the thought, without the marks around it."""
+    start_ids: list[int]
+    """The ids that begin the thought; empty: the answer begins inside it."""
+    ends: list[list[int]]
+    """Sequences of ids, each of which ends the thought."""
+    forced_ids: list[int]
+    """The ids that end a thought which has had all of its tokens."""
 
 
 class PromptScoring(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -33,7 +47,7 @@ class Pooling(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One row, or one sample of it. The scheduler makes a request of each sample; they share the prompt.
 
-    `sampling` need not hold what only the parent uses (stop strings).
+    `sampling` holds biases by token ids alone, and need not hold what only the parent uses (stop strings, bad words).
     """
 
     request_id: int
@@ -46,6 +60,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sampling: SamplingParams
     stop_ids: list[int]
     """Ids that end the answer: end-of-sequence ids unless ignored, and `stop_token_ids`."""
+    forbidden_ids: list[int] = []
+    """Ids that are never chosen."""
+    bad_words: list[list[int]] = []
+    """Sequences of at least two ids, none of which the answer may hold."""
+    thought_limit: ThoughtLimit | None = None
+    """The limit of the answer's thought; None: it has none."""
     seed: int
     """The key of the request's random numbers; the next two are words of their counter (`nvcli.kernels.philox`)."""
     row: int
@@ -56,8 +76,15 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The number of samples that are asked for."""
     stream: bool = False
     """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
+    constraint: Constraint | None = None
+    """What the answer must look like; None: anything. `sampling` need not say it too."""
     read: PromptScoring | Pooling | None = None
     """What is wanted of the prompt itself; the first sample brings it."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it, so that the ranks must have them all."""
+        return self.sampling.has_penalties or bool(self.bad_words)
 
     def samples(self) -> list[Request]:
         """Return a request for each sample."""
@@ -128,6 +155,8 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """The tokens that each prefill chunk attended to, summed over the chunks."""
     prefill_pairs: int
     """The number of pairs of a chunk's token and a token that it attended to."""
+    num_chunks: int = 0
+    """Prefill chunks."""
     num_used_blocks: int = 0
     """KV blocks held by running requests when the step was scheduled."""
     seconds: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from nvcli.engine.answer_watch import AnswerWatch, watch_of
 from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.prompt import Prompt
 from nvcli.engine.prompt_reads import PromptReads
@@ -39,6 +40,8 @@ class RequestState:
     """Once `num_computed` reaches this number, tokens must come back before the next decode row is scheduled."""
     num_reported: int = 0
     """Generated tokens that the parent has."""
+    watch: AnswerWatch | None = field(init=False)
+    """What is looked for in the tokens as they come back; None for most requests."""
     stop_ids: frozenset[int] = field(init=False)
     stream: bool = field(init=False)
     num_computed: int = 0
@@ -49,16 +52,19 @@ class RequestState:
     slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)
     """The block ids of each KV group, set by `BlockTables`: entry c holds the tokens from c × block_size on. It is 0
-    where the group's window has left the block behind."""
+    where the group's window has left the block behind, and where a state is not kept. A state that went along from one
+    column to the next stands in both."""
     first_columns: list[int] = field(default_factory=list)
-    """The number of leading zeros in `blocks` of each KV group."""
+    """In each KV group, how many leading entries of `blocks` the window has left behind; they are 0."""
+    num_found_blocks: int = 0
+    """Leading blocks whose keys were found in the prefix cache, with or without the state behind them."""
     capacity: int = 0
     """Tokens that the blocks of every group have room for."""
     num_hashed_blocks: int = 0
     """Leading blocks that are registered for reuse."""
     checked_at: int = 0
     """The number of generated tokens from which on an arriving token needs more than to be appended: the answer has its
-    full length, a block may be registered, or tokens are to be reported."""
+    full length or is to be looked at, a block may be registered, or tokens are to be reported."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Chained hashes of the full blocks of known tokens behind those that are full of prompt tokens, as far as they
     were needed."""
@@ -73,10 +79,24 @@ class RequestState:
         request = self.request
         self.num_prompt = len(self.prompt.token_ids)
         self.max_len = self.num_prompt + request.max_tokens
-        self.parks_at = 0 if self.needs_last_token else self.max_len - 1
+        self.watch = watch_of(request)
+        self._set_parks_at()
         self.stop_ids = self.prompt.stop_ids
         self.stream = request.stream
         self.reads = None if request.read is None else PromptReads(request.read, self.prompt.token_ids)
+
+    def _set_parks_at(self) -> None:
+        self.parks_at = 0 if self.needs_last_token else min(self.max_len, self.barrier) - 1
+
+    @property
+    def barrier(self) -> int:
+        """Tokens, prompt included, that must be known before more are computed."""
+        return self.max_len if self.watch is None else self.num_prompt + self.watch.barrier
+
+    def watch_changed(self, block_size: int) -> None:
+        """Note that the answer was looked at, and when that is due again."""
+        self._set_parks_at()
+        self.set_hashed_blocks(self.num_hashed_blocks, block_size)
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +116,13 @@ class RequestState:
     def last_token(self) -> int:
         """The last known token."""
         return self.generated[-1] if self.generated else self.prompt.token_ids[-1]
+
+    @property
+    def needs_prefix_ids(self) -> bool:
+        """Whether the ranks need the tokens of its cached prefix: penalties count them, bad words may begin with them,
+        and a grammar is followed from the beginning of the answer."""
+        request = self.request
+        return request.needs_tokens or (request.constraint is not None and len(self.generated) > 0)
 
     @property
     def num_uncomputed(self) -> int:
@@ -128,6 +155,8 @@ class RequestState:
         self.num_hashed_blocks = num_blocks
         checked_len = 0 if self.stream else min(self.max_len, (num_blocks + 1) * block_size)
         self.checked_at = checked_len - self.num_prompt
+        if self.watch is not None:
+            self.checked_at = min(self.checked_at, self.watch.due_at)
 
     def hash_blocks(self, first: int, end: int, block_size: int) -> list[BlockHash]:
         """Return the hashes of the blocks `first` to `end`, without `end`, which must be full of known tokens."""

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import msgspec
 
 from nvcli.engine.state import RequestState
-from nvcli.messages import NewSlot, PromptRead, SlotSampling, StepInput, pack, unpack
+from nvcli.messages import (
+    FORBIDDEN,
+    MAX_STEP_GRAMMAR_BYTES,
+    NewSlot,
+    PromptRead,
+    SlotConstraint,
+    SlotSampling,
+    StepInput,
+    pack,
+    unpack,
+)
 
 
 @dataclass(slots=True)
@@ -44,6 +54,9 @@ class StepDraft:
         self.num_prefix_ids = 0
         """Cached tokens of entering requests that the step carries; `max_step_input_bytes` bounds their number."""
         self._new_slots: list[NewSlot] = []
+        self._grammars: dict[str, int] = {}
+        """The grammars of requests that enter slots, with their places in the step."""
+        self._grammar_bytes = 0
         self._blocks: list[tuple[int, int, int, int]] = []
         """(KV group, slot, column, block) for each block that a slot was given."""
         self._span_slots: list[int] = []
@@ -62,11 +75,23 @@ class StepDraft:
     def has_new_slots(self) -> bool:
         return bool(self._new_slots)
 
+    def has_room_for_grammar(self, state: RequestState) -> bool:
+        """Whether the step may bring the grammar of a request, if it has one."""
+        constraint = state.request.constraint
+        if constraint is None or constraint.grammar in self._grammars:
+            return True
+        return self._grammar_bytes + len(constraint.grammar.encode()) <= MAX_STEP_GRAMMAR_BYTES
+
     def enter(self, state: RequestState, num_prefix_ids: int) -> None:
         """Let a request enter its slot, with its blocks and the first `num_prefix_ids` tokens of its cached prefix."""
         assert state.slot is not None
         self._new_slots.append(
-            NewSlot(slot=state.slot, num_cached_tokens=state.num_computed, sampling=_slot_sampling(state))
+            NewSlot(
+                slot=state.slot,
+                num_cached_tokens=state.num_computed,
+                sampling=_slot_sampling(state),
+                constraint=self._slot_constraint(state),
+            )
         )
         for group, (blocks, first) in enumerate(zip(state.blocks, state.first_columns, strict=True)):
             self.add_blocks(group, state.slot, first, blocks[first:])
@@ -74,9 +99,24 @@ class StepDraft:
             self.add_tokens(state, 0, num_prefix_ids)
             self.num_prefix_ids += num_prefix_ids
 
+    def _slot_constraint(self, state: RequestState) -> SlotConstraint | None:
+        constraint = state.request.constraint
+        if constraint is None:
+            return None
+        grammar = constraint.grammar
+        if grammar not in self._grammars:
+            self._grammars[grammar] = len(self._grammars)
+            self._grammar_bytes += len(grammar.encode())
+        return SlotConstraint(
+            grammar=self._grammars[grammar],
+            end_ids=constraint.end_ids,
+            starts_after=constraint.starts_after,
+            stop_ids=state.request.stop_ids if state.request.sampling.min_tokens else [],
+        )
+
     def add_blocks(self, group: int, slot: int, first_column: int, blocks: Iterable[int]) -> None:
-        """Add blocks that a slot was given, for its columns from `first_column` on."""
-        self._blocks += [(group, slot, column, block) for column, block in enumerate(blocks, first_column)]
+        """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none."""
+        self._blocks += [(group, slot, column, block) for column, block in enumerate(blocks, first_column) if block]
 
     def keep_blocks_of(self, slots: set[int | None]) -> None:
         """Forget the blocks of all other slots."""
@@ -146,6 +186,7 @@ class StepDraft:
             num_logits=widths + chunk_logits,
             seq_lens=decode_lens + chunk_lens,
             num_decodes=num_decodes,
+            grammars=list(self._grammars),
             restarts=restarts,
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
@@ -172,7 +213,10 @@ def _slot_sampling(state: RequestState) -> SlotSampling:
         repetition_penalty=params.repetition_penalty,
         min_tokens=params.min_tokens,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        stop_ids=request.stop_ids if params.min_tokens else [],
-        bias_ids=list(params.logit_bias),
-        bias_values=list(params.logit_bias.values()),
+        # With a grammar, its mask holds them back, unless nothing else is left (`SlotConstraint`).
+        stop_ids=request.stop_ids if params.min_tokens and request.constraint is None else [],
+        bias_ids=[*map(int, params.logit_bias), *request.forbidden_ids],
+        bias_values=[*params.logit_bias.values(), *[FORBIDDEN] * len(request.forbidden_ids)],
+        allowed_ids=params.allowed_token_ids or [],
+        bad_words=request.bad_words,
     )

@@ -35,6 +35,7 @@ class StepRecorder:
                 decode_keys=int(lens[: step.num_decodes].sum()),
                 prefill_keys=int(ends.sum()),
                 prefill_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
+                num_chunks=len(chunk_lens),
                 num_used_blocks=num_used_blocks,
             )
         )

@@ -41,7 +41,7 @@ _BEHIND_SECONDS = 0.0005
 _STOPPED_CHECK_SECONDS = 0.5
 """Seconds between two checks, while ranks start, whether one was stopped by a signal."""
 
-_RANK_ENVIRONMENT = {
+RANK_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -116,7 +116,7 @@ class Executor:
             fds = (*steps.reader_fds(rank), *output_fds, status_fd, store_fd)
             self._ranks.append(
                 ChildProcess(
-                    "nvcli.executor.worker:main", start, name=f"rank {rank}", pass_fds=fds, env=_RANK_ENVIRONMENT
+                    "nvcli.executor.worker:main", start, name=f"rank {rank}", pass_fds=fds, env=RANK_ENVIRONMENT
                 )
             )
         self._steps = ChannelWriter(steps)

@@ -118,4 +118,4 @@ class Counts:
             self.rows_deduplicated += 1
             self.deduplicated_tokens += usage.prompt_tokens + usage.completion_tokens
             if prepared is not None:
-                self.lengths.drop(prepared, prepared.sampling.n)
+                self.lengths.drop(prepared, prepared.sampling.num_samples)

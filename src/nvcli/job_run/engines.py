@@ -37,7 +37,7 @@ def close_engines(engines: Sequence[Engine]) -> None:
 
 def describe_ready(model: str, ready: EngineReady) -> list[str]:
     """Return lines for the user on an engine that has loaded this model: first that it is ready, then details."""
-    cache = f"KV cache for {ready.num_blocks * ready.block_size:,} tokens ({_mib(ready.kv_cache_bytes)} a rank)"
+    cache = f"KV cache for {ready.kv_cache_tokens:,} tokens ({_mib(ready.kv_cache_bytes)} a rank)"
     return [f"{model} is ready", f"{cache}, weights {_mib(ready.weight_bytes)} a rank", *ready.notes]
 
 

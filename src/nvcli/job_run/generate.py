@@ -32,6 +32,7 @@ from nvcli.job_run.report.timeline import Timeline
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import SetterOf, sampling_settings, unknown_setter
 from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions
@@ -138,6 +139,7 @@ class _JobRun:
             self._load_tokenizer,
             job.model_limits,
             ChatRenderer(job.model_path, chat_template=job.chat_template),
+            GrammarMaker(job.model_path, vocab_size=job.model.vocab_size, end_ids=job.model.eos_token_ids),
         )
         self._view = RunView(
             self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
@@ -234,7 +236,7 @@ class _JobRun:
         return JobLoop(
             engines,
             self._feeder,
-            make_planner(run, len(engines)),
+            make_planner(run, len(engines), block_size=self._plan.block_size),
             make_duplicates(run, len(engines)),
             writer,
             self._counts,

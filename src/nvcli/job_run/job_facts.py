@@ -76,7 +76,15 @@ def job_facts(
         "job.messages_field": run.job.messages_field,
         "job.id_field": run.job.id_field,
     }
+    if config.kv_dtype != config.dtype:
+        facts["kv_cache_dtype"] = config.kv_cache_dtype
+    if config.quantization != "none":
+        facts["quantization"] = config.quantization
     facts |= _prompt_facts(run.job, chat_template)
+    if run.job.reasoning_parser != "auto":
+        facts["job.reasoning_parser"] = run.job.reasoning_parser
+    if run.job.tool_parser != "auto":
+        facts["job.tool_parser"] = run.job.tool_parser
     if run.job.keep_input:
         facts["job.keep_input"] = True
     if run.job.text_field is not None:

@@ -191,7 +191,7 @@ class JobLoop:
             prepared = self._planner.take(number)
             assert prepared is not None
             if self._is_unwanted(prepared):
-                self._counts.lengths.drop(prepared, prepared.sampling.n)
+                self._counts.lengths.drop(prepared, prepared.sampling.num_samples)
                 unwanted.append(prepared)
                 continue
             row = OpenRow(prepared, self._next_request_id)

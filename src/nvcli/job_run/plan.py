@@ -46,6 +46,11 @@ class RunPlan:
         return self.engine_configs[0].max_num_seqs
 
     @property
+    def block_size(self) -> int:
+        """The tokens in one KV block."""
+        return self.engine_configs[0].block_size
+
+    @property
     def num_gpus(self) -> int:
         """The GPUs of all replicas together; 0 on a CPU."""
         return sum(config.num_ranks for config in self.engine_configs if config.device == "cuda")
@@ -91,7 +96,7 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
     count = 0
     try:
         for rows in reader.batches():
-            count += sum(row.sampling.n for row in rows if isinstance(row, Job))
+            count += sum(row.sampling.num_samples for row in rows if isinstance(row, Job))
             if count >= enough:
                 return enough
     except ConfigError:
@@ -99,12 +104,13 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
     return max(1, count)
 
 
-def make_planner(run: RunConfig, num_replicas: int) -> Planner:
-    """Make the planner that chooses the order of rows for a run with so many replicas."""
+def make_planner(run: RunConfig, num_replicas: int, *, block_size: int) -> Planner:
+    """Make the planner that chooses the order of rows for a run with so many replicas, whose KV blocks hold
+    `block_size` tokens each."""
     running = run.max_num_seqs * num_replicas
     rows = window_rows(run, num_replicas)
     return Planner(
-        block_size=run.block_size if run.job.plan and run.enable_prefix_caching else None,
+        block_size=block_size if run.job.plan and run.enable_prefix_caching else None,
         longest_first=run.job.plan,
         max_rows=rows,
         max_bytes=MAX_WINDOW_BYTES,

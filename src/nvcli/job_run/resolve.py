@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nvcli.chat_template import read_chat_template
-from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, parse_size
+from nvcli.config import AttentionBackends, EngineConfig, JobConfig, KeptWeights, RunConfig, kv_dtype, parse_size
 from nvcli.errors import ConfigError
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.planning.layout import Layout, choose_layout
@@ -43,6 +43,7 @@ from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sampling_params import SamplingParams
 from nvcli.sizing.graph_sizes import default_batched_tokens
+from nvcli.sizing.kv_cache import default_block_size
 from nvcli.text_template import TextTemplate
 from nvcli.validation import InvalidValue, convert
 from nvcli.versions import torch_build
@@ -73,6 +74,8 @@ class ResolvedModel:
             eos_token_ids=self.model.eos_token_ids,
             on_too_long=self.run.job.on_too_long,
             special_tokens=self.run.job.special_tokens,
+            reasoning_parser=self.run.job.reasoning_parser,
+            tool_parser=self.run.job.tool_parser,
             hidden_size=self.model.hidden_size,
         )
 
@@ -187,7 +190,7 @@ def resolve_settings(
     `found_device` is as in `resolve_job`.
     """
     model_path = resolve_model(run.model, weights=weights)
-    model = load_model_config(model_path)
+    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel).keeping(kept_weights(run))
     task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
     if weights:
@@ -212,6 +215,7 @@ def resolve_engine_config(
     stands for; None: look for a GPU.
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
+    model = model.keeping(kept_weights(run))
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
     max_model_len = run.max_model_len or model.max_position_embeddings
@@ -227,24 +231,34 @@ def resolve_engine_config(
     max_num_batched_tokens = run.max_num_batched_tokens
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
+    attention_backend = attention_choice(run.attention_backend)
     return EngineConfig(
         model_path=model_path,
         device=device,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=run.enable_expert_parallel,
         pipeline_parallel_size=run.pipeline_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=run.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=run.gpu_memory_utilization,
         kv_cache_memory=parse_size(run.kv_cache_memory),
-        block_size=run.block_size,
-        attention_backend=attention_choice(run.attention_backend),
+        block_size=run.block_size
+        or default_block_size(model, dtype, kv_dtype(run.kv_cache_dtype, dtype), attention_backend),
+        kv_cache_dtype=run.kv_cache_dtype,
+        attention_backend=attention_backend,
         enable_prefix_caching=run.enable_prefix_caching,
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
+        quantization=kept_weights(run),
         embedding_size=model.hidden_size if run.task == "embed" else 0,
     )
+
+
+def kept_weights(run: RunConfig) -> KeptWeights:
+    """Return how ranks keep the weights of linear layers. auto keeps none in FP8 until its products are measured."""
+    return "none" if run.quantization == "auto" else run.quantization
 
 
 def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:

@@ -31,11 +31,14 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
         inputs = torch.cat((before.to(x.dtype), x[:num_single].unsqueeze(1)), dim=1)  # [R, K, C]
         out[:num_single] = F.silu((inputs.float() * weight.float().T).sum(1))
         pool[targets] = inputs[:, 1:].to(pool.dtype)
-    for start, end, source, target in rows.spans():
-        before = torch.zeros_like(pool[0]) if source is None else pool[source]
+    before = torch.zeros_like(pool[0])
+    for start, end, begins_row, source, target in rows.spans():
+        if begins_row:
+            before = torch.zeros_like(pool[0]) if source is None else pool[source]
         inputs = torch.cat((before.to(x.dtype), x[start:end]))  # [K - 1 + span, C]
         convolved = F.conv1d(inputs.float().T, weight.float().unsqueeze(1), groups=len(weight))
         out[start:end] = F.silu(convolved.T)
+        before = inputs[len(inputs) - history :]
         if target:
-            pool[target] = inputs[len(inputs) - history :].to(pool.dtype)
+            pool[target] = before.to(pool.dtype)
     return out

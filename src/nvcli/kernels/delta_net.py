@@ -44,8 +44,10 @@ def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, he
         single = slice(0, num_single)
         out[single], state = delta_step(q[single], k[single], v[single], decay[single], beta[single], state)
         pool[rows.targets()] = state
-    for start, end, source, target in rows.spans():
-        state = torch.zeros_like(pool[0]) if source is None else pool[source]
+    state = torch.zeros_like(pool[0])
+    for start, end, begins_row, source, target in rows.spans():
+        if begins_row:
+            state = torch.zeros_like(pool[0]) if source is None else pool[source]
         part = slice(start, end)
         out[part], state = delta_chunks(q[part], k[part], v[part], decay[part], beta[part], state)
         if target:

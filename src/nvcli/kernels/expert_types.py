@@ -1,6 +1,6 @@
 """The tensors of a mixture of experts: which experts each token goes to, and the experts' weights.
 
-Shapes: T tokens, H hidden, E experts, k experts per token, I intermediate size.
+Shapes: T tokens, H hidden, E experts that are held, k experts per token, I intermediate size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Routes(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of a layer's experts, contiguous."""
+    """The weights of a layer's experts, or of those of them that this rank holds, contiguous."""
 
     gate_up: Tensor
     """[E, 2 I, H]: each expert's gate projection above its up projection."""
@@ -30,3 +30,7 @@ class ExpertWeights(NamedTuple):
     """[E, 2 I]."""
     down_bias: Tensor | None = None
     """[E, H]."""
+    first_expert: int = 0
+    """The number of the first of these experts among all that tokens are routed to."""
+    num_others: int = 0
+    """How many experts other ranks hold. What tokens choose of them gives zeros here."""

@@ -37,7 +37,8 @@ def apply_experts(
 ) -> Tensor:
     """Compute each pair's result times its weight: [T, H] → [k, T, H], in `out` (contiguous) if that is given.
 
-    A token's sum over k is still to be taken of it. `add_rms_norm` takes it as it is.
+    Pairs of experts that other ranks hold give zeros. A token's sum over k is still to be taken of it; `add_rms_norm`
+    takes it as it is.
     """
     num_tokens, experts_per_token = routes.experts.shape
     if out is None:
@@ -49,8 +50,12 @@ def apply_experts(
 
         kernels.apply_experts(x, routes, weights, activation, out)
         return out
-    order, counts = group_by_expert(routes.experts, len(weights.gate_up))
-    for expert, pairs in enumerate(torch.split(order.long(), counts.tolist())):
+    num_held, first = len(weights.gate_up), weights.first_expert
+    if weights.num_others:
+        out.zero_()
+    order, counts = group_by_expert(routes.experts, num_held + weights.num_others)
+    groups = torch.split(order.long(), counts.tolist())
+    for expert, pairs in enumerate(groups[first : first + num_held]):
         if len(pairs) == 0:
             continue
         token, choice = pairs // experts_per_token, pairs % experts_per_token

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.fp8_kv import KVScales, store_heads
 from nvcli.kernels.norm import rms_norm
 
 
@@ -35,6 +36,8 @@ def qk_norm_rope_store(
     k_weight: Tensor | None,
     eps: float,
     keep_keys: bool,
+    scales: KVScales | None = None,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Cut the fused projection into q, k and v; norm each head of q and k where there are weights; rotate q and k where
     there are angles; store k and v in the cache.
@@ -45,6 +48,9 @@ def qk_norm_rope_store(
     block id × block_size + offset of each token (several padding tokens may share one of the null block); weights: [D]
     → q [T, num_heads, D], contiguous; k and v [T, num_kv_heads, D], which may be views of qkv. Without `keep_keys` k is
     None: rotated keys are in the cache alone, which saves the GPU a write to memory.
+
+    A cache in FP8 comes with its `scales`, which lie behind its keys and values in the pool. `static_scales` holds the
+    scale of all the layer's keys and that of all its values, [2] float32; None: each token and head gets its own.
     """
     if qkv.is_cuda:
         from nvcli.kernels.triton import rotary
@@ -61,6 +67,7 @@ def qk_norm_rope_store(
             k_weight=k_weight,
             eps=eps,
             keep_keys=keep_keys,
+            static_scales=static_scales,
         )
     head_dim = k_cache.shape[-1]
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
@@ -71,8 +78,13 @@ def qk_norm_rope_store(
         k = rms_norm(k, k_weight, eps)
     if cos_sin is not None:
         q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
-    _store(k_cache, slot_mapping, k)
-    _store(v_cache, slot_mapping, v)
+    if scales is None:
+        _store(k_cache, slot_mapping, k)
+        _store(v_cache, slot_mapping, v)
+    else:
+        k_scale, v_scale = (None, None) if static_scales is None else static_scales
+        store_heads(k_cache, scales.k, slot_mapping, k, k_scale)
+        store_heads(v_cache, scales.v, slot_mapping, v, v_scale)
     return q.contiguous(), k if keep_keys else None, v
 
 

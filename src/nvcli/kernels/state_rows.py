@@ -2,7 +2,9 @@
 
 A recurrent state is kept in KV blocks as keys are: the block of a column of a request's table holds the state behind
 the last token that was computed in that column. So a full block holds the state at its end, where another request
-with the same prefix can go on from it. A request's first token begins from zeros.
+with the same prefix can go on from it. A request's first token begins from zeros. A column without a block (the null
+block) keeps nothing; the column of a row's last token has one. A block may stand in two columns, one behind the other:
+then the row that begins the second column takes its state along.
 
 The rows of one step that go on from each other's blocks come in order; kernels run them side by side, so the engine
 schedules no such rows.
@@ -24,8 +26,10 @@ class StateSpan(NamedTuple):
     start: int
     end: int
     """They are [start, end) of the step's tokens."""
+    begins_row: bool
+    """Whether they are the first of their row; others go on from the state behind the span before."""
     source: int | None
-    """The block whose state they go on from; None: zeros."""
+    """The block whose state the row goes on from; None: zeros."""
     target: int
     """The block that takes the state behind them; 0, the null block: none does."""
 
@@ -64,9 +68,9 @@ class StateRows:
         starts, places = self.query_start_loc.tolist(), self.slot_mapping.tolist()
         sources = self.sources().tolist()
         for row in range(first, len(starts) - 1):
-            start, source = starts[row], sources[row] or None
+            start = starts[row]
             while start < starts[row + 1]:
                 block, offset = divmod(places[start], self.block_size)
                 end = min(start + self.block_size - offset, starts[row + 1])
-                yield StateSpan(start, end, source, block)
-                start, source = end, block
+                yield StateSpan(start, end, start == starts[row], sources[row] or None, block)
+                start = end

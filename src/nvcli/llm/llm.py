@@ -313,7 +313,9 @@ class AnswerStream(_Results):
             if isinstance(item, JobResult):
                 self._answer = make_answer(item, self._llm._session.form)
                 # Bytes that were no whole character are shown at the end, if they have not become one.
-                item = item.choices[0].text.removeprefix(self.text) if item.choices else ""
+                # A text that is no longer than what was shown has lost its thought, or is another one (`best_of`).
+                text = item.choices[0].text if item.choices else ""
+                item = text.removeprefix(self.text) if text.startswith(self.text) else ""
             if item:
                 self._pieces.append(item)
                 return item

@@ -23,6 +23,7 @@ from nvcli.job_run.loop import Engine, JobLoop
 from nvcli.job_run.plan import make_duplicates, make_planner, plan_replicas, window_rows
 from nvcli.job_run.resolve import make_parser, resolve_settings, row_keys
 from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.rows.output_row import OutputForm
@@ -71,6 +72,11 @@ class Session:
             self._load_tokenizer,
             self._resolved.model_limits,
             ChatRenderer(self._resolved.model_path, chat_template=self._resolved.chat_template),
+            GrammarMaker(
+                self._resolved.model_path,
+                vocab_size=self._resolved.model.vocab_size,
+                end_ids=self._resolved.model.eos_token_ids,
+            ),
         )
         self._counts = Counts()
         self._changed = threading.Condition()
@@ -199,7 +205,7 @@ class Session:
                 self._loop = JobLoop(
                     engines,
                     self._feeder,
-                    make_planner(self.run, num_engines),
+                    make_planner(self.run, num_engines, block_size=self._plan.block_size),
                     make_duplicates(self.run, num_engines),
                     self,
                     self._counts,

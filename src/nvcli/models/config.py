@@ -6,7 +6,7 @@ cannot be served is refused here, by name, before any process is started or weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,10 +14,13 @@ from typing import Any, Literal, get_args
 from nvcli.distributed.stage import Stage
 from nvcli.errors import ConfigError
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
+from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling
 from nvcli.models.families.catalogue import find_family, nearest_architecture
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
+from nvcli.models.quantisation.description import Quantisation, read_quantisation
+from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -50,6 +53,12 @@ class ModelConfig:
     generation_defaults: Mapping[str, Any] = field(hash=False)
     """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. They are
     not checked: a run may do without them (`generation_config: none`)."""
+    expert_parallel: bool = False
+    """Whether ranks that share a layer hold whole experts each (`enable_expert_parallel`), and not a part of each."""
+    quantisation: Quantisation | None = None
+    """How the checkpoint's linear layers are quantised; None: they are not, or the family decodes them by itself."""
+    quantization: Literal["none", "fp8"] = "none"
+    """How ranks keep the weights of linear layers: in the run's type, or in FP8."""
     has_head: bool = True
     """Whether the checkpoint has an LM head. Where its architecture is that of a decoder alone, it makes embeddings and
     no tokens."""
@@ -63,6 +72,26 @@ class ModelConfig:
         """Each layer's kind, in the order of the layers."""
         return self.decoder.layers
 
+    @property
+    def fp8_scaling(self) -> FP8Scaling:
+        """What shares a scale in weights that ranks keep in FP8: blocks where the checkpoint has them, else rows."""
+        blocks = self.quantisation is not None and self.quantisation.weight_block == (FP8_BLOCK, FP8_BLOCK)
+        return "block" if blocks else "channel"
+
+    def keeping(self, quantization: Literal["none", "fp8"]) -> ModelConfig:
+        """Return the model with its weights kept so. Raises ConfigError where the checkpoint names layers that it left
+        alone by patterns that cannot be used."""
+        if quantization == "fp8" and self.quantisation is not None:
+            name_patterns(self.quantisation.left_alone)
+        return replace(self, quantization=quantization)
+
+    def leaves_alone(self, module: str) -> bool:
+        """Tell whether the checkpoint names a layer of the decoder among those that it did not quantise."""
+        if self.quantisation is None:
+            return False
+        patterns = name_patterns(self.quantisation.left_alone)
+        return any(map(patterns.match, self.decoder.layout.stored_modules(module)))
+
     def headless(self) -> ModelConfig:
         """Return the model as embeddings need it: what is in the files of the LM head is not looked at. The embedding
         stands for it, which takes no memory."""
@@ -73,9 +102,10 @@ class ModelConfig:
         """Raise ConfigError where the model cannot be cut over `size` ranks."""
         if problems := self._problems_of_cut(size):
             possible = [n for n in range(1, 17) if self.divides_by(n)]
+            way_out = "; or quantization: none" if self.quantization == "fp8" else ""
             raise ConfigError(
                 f"tensor_parallel_size {size} does not fit this model: {'; '.join(problems)}. "
-                f"Possible: {', '.join(map(str, possible)) or 'none'}"
+                f"Possible: {', '.join(map(str, possible)) or 'none'}{way_out}"
             )
 
     def check_pipeline_parallel(self, size: int) -> None:
@@ -123,22 +153,63 @@ class ModelConfig:
                 problems.append(f"{attention.num_kv_heads} KV heads neither divide by {size} nor divide it")
             if layer.dense_mlp is not None and layer.dense_mlp.intermediate_size % size:
                 problems.append(f"intermediate size {layer.dense_mlp.intermediate_size} does not divide by {size}")
-            if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.intermediate_size % (size * EXPERT_ALIGNMENT):
-                problems.append(
-                    f"the experts' intermediate size {layer.mlp.intermediate_size} does not divide by {size} into "
-                    f"multiples of {EXPERT_ALIGNMENT}"
-                )
+            if isinstance(layer.mlp, ExpertsConfig):
+                problems += self._problems_of_experts(layer.mlp, size)
+            if self.quantization == "fp8" and not problems:
+                problems += self._problems_of_fp8(layer, size)
         return list(dict.fromkeys(problems))
 
+    def _problems_of_experts(self, experts: ExpertsConfig, size: int) -> list[str]:
+        """Say why a layer's experts cannot be dealt out to `size` ranks; nothing if they can."""
+        problems = []
+        num_experts, parts = experts.routing.num_experts, 1 if self.expert_parallel else size
+        if self.expert_parallel and num_experts % size:
+            problems.append(f"{num_experts} experts do not divide by {size} (enable_expert_parallel, --ep)")
+        if experts.intermediate_size % (parts * EXPERT_ALIGNMENT):
+            problem = (
+                f"the experts' intermediate size {experts.intermediate_size} does not divide by {parts} into multiples "
+                f"of {EXPERT_ALIGNMENT}"
+            )
+            has_way = parts > 1 and num_experts % size == 0 and experts.intermediate_size % EXPERT_ALIGNMENT == 0
+            problems.append(f"{problem} (--ep deals out whole experts)" if has_way else problem)
+        return problems
 
-def load_model_config(path: Path) -> ModelConfig:
-    """Read the config files of a checkpoint folder. Raises LoadError that names the file and the key."""
+    def _problems_of_fp8(self, layer: LayerConfig, size: int) -> Iterator[str]:
+        """Say which pieces of FP8 weights would not be whole blocks, or too narrow for FP8 units."""
+        lengths = {}
+        if layer.attends is not None:
+            lengths["q_proj and o_proj"] = layer.attends.num_heads // size * layer.attends.head_dim
+            lengths["k_proj and v_proj"] = layer.attends.kv_heads_per_rank(size) * layer.attends.head_dim
+        elif isinstance(layer.attention, DeltaNetConfig):
+            lengths["out_proj"] = layer.attention.value_size // size
+        if layer.dense_mlp is not None:
+            lengths["gate_proj, up_proj and down_proj"] = layer.dense_mlp.intermediate_size // size
+        unit = FP8_BLOCK if self.fp8_scaling == "block" else FP8_ALIGNMENT
+        what = (
+            f"blocks of {FP8_BLOCK} × {FP8_BLOCK}" if self.fp8_scaling == "block" else f"multiples of {FP8_ALIGNMENT}"
+        )
+        for name, length in lengths.items():
+            if length % unit:
+                yield f"each rank's {length:,} of {name} are not {what} in FP8"
+
+
+def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConfig:
+    """Read the config files of a checkpoint folder.
+
+    `expert_parallel` is how ranks are to share its experts; see `ModelConfig`. Raises LoadError that names the file and
+    the key, and ConfigError for an architecture that is not supported, and where a model without experts is to be
+    shared so.
+    """
     config = JsonFile.read(path / CONFIG_FILE)
     generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
     architecture, family = _family(config)
-    _refuse_quantised(config, family)
     text = _text_config(config, family)
+    quantisation = read_quantisation(config, text, family.quantisations)
     decoder = family.read(text)
+    if expert_parallel and not any(isinstance(layer.mlp, ExpertsConfig) for layer in decoder.layer_kinds):
+        raise ConfigError(
+            f"`enable_expert_parallel` (--ep) is true, and this model ({architecture}) has no experts: leave it out"
+        )
     return ModelConfig(
         architecture=architecture,
         decoder=replace(decoder, layout=replace(decoder.layout, is_part=text.section != "")),
@@ -149,12 +220,14 @@ def load_model_config(path: Path) -> ModelConfig:
         dtype=_dtype(config, text),
         eos_token_ids=_eos_token_ids(generation, config, text),
         generation_defaults=_generation_defaults(generation),
+        expert_parallel=expert_parallel,
+        quantisation=quantisation,
         has_head=not architecture.endswith(_HEADLESS),
     )
 
 
 def _family(config: JsonFile) -> tuple[str, Family]:
-    """Return the architecture, and the family that it belongs to."""
+    """Return the architecture, and the family that it belongs to. Raises ConfigError where there is none."""
     names = config.values.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise config.error("architectures", f"{show(names)} names no architecture; {_LIST_OF_MODELS}")
@@ -165,9 +238,9 @@ def _family(config: JsonFile) -> tuple[str, Family]:
         if family is not None:
             return name, family
     name = show(names[0]).strip('"')
-    raise config.error(
-        "architectures",
-        f"{name} is not supported; the nearest supported one is {nearest_architecture(name)}; {_LIST_OF_MODELS}",
+    raise ConfigError(
+        f"{config.path}: `architectures`: {name} is not supported; the nearest supported one is "
+        f"{nearest_architecture(name)}; {_LIST_OF_MODELS}"
     )
 
 
@@ -179,18 +252,6 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
     if not isinstance(found, dict):
         raise config.error(_TEXT, f"{show(found)} is not an object")
     return JsonFile(config.path, {**family.defaults, **found}, section=f"{_TEXT}.")
-
-
-def _refuse_quantised(config: JsonFile, family: Family) -> None:
-    quantization = config.values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if method in family.quantisations:
-            return
-        raise config.error(
-            "quantization_config",
-            f"quantised weights ({show(method)}) are not supported; use the model's bfloat16 or float16 checkpoint",
-        )
 
 
 def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:

@@ -1,10 +1,12 @@
 """The mixture of experts of a layer: a router, the experts that it chooses from, and maybe one that all tokens share.
 
-Every rank routes all tokens alike, and has all experts, each cut by its intermediate size: whatever the routes are, the
-ranks have equally much to do. What an expert computes for a token is a part of the residual sum, as the parts of a
-product are (`layers.py`): nothing adds them up before the norm that comes next, and the shared expert is one part more.
+Every rank routes all tokens alike. It has all experts, each cut by its intermediate size, so that the ranks have
+equally much to do whatever the routes are; or, with expert parallelism, some experts whole: it computes the tokens that
+chose them, and zeros for the choices of others. Either way what an expert computes for a token is a part of the
+residual sum, as the parts of a product are (`layers.py`): nothing adds them up before the norm that comes next, and the
+shared expert, which is always cut, is one part more.
 
-Shapes: T tokens, H hidden, E experts, k experts per token, I this rank's part of the intermediate size.
+Shapes: T tokens, H hidden, E experts of this rank, k experts per token, I this rank's part of the intermediate size.
 """
 
 from __future__ import annotations
@@ -100,8 +102,8 @@ _PARAMETERS = {
 
 
 class Experts(WeightModule):
-    """The experts that are chosen from. ([T, H], their routes) → [k, T, H], this rank's part of each choice's result
-    times its weight."""
+    """This rank's experts, or its parts of all, that are chosen from. ([T, H], their routes) → [k, T, H], this rank's
+    part of each choice's result times its weight."""
 
     gate_up_proj: nn.Parameter
     """[E, 2 I, H]."""
@@ -110,7 +112,7 @@ class Experts(WeightModule):
     gate_up_bias: nn.Parameter | None
     """[E, 2 I]."""
     down_bias: nn.Parameter | None
-    """[E, H]. Every rank holds it, one adds it: it must enter the sum once."""
+    """[E, H]. Of ranks that hold parts of the same experts one adds it: it must enter the sum once."""
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
         super().__init__()
@@ -122,6 +124,8 @@ class Experts(WeightModule):
             for name in (f"gate_proj.{kind}", f"up_proj.{kind}", f"down_proj.{kind}")
         }
         gate, down = self.tensors["gate_proj.weight"], self.tensors["down_proj.weight"]
+        self.held = gate.shard(self.rank, self.size)[0]
+        self.num_others = gate.shape[0] - length(self.held)
         num_experts, size, hidden = gate.kept_shape(self.size)
         self.gate_up_proj = empty_parameter(gate, num_experts, 2 * size, hidden)
         self.down_proj = empty_parameter(down, *down.kept_shape(self.size))
@@ -130,21 +134,23 @@ class Experts(WeightModule):
 
     def weight_sources(self) -> Iterator[WeightSource]:
         for name, tensor in self.tensors.items():
-            _, rows, *columns = tensor.shard(self.rank, self.size)
+            experts, rows, *columns = tensor.shard(self.rank, self.size)
             first = length(rows) if name.startswith("up_proj") else 0
             write = (slice(first, first + length(rows)), *(slice(0, length(part)) for part in columns))
-            for expert in range(tensor.shape[0]):
+            for expert in range(experts.start, experts.stop):
                 yield WeightSource(
                     tensor=tensor,
                     expert=expert,
                     read=(rows, *columns),
                     parameter=_PARAMETERS[name],
-                    write=(expert, *write),
+                    write=(expert - experts.start, *write),
                 )
 
     def forward(self, x: Tensor, routes: Routes, out: Tensor) -> None:
-        bias = self.down_bias if self.rank == 0 else None
-        weights = ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_bias, bias)
+        bias = self.down_bias if self.rank == 0 or self.num_others else None
+        weights = ExpertWeights(
+            self.gate_up_proj, self.down_proj, self.gate_up_bias, bias, self.held.start, self.num_others
+        )
         apply_experts(x, routes, weights, self.activation, out)
 
 
@@ -172,6 +178,7 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor, out: Tensor) -> None:
         """Write the result to `out`, which is contiguous."""
         hidden = self.gate_up_proj.gated(x, self.activation)
+        assert isinstance(hidden, Tensor)
         if self.gate is not None:
             hidden.mul_(self.gate(x))
         self.down_proj.write_part(hidden, out)

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import Literal
 
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.models.checkpoint_layout import EXPERTS
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.models.checkpoint_layout import EXPERTS, FUSED
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import (
     AttentionConfig,
@@ -27,8 +28,9 @@ from nvcli.models.layer_config import (
     NormConfig,
 )
 
-StoredDtype = Literal["float32", "bfloat16", "float16"]
-DTYPE_BYTES: dict[StoredDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+StoredDtype = ModelDtype | Literal["float8_e4m3fn"]
+DTYPE_BYTES: dict[StoredDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of one element."""
 
 Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head"]
@@ -41,6 +43,11 @@ LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 """Name of the embedding that has a part for each layer."""
 
 
+_FP8_LAYERS = (*FUSED.values(), ("o_proj",), ("down_proj",), ("out_proj",))
+"""The projections of each linear layer that ranks may keep in FP8. A gated delta net's input is not among them: it
+fuses small projections, which make decays, with the others."""
+
+
 class Cut(Enum):
     """How the ranks of a tensor-parallel group share a tensor."""
 
@@ -50,6 +57,8 @@ class Cut(Enum):
     """Each rank holds some of the rows of [out, in], or of a bias [out]."""
     COLUMNS = "columns"
     """Each rank holds some of the columns of [out, in]."""
+    EXPERTS = "experts"
+    """Each rank holds some of the experts of [experts, …], all of each."""
     VOCAB = "vocab"
     """Each rank holds some of the rows of [vocabulary, hidden], padded so that all hold equally many."""
 
@@ -72,6 +81,8 @@ class TensorSpec:
     offset: float = 0.0
     factor: float = 1.0
     """Ranks keep (the checkpoint's values + offset) × factor."""
+    scaling: FP8Scaling | None = None
+    """What shares a scale, in float32, where ranks keep the weight in FP8; None: they keep it in another type."""
     is_of_experts: bool = False
     """Whether a checkpoint has it for each expert by itself; `stored_name` says under which names."""
 
@@ -115,12 +126,19 @@ class TensorSpec:
         return *self.shape[: self._axis], length, *self.shape[self._axis + 1 :]
 
     def kept_bytes(self, size: int) -> int:
-        """The bytes of what each of `size` ranks keeps, padding included."""
-        return math.prod(self.kept_shape(size)) * DTYPE_BYTES[self.dtype]
+        """The bytes of what each of `size` ranks keeps, padding and scales included."""
+        shape = self.kept_shape(size)
+        num_bytes = math.prod(shape) * DTYPE_BYTES[self.dtype]
+        if self.scaling is None:
+            return num_bytes
+        num_scales = shape[0] if self.scaling == "channel" else math.prod(-(-length // FP8_BLOCK) for length in shape)
+        return num_bytes + num_scales * DTYPE_BYTES["float32"]
 
     @property
     def _axis(self) -> int:
         """The dimension that is cut."""
+        if self.cut is Cut.EXPERTS:
+            return 0
         return (self.cut is Cut.COLUMNS) + self.is_of_experts
 
     def _num_shards(self, size: int) -> int:
@@ -135,7 +153,8 @@ def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE)
 
     With a tied LM head the last of several stages needs the embedding, as its LM head.
     """
-    return tuple(_tensors(config, dtype, stage))
+    tensors = tuple(_tensors(config, dtype, stage))
+    return tensors if config.quantization == "none" else tuple(_in_fp8(tensors, config))
 
 
 def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
@@ -146,6 +165,21 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{number}.self_attn.{name}.weight" for number in shared for name in names)
 
 
+def _in_fp8(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
+    """Have ranks keep the weights of linear layers in FP8, but for those that the checkpoint left alone, and experts. A
+    layer that fuses projections keeps all of them alike."""
+    names = {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        module, _, kind = tensor.name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        fused = next((projections for projections in _FP8_LAYERS if last in projections), ())
+        parts = [f"{parent}.{one}" for one in fused if f"{parent}.{one}.{kind}" in names]
+        if kind != "weight" or tensor.is_of_experts or not parts or any(map(config.leaves_alone, parts)):
+            yield tensor
+        else:
+            yield replace(tensor, dtype="float8_e4m3fn", scaling=config.fp8_scaling)
+
+
 def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[TensorSpec]:
     decoder, hidden = config.decoder, config.hidden_size
     if stage.is_first:
@@ -154,7 +188,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         yield from _layer_inputs(decoder.layer_inputs, decoder, hidden, dtype)
     layers = decoder.layers
     for number in stage.layers(config.num_layers):
-        yield from _layer(f"model.layers.{number}", layers[number], decoder, hidden, dtype)
+        yield from _layer(f"model.layers.{number}", layers[number], config, dtype)
     if stage.is_last:
         yield _norm("model.norm", hidden, decoder.norm, dtype, factor=decoder.logit_scale)
         if not config.tie_word_embeddings:
@@ -163,17 +197,15 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield _matrix(EMBEDDING, (config.vocab_size, hidden), Cut.VOCAB, dtype, "LM head")
 
 
-def _layer(
-    path: str, layer: LayerConfig, decoder: DecoderConfig, hidden: int, dtype: StoredDtype
-) -> Iterator[TensorSpec]:
+def _layer(path: str, layer: LayerConfig, config: ModelConfig, dtype: StoredDtype) -> Iterator[TensorSpec]:
     """The tensors of one layer. A norm's name says nothing of its place, and all norms of the layer are alike."""
-    norm, layer_inputs = decoder.norm, decoder.layer_inputs
+    hidden, norm, layer_inputs = config.hidden_size, config.decoder.norm, config.decoder.layer_inputs
     if isinstance(layer.attention, DeltaNetConfig):
         yield from _delta_net(f"{path}.linear_attn", layer.attention, norm, hidden, dtype)
     else:
         yield from _attention(f"{path}.self_attn", layer.attention, norm, hidden, dtype)
     if isinstance(layer.mlp, ExpertsConfig):
-        yield from _experts(f"{path}.mlp", layer.mlp, hidden, dtype)
+        yield from _experts(f"{path}.mlp", layer.mlp, hidden, dtype, are_whole=config.expert_parallel)
     else:
         yield from _mlp(f"{path}.mlp", layer.mlp, hidden, dtype)
     for name in layer.norms.names():
@@ -259,9 +291,11 @@ def _mlp(path: str, mlp: MLPConfig, hidden: int, dtype: StoredDtype) -> Iterator
     yield from _linear(_matrix(f"{path}.down_proj", down_shape, Cut.COLUMNS, dtype, "MLP"), bias=mlp.bias)
 
 
-def _experts(path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype) -> Iterator[TensorSpec]:
-    """The router, the experts, and what all tokens share. The router's bias and correction are kept in float32, in
-    which they are added."""
+def _experts(
+    path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype, *, are_whole: bool
+) -> Iterator[TensorSpec]:
+    """The router, the experts, of which ranks hold parts or, with `are_whole`, some, and what all tokens share. The
+    router's bias and correction are kept in float32, in which they are added."""
     num_experts, size = config.routing.num_experts, config.intermediate_size
     yield _matrix(f"{path}.gate", (num_experts, hidden), Cut.REPLICATED, dtype, "MLP")
     vectors = {"bias": config.bias, "e_score_correction_bias": config.has_correction}
@@ -273,6 +307,7 @@ def _experts(path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype) 
         ("up_proj", (size, hidden), Cut.ROWS),
         ("down_proj", (hidden, size), Cut.COLUMNS),
     ):
+        cut = Cut.EXPERTS if are_whole else cut
         weight = _matrix(f"{path}.{EXPERTS}.{name}", (num_experts, *shape), cut, dtype, "experts")
         yield from _linear(replace(weight, is_of_experts=True), bias=config.bias)
     if config.shared is not None:
@@ -289,7 +324,7 @@ def _linear(weight: TensorSpec, *, bias: bool) -> Iterator[TensorSpec]:
     """A projection's weight, and its bias [out], or [experts, out], where it has one."""
     yield weight
     if bias:
-        cut = Cut.ROWS if weight.cut is Cut.ROWS else Cut.REPLICATED
+        cut = Cut.REPLICATED if weight.cut is Cut.COLUMNS else weight.cut
         yield replace(weight, name=weight.name.replace(".weight", ".bias"), shape=weight.shape[:-1], cut=cut)
 
 

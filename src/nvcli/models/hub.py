@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from nvcli.errors import LoadError, reworded
+from nvcli.errors import ConfigError, LoadError, reworded
 from nvcli.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_bytes, no_progress
 from nvcli.models.config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_model_config
 
@@ -50,8 +50,8 @@ def cached_snapshot(name: str, *, weights: bool = True) -> Path | None:
 def download(name: str) -> Path:
     """Download the model `name`, and return its folder in the cache.
 
-    Raises LoadError where the hub does not give it, and, before any weights are fetched, where its config.json
-    describes a model that cannot run, it has no safetensors files, or the disk has no room for it.
+    Raises LoadError where the hub does not give it, and, before any weights are fetched, LoadError or ConfigError where
+    its config.json describes a model that cannot run, it has no safetensors files, or the disk has no room for it.
     """
     from huggingface_hub import snapshot_download
 
@@ -61,7 +61,7 @@ def download(name: str) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=configs, tqdm_class=no_progress()))
     try:
         load_model_config(folder)
-    except LoadError as error:
+    except (ConfigError, LoadError) as error:
         raise reworded(error, f"model {name} was not downloaded, as its configuration is refused: {error}") from None
     check_room(name, download_size(name))
     with _hub_errors(name):

@@ -13,14 +13,15 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from nvcli.attention.kv_layout import KVDtype, part_bytes
 from nvcli.attention.state_size import STATE_ALIGNMENT, state_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.messages import MAX_KV_GROUPS
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES, StoredDtype
+from nvcli.models.geometry import DTYPE_BYTES, ModelDtype
 from nvcli.models.layer_config import DeltaNetConfig
 
-_FULL_PADDING_COST = 4
+_FULL_PADDING_COST = 8
 """A place without a layer in a group of full attention wastes memory of every block that a sequence has ever filled; in
 a group with a window only of those that the window covers. The cost of the latter, and of one more group, is 1."""
 
@@ -67,10 +68,39 @@ def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
 
 @lru_cache(maxsize=64)
 def block_bytes(
-    config: ModelConfig, dtype: StoredDtype, *, block_size: int, tensor_parallel_size: int = 1, stage: Stage = WHOLE
+    config: ModelConfig,
+    dtype: ModelDtype,
+    *,
+    block_size: int,
+    tensor_parallel_size: int = 1,
+    stage: Stage = WHOLE,
+    kv_dtype: KVDtype | None = None,
 ) -> int:
     """The bytes of one KV block on one rank: keys and values of `block_size` tokens, or the state, in each layer of a
-    group, of the group that needs most."""
+    group, of the group that needs most. `kv_dtype` is the type of keys and values; None: the model's `dtype`."""
+    keys, state = group_bytes(
+        config,
+        dtype,
+        block_size=block_size,
+        tensor_parallel_size=tensor_parallel_size,
+        stage=stage,
+        kv_dtype=kv_dtype,
+    )
+    return keys if state == 0 else -(-max(keys, state) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
+@lru_cache(maxsize=64)
+def group_bytes(
+    config: ModelConfig,
+    dtype: ModelDtype,
+    *,
+    block_size: int,
+    tensor_parallel_size: int = 1,
+    stage: Stage = WHOLE,
+    kv_dtype: KVDtype | None = None,
+) -> tuple[int, int]:
+    """What the layers of a KV group take on one rank, of the group that needs most: the bytes of the keys and values of
+    `block_size` tokens, and those of a recurrent state (0: no layer has one)."""
     layers = config.layers
     most, states = 0, 0
     for (_, numbers), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
@@ -80,9 +110,9 @@ def block_bytes(
             states = max(states, len(group.layers) * state_bytes(*shapes, DTYPE_BYTES[dtype]))
             continue
         heads = attention.kv_heads_per_rank(tensor_parallel_size)
-        most = max(most, len(group.layers) * 2 * heads * attention.head_dim)
-    keys = most * block_size * DTYPE_BYTES[dtype]
-    return keys if states == 0 else -(-max(keys, states) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+        part = part_bytes(block_size, heads, attention.head_dim, kv_dtype or dtype)
+        most = max(most, len(group.layers) * 2 * part)
+    return most, states
 
 
 def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chunk: int) -> int:
@@ -92,10 +122,13 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
     """
     total = 0
     for group in kv_groups(config):
+        if group.is_state:  # it goes along from column to column
+            total += 1
+            continue
         blocks = -(-num_tokens // block_size)
         if group.window is not None:
             seen = min(num_tokens, group.window - 1 + chunk)
-            blocks = min(blocks, -(-seen // block_size) + 1)  # the first of them may begin before the window
+            blocks = min(blocks, -(-(seen - 1) // block_size) + 1)  # the first of them may begin before the window
         total += blocks
     return total
 

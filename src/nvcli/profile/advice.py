@@ -48,7 +48,7 @@ def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Cach
     error = use.beside_cache - estimate(config, model, use.total).beside_cache
 
     def room(candidate: EngineConfig) -> int:
-        planned = estimate(candidate, model, use.total)
+        planned = estimate(candidate, model.keeping(candidate.quantization), use.total)
         beside = planned.beside_cache + error
         if candidate.kv_cache_memory is None:
             return planned.budget - beside
@@ -121,9 +121,12 @@ def _more_requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, re
 
 
 def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -> Iterator[tuple[dict[str, Any], str]]:
+    fp8 = {"kv_cache_dtype": "fp8"}, "keys and values in 8 bits; `nvcli compare-quality` says what that changes"
     if config.kv_cache_memory is not None:
         yield {"kv_cache_memory": 2 * config.kv_cache_memory}, "twice the cache"
         yield {"kv_cache_memory": None}, "what gpu_memory_utilization leaves"
+        if _takes_fp8(config):
+            yield fp8
         return
     if config.gpu_memory_utilization < _HIGH_UTILIZATION:
         yield {"gpu_memory_utilization": _HIGH_UTILIZATION}, "where nothing else uses the GPU"
@@ -134,6 +137,10 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
         yield {"max_model_len": longest}, "the longest request of the input; smaller tables"
     if not config.enforce_eager:
         yield {"enforce_eager": True}, "no CUDA graphs; small batches get slower"
+    if _takes_fp8(config):
+        yield fp8
+    if _keeps_fp8(config, model):
+        yield {"quantization": "fp8"}, "linear layers in 8 bits; answers change a little; not run on a GPU yet"
     for size in (2 * config.tensor_parallel_size, 4 * config.tensor_parallel_size, 8 * config.tensor_parallel_size):
         try:
             model.check_tensor_parallel(size)
@@ -141,6 +148,19 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
             continue
         if size * config.pipeline_parallel_size <= 8:
             yield {"tensor_parallel_size": size}, "weights and cache are spread over more GPUs"
+
+
+def _takes_fp8(config: EngineConfig) -> bool:
+    """Whether the keys and values of a run could be kept in FP8, and are not yet."""
+    return config.kv_dtype != "fp8" and set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
+
+
+def _keeps_fp8(config: EngineConfig, model: ModelConfig) -> bool:
+    """Tell whether weights could be kept in FP8, and are not."""
+    try:
+        return config.quantization == "none" and model.keeping("fp8").divides_by(config.tensor_parallel_size)
+    except ConfigError:  # layers that are left alone cannot be told
+        return False
 
 
 def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:
@@ -164,6 +184,8 @@ def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | N
 def _typed(changes: Mapping[str, Any]) -> str:
     """Return the changes as the command line takes them."""
     return " ".join(
-        f"--tp {value}" if key == "tensor_parallel_size" else f"--set {key}={json.dumps(value)}"
+        f"--tp {value}"
+        if key == "tensor_parallel_size"
+        else f"--set {key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in changes.items()
     )

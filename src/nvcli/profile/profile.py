@@ -17,7 +17,7 @@ from nvcli.nvidia_smi import ask_for_gpus
 from nvcli.profile.advice import Advice, advise, advise_shorter, missing
 from nvcli.profile.lengths import FileLengths
 from nvcli.sizing import kv_cache
-from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, tokens_in_blocks
+from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, state_blocks, tokens_in_blocks
 from nvcli.sizing.memory import estimate
 
 
@@ -35,8 +35,12 @@ class MemoryProfile:
     max_model_len: int
     max_num_seqs: int
     block_size: int
+    kv_cache_dtype: str
+    """The type of keys and values in the cache: that of `EngineConfig.kv_dtype`."""
     block_bytes: int
     """Bytes of a KV block on a rank of the first stage, which has the most layers."""
+    state_blocks: int
+    """KV blocks that the recurrent states of each request take; 0: the model has none."""
     ranks: list[MemoryUse]
     num_blocks: int
     """KV blocks that requests can use (the null block is not counted), the fewest of all ranks."""
@@ -133,7 +137,9 @@ def _profile(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
+        kv_cache_dtype=config.kv_dtype,
         block_bytes=block_bytes(config, model),
+        state_blocks=state_blocks(model),
         ranks=list(ranks),
         num_blocks=num_blocks,
         num_tokens=tokens_in_blocks(num_blocks, config, model),

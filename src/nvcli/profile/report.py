@@ -70,10 +70,12 @@ def _capacity_lines(profile: MemoryProfile) -> list[str]:
         return [f"does not fit: {profile.problem}"]
     lines = [
         f"KV cache: {profile.num_blocks:,} blocks of {profile.block_size} tokens "
-        f"({format_bytes(profile.block_bytes)} each): {profile.num_tokens:,} tokens",
+        f"({profile.kv_cache_dtype}, {format_bytes(profile.block_bytes)} each): {profile.num_tokens:,} tokens",
         f"  requests of max_model_len ({profile.max_model_len:,} tokens): {profile.full_length_requests:,.1f} at a "
         f"time; max_num_seqs is {profile.max_num_seqs}",
     ]
+    if profile.state_blocks:
+        lines.append(_states_line(profile))
     if profile.longest_request < profile.max_model_len:
         lines.append(
             f"  warning: not even one fits; a request that grows beyond {profile.longest_request:,} tokens becomes an "
@@ -90,6 +92,16 @@ def _capacity_lines(profile: MemoryProfile) -> list[str]:
         ]
         lines += [f"    {line}" for line in histogram_lines(lengths.histogram)]
     return lines
+
+
+def _states_line(profile: MemoryProfile) -> str:
+    """Say how much of the KV cache recurrent states take."""
+    each = profile.state_blocks * profile.block_bytes
+    share = min(1.0, profile.max_num_seqs * profile.state_blocks / max(1, profile.num_blocks))
+    return (
+        f"  recurrent states: {profile.state_blocks} blocks ({format_bytes(each)}) of each request, however long it "
+        f"is; with max_num_seqs requests {100 * share:.0f} % of the cache"
+    )
 
 
 def _advice_lines(profile: MemoryProfile) -> list[str]:

@@ -22,6 +22,7 @@ from nvcli.errors import ClosedError, ConfigError, WorkerError
 from nvcli.job_run.engines import StartEngine, start_engine
 from nvcli.job_run.resolve import row_keys
 from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.jobs.rows.raw_values import without_nulls
 from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.llm.answer import Answer
@@ -98,7 +99,7 @@ class Replica:
         """Return what concerns nvcli of the rows, without nulls; a row has its own seed unless the job has one."""
         keys, job = self._keys, self._run.job
         has_template = job.prompt_template is not None or bool(job.messages_template)
-        names = {*keys.prompts, *keys.beside_prompt}
+        names = {*keys.prompts, *keys.beside_prompt, *CONVERSATION_KEYS}
         # A template may name any column; otherwise nothing is decoded that no answer depends on.
         wanted = [name for name in table.column_names if has_template or name in names]
         rows: list[dict[str, Any]] = [without_nulls(row) for row in table.select(wanted).to_pylist()]

@@ -24,11 +24,13 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.stage_link import StageLink
 from nvcli.errors import LimitsTooHigh
 from nvcli.host_memory import total_ram
+from nvcli.kernels.fp8_kv import FP8
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.loader import init_random_weights, load_weights
+from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
 from nvcli.models.registry import build_model
+from nvcli.runner.constraints import Constraints
 from nvcli.runner.device import import_kernels, open_device
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
@@ -50,7 +52,7 @@ from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
 from nvcli.sizing.graph_sizes import step_graph_sizes
-from nvcli.sizing.kv_cache import max_blocks
+from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
 
@@ -93,6 +95,7 @@ class ModelRunner:
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
             block_size=config.block_size,
             kv_cache_bytes=self.kv_cache.num_bytes,
+            kv_cache_tokens=tokens_in_blocks(self.kv_cache.num_blocks - 1, config, self.model_config),
             weight_bytes=self._weight_bytes,
             attention_backend=self.backend.name,
             group_windows=[group.window for group in self._kv_groups],
@@ -110,6 +113,8 @@ class ModelRunner:
             if self.device.type == "cuda":
                 import_kernels()
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+            kv_dtype = self.config.kv_dtype
+            self.kv_dtype: torch.dtype = FP8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
             self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
 
     def _join_process_group(self) -> None:
@@ -124,9 +129,9 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            self.model_config = load_model_config(self.config.model_path)
-            if self.config.embedding_size:
-                self.model_config = self.model_config.headless()
+            config = load_model_config(self.config.model_path, expert_parallel=self.config.enable_expert_parallel)
+            config = config.headless() if self.config.embedding_size else config
+            self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
             )
@@ -150,6 +155,8 @@ class ModelRunner:
             else:
                 say = self._notes.append
                 self._weight_bytes = load_weights(self.model, self.config.model_path, self.device, say=say)
+                if self.kv_dtype == FP8 and (note := load_kv_scales(self.model, self.config.model_path, self.device)):
+                    self._notes.append(note)
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self._world.meet("weights are loaded")
 
@@ -161,6 +168,7 @@ class ModelRunner:
             dtype=self.dtype,
             specs=tuple(dict.fromkeys(layers)),
             block_size=config.block_size,
+            kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
         )
@@ -169,7 +177,11 @@ class ModelRunner:
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
         self._kv_spec = KVCacheSpec.of_layers(
-            self.model.cache_layers, group_layers, block_size=config.block_size, dtype=self.dtype
+            self.model.cache_layers,
+            group_layers,
+            block_size=config.block_size,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     def _choose_graphs(self) -> None:
@@ -186,7 +198,10 @@ class ModelRunner:
         config = self.config
         self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
-        self.sampler = Sampler(self.slots, self.group, self.model_config.vocab_size)
+        vocab_size = self.model_config.vocab_size
+        self.sampler = Sampler(self.slots, self.group, vocab_size)
+        follows = self._context.rank == config.output_rank
+        self.constraints = Constraints(config.model_path, vocab_size, self.device, follows=follows)
         self.buffers = InputBuffers(
             self.slots.state,
             max_rows=config.max_padded_rows,
@@ -267,6 +282,7 @@ class ModelRunner:
             self.kv_cache,
             self.backend,
             self.sampler,
+            self.constraints,
             PromptReader(self.model, self.group, self.device),
             self.link,
             self._clock,

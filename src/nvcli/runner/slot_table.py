@@ -6,6 +6,8 @@ its blocks are all the null block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,12 +30,17 @@ def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.frombuffer(data, dtype=np.int32)
 
 
-def partly_filled_blocks(step: StepInput) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def partly_filled_blocks(
+    step: StepInput, state_groups: Sequence[int] = ()
+) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Of the blocks that a step gives to slots, return those that may be read before they are full: the last of each
-    run of columns. A cached block is none of them, because a block for the token behind it follows."""
+    run of columns. A cached block is none of them, because a block for the token behind it follows; nor is one of
+    `state_groups`, the KV groups whose states are read as they were written."""
     groups, slots, columns = map(unpack_ids, (step.block_groups, step.block_slots, step.block_columns))
     is_last = np.ones(len(slots), dtype=np.bool_)
     is_last[:-1] = (groups[1:] != groups[:-1]) | (slots[1:] != slots[:-1]) | (columns[1:] != columns[:-1] + 1)
+    if state_groups:
+        is_last &= ~np.isin(groups, state_groups)
     blocks: np.ndarray[tuple[int], np.dtype[np.int32]] = unpack_ids(step.block_ids)[is_last]
     return blocks
 

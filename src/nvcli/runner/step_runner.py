@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +22,16 @@ from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.messages import StepInput, StepOutput
 from nvcli.models.causal_lm import CausalLM
+from nvcli.runner.constraints import Constraints, with_failures
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
 from nvcli.runner.prompt_reader import PendingReadings, PromptReader, ReadPlan
 from nvcli.runner.sampler import PendingLogprobs, Sampler
+from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
 from nvcli.runner.step_clock import StepClock, StepTime
 
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 _STEPS_POSTED = 2
 """Steps, beside those in flight, whose ids the thread that posts outputs may still read."""
 
@@ -70,13 +74,16 @@ class PendingStep:
     time: StepTime
     is_graph: bool
     readings: PendingReadings | None = None
+    failed_rows: Sequence[int] = ()
+    """Sampled rows whose grammars cannot be followed any further."""
 
     def result(self) -> StepOutput:
         """Wait for the step, and return its output."""
         self.time.wait()
+        ids = self.ids.numpy()
         return StepOutput(
             step_id=self.step_id,
-            token_ids=self.ids.numpy().tobytes(),
+            token_ids=(with_failures(ids, self.failed_rows) if self.failed_rows else ids).tobytes(),
             logprobs=[] if self.logprobs is None else self.logprobs.result(),
             seconds=self.time.seconds,
             idle_seconds=self.time.idle_seconds,
@@ -96,6 +103,7 @@ class StepRunner:
         kv_cache: KVCache,
         backend: AttentionBackend,
         sampler: Sampler,
+        constraints: Constraints,
         reader: PromptReader,
         link: StageLink,
         clock: StepClock,
@@ -106,7 +114,8 @@ class StepRunner:
         """`max_sampled` is the most tokens that a step gives."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
-        self._sampler, self._reader, self._link, self._clock = sampler, reader, link, clock
+        self._sampler, self._constraints, self._reader = sampler, constraints, reader
+        self._link, self._clock = link, clock
         self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
         self._graph_batches: dict[BatchShape, StepBatch] = {}
         self._on_gpu = slots.state.lengths.is_cuda
@@ -148,7 +157,7 @@ class StepRunner:
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
         self._slots.apply(step)
         if step.block_ids and self._backend.reads_behind_rows:
-            (blocks,) = self._slots.upload(partly_filled_blocks(step))
+            (blocks,) = self._slots.upload(partly_filled_blocks(step, self._kv_cache.spec.state_groups))
             self._kv_cache.clear(blocks.long())
         needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)
@@ -162,6 +171,9 @@ class StepRunner:
             self._link.send(output.state)
             return None
         num_sampled, logprobs = batch.num_sampled, None
+        if self._constraints.concerns(step):
+            self._constraints.follow(step)
+        constrained = _NO_ROWS if needs.is_simple else needs.rows(SamplingFlag.CONSTRAINED)
         if needs.is_simple:
             assert output.ids is not None
             ids = output.ids[:num_sampled]
@@ -169,12 +181,19 @@ class StepRunner:
             slots = batch.inputs.sample_slots[:num_sampled]
             positions = batch.inputs.sample_positions[:num_sampled]
             longest = int(batch.forward.seq_lens_host.max())
-            ids, logprobs = self._sampler.sample_fully(output.logits[:num_sampled], slots, positions, needs, longest)
+            masks = self._constraints.masks(needs.slots[constrained]) if len(constrained) else None
+            ids, logprobs = self._sampler.sample_fully(
+                output.logits[:num_sampled], slots, positions, needs, longest, masks
+            )
             self._slots.keep(slots, positions, ids)
         host_ids = self._to_host(ids)
+        failed_rows: Sequence[int] = ()
+        if len(constrained):
+            self._constraints.chose(host_ids, needs.slots[constrained], constrained)
+            failed_rows = self._constraints.failed_rows(needs.slots[constrained], constrained)
         self._clock.stop(step_time)
         is_graph = padded is not None
-        return PendingStep(step.step_id, host_ids, logprobs, step_time, is_graph, output.readings)
+        return PendingStep(step.step_id, host_ids, logprobs, step_time, is_graph, output.readings, failed_rows)
 
     def _compute(self, batch: StepBatch, *, sample: bool, reads: ReadPlan | None = None) -> StepLogits | StageOutput:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens

@@ -7,10 +7,12 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nvcli.attention.kv_layout import KVDtype, token_bytes
+from nvcli.attention.state_size import state_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
-from nvcli.models.layer_config import AttentionConfig, ExpertsConfig
+from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, ModelDtype, TensorSpec, model_tensors
+from nvcli.models.layer_config import AttentionConfig, DeltaNetConfig, ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,13 @@ class MatrixCosts:
     num_weights: int
     """Each takes two operations for a row."""
     num_bytes: int
+    num_fp8_weights: int = 0
+    """So many of them are multiplied in FP8."""
+
+    @property
+    def operations_per_row(self) -> int:
+        """Operations for one row, in the time that one of the model's type takes: two in FP8 count one."""
+        return 2 * self.num_weights - self.num_fp8_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,17 @@ class AttentionCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateCosts:
+    """All layers that keep a recurrent state."""
+
+    num_bytes: int
+    """The states of one request. A step reads and writes them once for each of its rows."""
+    flops_per_token: int
+    """Operations for one token: what the state gives for its key, what is written to it, and what it gives for the
+    query."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
     """What one rank's share of a stage costs."""
 
@@ -65,15 +85,26 @@ class ModelCosts:
     """Nothing in a stage that is not the last."""
     attention: tuple[AttentionCosts, ...]
     experts: ExpertCosts | None = None
+    states: StateCosts | None = None
 
     @property
     def weights_per_token(self) -> int:
         """The weights of the layers that one row is multiplied with."""
         return self.layers.num_weights + (0 if self.experts is None else self.experts.weights_per_token)
 
+    @property
+    def operations_per_token(self) -> int:
+        """The operations of the layers' matrices for one row, as `MatrixCosts.operations_per_row` counts them."""
+        return self.layers.operations_per_row + (0 if self.experts is None else 2 * self.experts.weights_per_token)
+
     def matrix_read_bytes(self, num_rows: float) -> float:
         """The weights of the layers that are read for so many rows."""
         return self.layers.num_bytes + (0 if self.experts is None else self.experts.read_bytes(num_rows))
+
+    @property
+    def state_bytes_per_row(self) -> int:
+        """The recurrent states that one row of a step reads and writes."""
+        return 0 if self.states is None else 2 * self.states.num_bytes
 
     def kv_read_bytes(self, num_tokens: float) -> float:
         """Keys and values that one decode row reads behind `num_tokens` tokens."""
@@ -85,9 +116,15 @@ class ModelCosts:
 
 @lru_cache(maxsize=512)  # a layout is chosen from the same few, asked for many times
 def model_costs(
-    model: ModelConfig, dtype: StoredDtype, *, tensor_parallel_size: int = 1, stage: Stage = WHOLE
+    model: ModelConfig,
+    dtype: ModelDtype,
+    *,
+    tensor_parallel_size: int = 1,
+    stage: Stage = WHOLE,
+    kv_dtype: KVDtype | None = None,
 ) -> ModelCosts:
-    """Count one rank's share of a stage, of a model whose weights, keys and values are kept in `dtype`."""
+    """Count one rank's share of a stage, of a model whose weights are kept in `dtype`, and keys and values in
+    `kv_dtype`; None: in `dtype` too."""
     tensors = {tensor.name: tensor for tensor in model_tensors(model, dtype, stage)}
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
     layers = [tensor for tensor in tensors.values() if tensor.part in ("attention", "MLP")]
@@ -97,10 +134,11 @@ def model_costs(
         layers=_matrices(layers, tensor_parallel_size),
         lm_head=_matrices([] if head is None else [head], tensor_parallel_size),
         attention=tuple(
-            _attention_costs(attention, num_layers, dtype, tensor_parallel_size)
+            _attention_costs(attention, num_layers, kv_dtype or dtype, tensor_parallel_size)
             for attention, num_layers in counts.items()
         ),
         experts=_expert_costs(model, list(tensors.values()), tensor_parallel_size),
+        states=_state_costs([layer.attention for layer in layers_of_stage], dtype, tensor_parallel_size),
     )
 
 
@@ -120,15 +158,28 @@ def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel
     )
 
 
+def _state_costs(
+    attentions: list[AttentionConfig | DeltaNetConfig], dtype: ModelDtype, tensor_parallel_size: int
+) -> StateCosts | None:
+    """Count what one rank keeps and computes in layers with a state; None where there are none."""
+    num_bytes, flops = 0, 0
+    for one in attentions:
+        if isinstance(one, DeltaNetConfig):
+            recurrent = one.recurrent_shape(tensor_parallel_size)
+            num_bytes += state_bytes(one.conv_shape(tensor_parallel_size), recurrent, DTYPE_BYTES[dtype])
+            flops += 3 * 2 * math.prod(recurrent)
+    return StateCosts(num_bytes=num_bytes, flops_per_token=flops) if num_bytes else None
+
+
 def _attention_costs(
-    attention: AttentionConfig, num_layers: int, dtype: StoredDtype, tensor_parallel_size: int
+    attention: AttentionConfig, num_layers: int, kv_dtype: KVDtype, tensor_parallel_size: int
 ) -> AttentionCosts:
     """Count what one rank computes in `num_layers` layers of one kind."""
-    kv_elements = 2 * attention.kv_heads_per_rank(tensor_parallel_size) * attention.head_dim
+    key_bytes = token_bytes(attention.kv_heads_per_rank(tensor_parallel_size), attention.head_dim, kv_dtype)
     query_size = attention.num_heads // tensor_parallel_size * attention.head_dim
     return AttentionCosts(
         window=attention.window,
-        kv_bytes_per_token=num_layers * kv_elements * DTYPE_BYTES[dtype],
+        kv_bytes_per_token=num_layers * 2 * key_bytes,
         flops_per_pair=num_layers * 4 * query_size,
     )
 
@@ -139,4 +190,7 @@ def _matrices(tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCos
     return MatrixCosts(
         num_weights=sum(math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices),
         num_bytes=sum(tensor.kept_bytes(tensor_parallel_size) for tensor in matrices),
+        num_fp8_weights=sum(
+            math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices if tensor.scaling is not None
+        ),
     )

@@ -5,10 +5,28 @@ from __future__ import annotations
 import bisect
 import math
 
-from nvcli.config import EngineConfig
+from nvcli.attention.kv_layout import KVDtype
+from nvcli.config import MAX_BLOCK_SIZE, EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.models import kv_groups
 from nvcli.models.config import ModelConfig
+from nvcli.models.geometry import ModelDtype
+
+DEFAULT_BLOCK_SIZE = 64
+"""Kernels read keys in tiles of up to so many tokens, which are found fastest where no tile straddles two blocks."""
+_FLASH_ATTN_TILE = 256
+"""flash-attn 2 takes no other block sizes than multiples of it."""
+
+
+def default_block_size(model: ModelConfig, dtype: ModelDtype, kv_dtype: KVDtype, attention_backend: str) -> int:
+    """Return the tokens of a KV block, where the configuration leaves it open.
+
+    A block of a model with recurrent states is about as large as a state, so that neither keys nor states waste much of
+    the pool: 192 tokens for Qwen3.5-35B-A3B. It is the same for every layout, as prompts share whole blocks.
+    """
+    tile = _FLASH_ATTN_TILE if "flash-attn" in attention_backend else DEFAULT_BLOCK_SIZE
+    keys, state = kv_groups.group_bytes(model, dtype, block_size=tile, kv_dtype=kv_dtype)
+    return tile * min(MAX_BLOCK_SIZE // tile, max(1, round(state / keys)))
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = None) -> int:
@@ -19,12 +37,16 @@ def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = 
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
         stage=stage or Stage(0, config.pipeline_parallel_size),
+        kv_dtype=config.kv_dtype,
     )
 
 
 def blocks_of_request(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
-    """The most KV blocks that a request of `num_tokens` holds at a time."""
-    return kv_groups.blocks_needed(model, num_tokens, block_size=config.block_size, chunk=config.max_num_batched_tokens)
+    """The most KV blocks that a request of `num_tokens` holds between steps, and the least that it can run with.
+
+    While a chunk of its prompt is computed it takes more of them for windows, as far as there are any.
+    """
+    return kv_groups.blocks_needed(model, num_tokens, block_size=config.block_size, chunk=1)
 
 
 def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
@@ -43,8 +65,16 @@ def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -
 
 
 def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """How many KV blocks there is a use for: those of `max_num_seqs` requests of full length, and the null block."""
-    return 1 + config.max_num_seqs * blocks_of_request(config, model, config.max_model_len)
+    """How many KV blocks there is a use for: those of `max_num_seqs` requests of full length, one state more of each
+    where states are kept for prompts to come, those that one step takes beside them for windows, and the null block."""
+    windows = sum(group.window is not None and not group.is_state for group in kv_groups.kv_groups(model))
+    of_a_step = windows * -(-config.max_num_batched_tokens // config.block_size)
+    most = kv_groups.blocks_needed(
+        model, config.max_model_len, block_size=config.block_size, chunk=config.max_num_batched_tokens
+    )
+    between_steps = config.max_num_seqs * blocks_of_request(config, model, config.max_model_len)
+    kept = config.max_num_seqs * state_blocks(model) if config.enable_prefix_caching else 0
+    return 1 + min(config.max_num_seqs * most, between_steps + of_a_step) + kept
 
 
 def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
@@ -54,12 +84,29 @@ def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
 
 
 def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
-    """How many tokens of full-length requests fit `num_blocks` KV blocks, the null block not counted."""
+    """How many tokens of full-length requests, of which `max_num_seqs` run, fit `num_blocks` KV blocks, the null block
+    not counted."""
     tokens_each = config.max_blocks_per_seq * config.block_size
-    return num_blocks * tokens_each // blocks_of_request(config, model, config.max_model_len)
+    blocks_each = blocks_of_request(config, model, config.max_model_len)
+    return min(num_blocks, config.max_num_seqs * blocks_each) * tokens_each // blocks_each
+
+
+def requests_held(num_tokens: float, config: EngineConfig, model: ModelConfig, request_len: float) -> float:
+    """How many requests of `request_len` tokens a KV cache holds at a time that has room for `num_tokens` tokens of
+    full-length ones."""
+    tokens_each = config.max_blocks_per_seq * config.block_size
+    blocks = num_tokens * blocks_of_request(config, model, config.max_model_len) / tokens_each
+    return blocks / blocks_held(config, model, request_len / config.block_size)
 
 
 def blocks_held(config: EngineConfig, model: ModelConfig, sequence_blocks: float) -> float:
     """How many KV blocks a request holds at a time, on average, whose tokens fill `sequence_blocks` blocks."""
     whole = max(1, math.ceil(sequence_blocks))
-    return max(1.0, sequence_blocks) * blocks_of_request(config, model, whole * config.block_size) / whole
+    states = state_blocks(model)
+    keys = blocks_of_request(config, model, whole * config.block_size) - states
+    return states + max(1.0, sequence_blocks) * keys / whole
+
+
+def state_blocks(model: ModelConfig) -> int:
+    """How many KV blocks the recurrent states of a request take."""
+    return sum(group.is_state for group in kv_groups.kv_groups(model))

@@ -1,8 +1,9 @@
 """How long a replica takes for its share of a job, by what is roughly known of GPUs.
 
     decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
-                    and values; a fixed time for each layer and for each request; tp > 1: two all-reduces for each
-                    layer. With stages: all of them work at a time, each on a share of the requests
+                    and values, and its recurrent states, which are written too; a fixed time for each layer and for
+                    each request; tp > 1: two all-reduces for each layer. With stages: all of them work at a time, each
+                    on a share of the requests
     requests a step no more than `max_num_seqs`, the replica's share of the job, and what the KV cache holds. Answers
                     are of all lengths up to twice the usual one: the last to run end one by one, in ever smaller steps
     prompts         matrix time, attention and all-reduces
@@ -20,6 +21,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.sizing.costs import model_costs
+from nvcli.sizing.kv_cache import requests_held
 from nvcli.sizing.weights import largest_stage
 
 _LEFT = (0.875, 0.625, 0.375, 0.125)
@@ -103,24 +105,26 @@ def replica_seconds(
     tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
     stage = largest_stage(model, pp)
     num_layers = len(stage.layers(model.num_layers))
-    running = max(1.0, min(config.max_num_seqs, num_requests, num_tokens / (lengths.prompt + lengths.answer)))
-    costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage)
+    held = requests_held(num_tokens, config, model, lengths.prompt + lengths.answer)
+    running = max(1.0, min(config.max_num_seqs, num_requests, held))
+    costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage, kv_dtype=config.kv_dtype)
     head = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=Stage(pp - 1, pp)).lm_head
-    weights = costs.weights_per_token + head.num_weights
+    operations = costs.operations_per_token + head.operations_per_row
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
-    kv_bytes = costs.kv_read_bytes(lengths.prompt + lengths.answer / 2)
+    kv_bytes = costs.kv_read_bytes(lengths.prompt + lengths.answer / 2) + costs.state_bytes_per_row
     flops = speed.flops_per_second / (1 + _PIECE_LOSS * math.log2(tp)) * _RATED_BYTES / DTYPE_BYTES[config.dtype]
 
     def step(rows: float) -> float:
         matrix_bytes = costs.matrix_read_bytes(rows) + head.num_bytes
-        seconds = max(matrix_bytes / speed.bytes_per_second, 2 * weights * rows / flops)
+        seconds = max(matrix_bytes / speed.bytes_per_second, operations * rows / flops)
         seconds += rows * (kv_bytes / speed.bytes_per_second + _ROW_SECONDS)
         return seconds + num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
 
     steps = lengths.answer * (num_requests / running - 1) * step(max(1.0, running / pp))
     steps += 2 * lengths.answer / len(_LEFT) * sum(step(max(1.0, left * running / pp)) for left in _LEFT)
     prompt_tokens = num_requests * lengths.computed
-    prompts = 2 * costs.weights_per_token * prompt_tokens / flops
+    state_flops = 0 if costs.states is None else costs.states.flops_per_token
+    prompts = (costs.operations_per_token + state_flops) * prompt_tokens / flops
     prompts += sum(
         kind.flops_per_pair * prompt_tokens * min(lengths.prompt / 2, kind.window or math.inf) / flops
         for kind in costs.attention

@@ -126,14 +126,14 @@ def _engine(plan: RunPlan, ready: Sequence[EngineReady], summary: Summary) -> En
     first = ready[0] if ready else None
     return Engine(
         device=config.device,
-        dtype=config.dtype,
+        dtype=config.weights_type,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=len(plan.engine_configs),
         gpus=_gpu_names(plan) if config.device == "cuda" else [],
         why=plan.why,
         attention_backend=first.attention_backend if first else None,
-        kv_cache_tokens=first.num_blocks * first.block_size if first else None,
+        kv_cache_tokens=first.kv_cache_tokens if first else None,
         kv_cache_bytes=first.kv_cache_bytes if first else None,
         weight_bytes=first.weight_bytes if first else None,
         startup_seconds={part: round(seconds, 3) for part, seconds in summary.times.startup.items()},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow
 
+from nvcli.jobs.job import Usage
 from nvcli.task_config import Task
 
 _LOGPROBS = pyarrow.struct(
@@ -16,6 +17,13 @@ _LOGPROBS = pyarrow.struct(
         ("top_logprobs", pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.float64()))),
     ]
 )
+_TOOL_CALL = pyarrow.struct(
+    [
+        ("id", pyarrow.string()),
+        ("type", pyarrow.string()),
+        ("function", pyarrow.struct([("name", pyarrow.string()), ("arguments", pyarrow.string())])),
+    ]
+)
 _CHOICE = pyarrow.struct(
     [
         ("index", pyarrow.int64()),
@@ -23,6 +31,10 @@ _CHOICE = pyarrow.struct(
         ("finish_reason", pyarrow.string()),
         ("token_ids", pyarrow.list_(pyarrow.int32())),
         ("logprobs", _LOGPROBS),
+        ("score", pyarrow.float64()),
+        ("reasoning_content", pyarrow.string()),
+        ("tool_calls", pyarrow.list_(_TOOL_CALL)),
+        ("tool_call_error", pyarrow.string()),
     ]
 )
 _SCORED_CHOICE = pyarrow.struct(
@@ -40,9 +52,7 @@ _SCORED_CHOICE = pyarrow.struct(
     ]
 )
 _END_TYPES = {
-    "usage": pyarrow.struct(
-        [(name, pyarrow.int64()) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
-    ),
+    "usage": pyarrow.struct([(name, pyarrow.int64()) for name in Usage.__struct_fields__]),
     "error": pyarrow.struct([("type", pyarrow.string()), ("message", pyarrow.string())]),
 }
 ANSWER_TYPES = {"index": pyarrow.int64(), "choices": pyarrow.list_(_CHOICE), **_END_TYPES}

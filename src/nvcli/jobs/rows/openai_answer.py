@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
 from nvcli.jobs.tasks import EmbedAnswer
 
@@ -69,18 +71,31 @@ def _error_object(error: ErrorInfo) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
+    details: dict[str, Any] = {}
+    if usage.reasoning_tokens is not msgspec.UNSET:
+        details["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **details,
     }
 
 
 def _chat_choice(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if not choice.text and (choice.reasoning_content is not None or choice.tool_calls):
+        message["content"] = None
+    if choice.reasoning_content is not None:
+        message["reasoning_content"] = choice.reasoning_content
+    if choice.tool_calls:
+        message["tool_calls"] = choice.tool_calls
+    if choice.tool_call_error is not None:
+        message["tool_call_error"] = choice.tool_call_error
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": message,
         "logprobs": None if choice.logprobs is None else _chat_logprobs(choice.logprobs),
         "finish_reason": choice.finish_reason,
     }

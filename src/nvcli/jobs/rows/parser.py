@@ -16,6 +16,7 @@ from nvcli.jobs.job import Caller, Job, JobId, JobResult, Place, RowForm, failed
 from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
 from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.jobs.rows.cells import Cells, values_of_cells
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
 from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
@@ -89,11 +90,13 @@ class RowParser:
         self._task = task
         if task is not None:
             self._own_keys = self._own_keys - {self.keys.sampling} | task.keys
+        # Beside a prompt they are columns like others.
+        self._conversation_keys = self._own_keys.union(() if self.rules.has_template else CONVERSATION_KEYS)
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode_ids = _ids_decoder(self.keys.id).decode
-        self._decode_own = _own_decoder(self.keys.id, self._own_keys).decode
+        self._decode_own = _own_decoder(self.keys.id, self._conversation_keys).decode
 
     def parse(self, row: Row, *, index: int, where: str) -> Job | JobResult:
         """Parse one row. `where` names its line in messages."""
@@ -108,7 +111,7 @@ class RowParser:
         try:
             given = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
-            own_keys = self._own_keys if is_native else OPENAI_KEYS
+            own_keys = self._keys_of_native(given) if is_native else OPENAI_KEYS
             values = _own_values(given, own_keys)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
             if len(values) < len(given) or self._keep_input:
@@ -116,7 +119,7 @@ class RowParser:
             if is_native:
                 row_id = native_id(values, self.keys)
                 if extra and self._task is None:
-                    warnings.add_keys(extra, where)
+                    warnings.add_keys(extra.keys() - own_keys if self._keep_input else extra, where)
             else:
                 form = openai_form(values) if self._task is None else self._task.openai_form
                 model = openai_model(values)
@@ -162,6 +165,10 @@ class RowParser:
                 caller=self._caller,
             )
             return failed(place, error)
+
+    def _keys_of_native(self, given: Mapping[str, Any]) -> frozenset[str]:
+        """Return the keys under which a native row says something to nvcli."""
+        return self._own_keys if is_null(given.get(self.keys.messages)) else self._conversation_keys
 
     def identify(self, row: Row, *, index: int, is_good: bool = False) -> RowIdentity:
         """Return the id of a row that this run does not answer, and take it.

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
+from nvcli.kernels.triton.fp8_kv import scale_pointers
 
 _LOG2_E = 1.4426950408889634
 _TILE_BYTES = 16 << 10
@@ -40,8 +41,8 @@ def log2_scores(scores):
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def decode_attention_kernel(
     q,  # [B, H, D], rows q_stride apart
-    k_cache,  # [num_blocks, BLOCK_SIZE, KV, D]
-    v_cache,  # [num_blocks, BLOCK_SIZE, KV, D]
+    k_cache,  # [num_blocks, BLOCK_SIZE, KV, D]; in FP8 each block's scales stand behind it
+    v_cache,  # likewise
     out,  # [B, H, D], contiguous
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
     items,  # [capacity, ITEM_FIELDS] int32
@@ -95,7 +96,10 @@ def decode_attention_kernel(
     in_group = group < GROUP
     head_offset = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(q + row.to(tl.int64) * q_stride + head_offset, mask=in_group[:, None], other=0.0)
-    query = query.to(k_cache.dtype.element_ty)
+    # Keys in FP8 are multiplied in the query's type, which holds them exactly, and their scales with the sums.
+    IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    if not IS_FP8:
+        query = query.to(k_cache.dtype.element_ty)
 
     highest = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     weight_sum = tl.zeros([PADDED_GROUP], tl.float32)
@@ -121,7 +125,15 @@ def decode_attention_kernel(
         row_offset = block * BLOCK_STRIDE + (offset * NUM_KV_HEADS + kv_head) * HEAD_DIM
         cache_offset = row_offset[:, None] + dims[None, :]
         key = tl.load(k_cache + cache_offset, mask=is_key[:, None], other=0.0)
+        if IS_FP8:
+            scale_ptrs = scale_pointers(
+                k_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
+            )
+            key_scale = tl.load(scale_ptrs, mask=is_key, other=0.0).to(tl.float32)
+            key = key.to(query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale_log2
+        if IS_FP8:
+            scores = scores * key_scale[None, :]
         if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
@@ -131,6 +143,12 @@ def decode_attention_kernel(
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         value = tl.load(v_cache + cache_offset, mask=is_key[:, None], other=0.0)
+        if IS_FP8:
+            scale_ptrs = scale_pointers(
+                v_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
+            )
+            weights = weights * tl.load(scale_ptrs, mask=is_key, other=0.0).to(tl.float32)[None, :]
+            value = value.to(query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest
     # A padding row has no key: it gets zeros.
@@ -194,6 +212,14 @@ def _reduce_chunks(
         tl.store(out_row + head * HEAD_DIM + dims, (acc / weight_sum).to(out_row.dtype.element_ty))
 
 
+def _num_warps(head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Choose the warps of a program. Tiles in FP8 stand in registers twice, as they are read and as they are
+    multiplied: for heads of 128 two warps would take 254 registers, four take 128 (compiled for Hopper, not measured).
+    """
+    num_warps = 2 if head_dim <= 256 else 4
+    return 2 * num_warps if kv_dtype == torch.float8_e4m3fn and head_dim > 64 else num_warps
+
+
 class DecodeAttention:
     """Decode attention of one geometry: its work lists and scratch memory, allocated once for a run.
 
@@ -210,12 +236,14 @@ class DecodeAttention:
         windows: Iterable[int | None],
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
         max_rows: int,
     ) -> None:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
         self._head_dim, self._block_size = head_dim, block_size
         self._tile = min(64, max(16, _TILE_BYTES // (head_dim * dtype.itemsize)))
+        self._num_warps = _num_warps(head_dim, kv_dtype)
         self._lists = {
             window: DecodeWorkList(
                 window=window,
@@ -289,6 +317,6 @@ class DecodeAttention:
             PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
             ITEM_FIELDS=ITEM_FIELDS,
             NUM_STAGES=num_stages,
-            num_warps=2 if self._head_dim <= 256 else 4,
+            num_warps=self._num_warps,
             num_stages=num_stages,
         )

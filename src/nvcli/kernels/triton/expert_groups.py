@@ -10,6 +10,9 @@ experts: no program waits for another. Expert e's items begin at entry e + p // 
 before it, which leaves room for an incomplete item of every expert. With few tokens, whose pairs are fewer than the
 experts, the entries belong to pairs instead: the first pair of an expert has the item, the others have none.
 
+Where other ranks hold some of the experts, the pairs of those are in no item, and not in the order. The list has room
+for them all the same, as all tokens may choose the experts of one rank.
+
 Shapes: T tokens, k experts per token.
 """
 
@@ -33,7 +36,8 @@ class WorkList(NamedTuple):
     """The sorted pairs, and tiles of them."""
 
     order: Tensor
-    """[T × k] int32: the pairs, those of expert 0 first, in ascending order for each expert."""
+    """[T × k] int32: the pairs, those of the first expert first, in ascending order for each expert. What is behind the
+    last one is undefined."""
     items: Tensor
     """[N, ITEM_FIELDS] int32."""
     row_tile: int
@@ -48,13 +52,16 @@ def _group_kernel(
     num_pairs,
     ROW_TILE: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    FIRST_EXPERT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,  # that are held here, from FIRST_EXPERT on
+    HAS_OTHERS: tl.constexpr,  # whether there are more
     CHUNK: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
 ):
     """Program (expert), or with BY_PAIR program (pair), which works for its expert if no earlier pair has that one."""
     program = tl.program_id(0)
     columns = tl.arange(0, CHUNK)
-    expert = program
+    expert = program + FIRST_EXPERT
     if BY_PAIR:
         expert = tl.load(experts_ptr + program)
     lower = tl.zeros([CHUNK], tl.int32)
@@ -63,7 +70,10 @@ def _group_kernel(
     for start in range(0, num_pairs, CHUNK):
         pairs = start + columns
         others = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
-        lower += (others < expert).to(tl.int32)
+        if HAS_OTHERS:
+            lower += ((others >= FIRST_EXPERT) & (others < expert)).to(tl.int32)
+        else:
+            lower += (others < expert).to(tl.int32)
         equal += (others == expert).to(tl.int32)
         if BY_PAIR:
             earlier += ((others == expert) & (pairs < program)).to(tl.int32)
@@ -71,6 +81,8 @@ def _group_kernel(
     count = tl.sum(equal, 0)
     if BY_PAIR:
         count = tl.where(tl.sum(earlier, 0) > 0, 0, count)
+        if HAS_OTHERS:
+            count = tl.where((expert < FIRST_EXPERT) | (expert >= FIRST_EXPERT + NUM_EXPERTS), 0, count)
     if count > 0:
         place = first
         for start in range(0, num_pairs, CHUNK):
@@ -83,19 +95,28 @@ def _group_kernel(
         entry = program
         end = program + 1
     else:
-        entry = expert + first // ROW_TILE
-        end = expert + 1 + (first + count) // ROW_TILE
+        entry = program + first // ROW_TILE
+        end = program + 1 + (first + count) // ROW_TILE
+        if HAS_OTHERS and program == NUM_EXPERTS - 1:  # the room for pairs that are not here
+            end = NUM_EXPERTS + num_pairs // ROW_TILE
     fields = tl.arange(0, ITEM_FIELDS)
     done = 0
     for index in range(entry, end):
         rows = tl.minimum(tl.maximum(count - done, 0), ROW_TILE)
-        item = tl.where(fields == 0, expert, tl.where(fields == 1, first + done, tl.where(fields == 2, rows, 0)))
+        held = expert - FIRST_EXPERT
+        item = tl.where(fields == 0, held, tl.where(fields == 1, first + done, tl.where(fields == 2, rows, 0)))
         tl.store(items_ptr + index * ITEM_FIELDS + fields, item)
         done += ROW_TILE
 
 
-def group_by_expert(experts: Tensor, num_experts: int, row_tile: int) -> WorkList:
-    """Sort the pairs by expert and list the tiles. experts: [T, k] int32, contiguous, a token's k all different."""
+def group_by_expert(
+    experts: Tensor, num_experts: int, row_tile: int, *, first_expert: int = 0, num_others: int = 0
+) -> WorkList:
+    """Sort the pairs by expert and list the tiles. experts: [T, k] int32, contiguous, a token's k all different.
+
+    `num_experts` are held here, from `first_expert` on, and `num_others` elsewhere. Items number those that are held
+    from 0.
+    """
     num_tokens, experts_per_token = experts.shape
     num_pairs = num_tokens * experts_per_token
     # An expert has no more pairs than there are tokens, so one item holds them all.
@@ -111,6 +132,9 @@ def group_by_expert(experts: Tensor, num_experts: int, row_tile: int) -> WorkLis
         num_pairs,
         ROW_TILE=row_tile,
         BY_PAIR=by_pair,
+        FIRST_EXPERT=first_expert,
+        NUM_EXPERTS=num_experts,
+        HAS_OTHERS=num_others > 0,
         CHUNK=chunk,
         ITEM_FIELDS=ITEM_FIELDS,
         num_warps=num_warps,

@@ -48,7 +48,7 @@ class ExpertLaunch(NamedTuple):
 
 
 def choose_launch(num_pairs: int, num_experts: int, x: Tensor) -> ExpertLaunch:
-    """The launch for so many pairs of rows of `x`, by how many rows an expert has on average.
+    """The launch for so many pairs of rows of `x`, by how many rows one of all the experts has on average.
 
     Measured on an H200 with Qwen3-30B-A3B's experts (128 of which 8 are chosen, H 2048, I 768), both products together
     in microseconds: 25 for 1 token; 181 for 16, 276 for 64 and 296 for 256 tokens, where they read their weights at 4.1
@@ -174,7 +174,7 @@ def _down_kernel(
     weight_row = expert * OUT_FEATURES + feature
     total = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
     for start in tl.range(0, IN_FEATURES, IN_TILE, num_stages=NUM_STAGES):
-        # Rows behind the item's last are those of other experts; their results are not stored.
+        # Rows behind the item's last are those of other experts, or nobody's; their results are not stored.
         total = tl.dot(x.load([first_row, start]), weight.load([weight_row, start]).T, total, input_precision="ieee")
     rows = tl.arange(0, ROW_TILE)
     has_row = rows < num_rows
@@ -200,10 +200,18 @@ def apply_experts(
 ) -> None:
     """See `nvcli.kernels.experts.apply_experts`, for at least one token. Rows of all tensors are dense and begin at
     multiples of 16 bytes. Without `launch` the measured one is taken."""
-    num_experts = weights.gate_up.shape[0]
+    num_held = weights.gate_up.shape[0]
     if launch is None:
-        launch = choose_launch(routes.experts.numel(), num_experts, x)
-    work = group_by_expert(routes.experts, num_experts, launch.row_tile)
+        launch = choose_launch(routes.experts.numel(), num_held + weights.num_others, x)
+    if weights.num_others:
+        out.zero_()
+    work = group_by_expert(
+        routes.experts,
+        num_held,
+        launch.row_tile,
+        first_expert=weights.first_expert,
+        num_others=weights.num_others,
+    )
     hidden = gate_up(x, routes, weights, activation, work, launch.gate_up)
     down(hidden, routes, weights, work, launch.down, out)
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.decode_attention import log2_scores, soft_capped
+from nvcli.kernels.triton.fp8_kv import scale_pointers
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
 
 _LOG2_E = 1.4426950408889634
@@ -56,6 +57,7 @@ def _attend(
 ):
     """Fold keys [begin, end) into the running softmax. Without masks they are a whole number of tiles, and where blocks
     hold whole tiles, `begin` is a multiple of KEYS."""
+    IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile of keys never straddles blocks
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, HEAD_DIM)
@@ -80,7 +82,23 @@ def _attend(
             key = tl.load(k_cache + cache_offset, mask=(keys < end)[:, None], other=0.0)
         else:
             key = tl.load(k_cache + cache_offset)
+        if IS_FP8:
+            key_scales = scale_pointers(
+                k_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
+            )
+            value_scales = scale_pointers(
+                v_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
+            )
+            if MASKED:
+                key_scale = tl.load(key_scales, mask=keys < end, other=0.0).to(tl.float32)
+                value_scale = tl.load(value_scales, mask=keys < end, other=0.0).to(tl.float32)
+            else:
+                key_scale = tl.load(key_scales).to(tl.float32)
+                value_scale = tl.load(value_scales).to(tl.float32)
+            key = key.to(query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee")
+        if IS_FP8:
+            scores = scores * key_scale[None, :]
         unit = scale_log2
         if SOFT_CAP > 0:
             scores = soft_capped(scores * scale_log2, SOFT_CAP)
@@ -103,6 +121,9 @@ def _attend(
             value = tl.load(v_cache + cache_offset, mask=(keys < end)[:, None], other=0.0)
         else:
             value = tl.load(v_cache + cache_offset)
+        if IS_FP8:
+            weights = weights * value_scale[None, :]
+            value = value.to(query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest
     return highest, weight_sum, acc
@@ -114,7 +135,7 @@ def _attend(
 )
 def prefill_attention_kernel(
     q,  # [T, H, D], tokens q_stride apart
-    k_cache,  # [num_blocks, BLOCK_SIZE, KV, D]
+    k_cache,  # [num_blocks, BLOCK_SIZE, KV, D]; in FP8 each block's scales stand behind it
     v_cache,
     out,  # [T, H, D], contiguous
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
@@ -161,7 +182,9 @@ def prefill_attention_kernel(
     query = tl.load(
         q + (flat_token * q_stride + head * HEAD_DIM)[:, None] + dims[None, :], mask=in_chunk[:, None], other=0.0
     )
-    query = query.to(k_cache.dtype.element_ty)
+    # Keys in FP8 are multiplied in the query's type: see decode_attention.
+    if k_cache.dtype.element_ty != tl.float8e4nv:
+        query = query.to(k_cache.dtype.element_ty)
 
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
     # Keys up to here are before the diagonal of every row, and up to there of any row.
@@ -220,7 +243,7 @@ class _Launch:
     masked_stages: int
 
 
-def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _Launch:
+def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> _Launch:
     """Choose by head size and type what measurements on an H200 speak for. GPUs with less shared memory get smaller
     tiles or fewer stages, which fit in 99 KiB.
 
@@ -228,6 +251,9 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _
     against 143 for 20 prompts of 400 tokens, 107 against 114 for 40 of 200, 177 against 183 for 16 of 562, 631 against
     629 for two of 4,096, and 3,797 against 3,927 for 8,192 tokens that end at 16,384. Tiles of 32 keys throughout, with
     fewer registers, took 114, 85, 159, 676 and 4,204: they lose where prompts are long.
+
+    Tiles of FP8 keys stand in registers, so those of large heads are smaller, as far as the compiler would spill them
+    (not measured).
     """
     if dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         keys = 32 if head_dim <= 128 else 16
@@ -235,6 +261,10 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> _
     capability = torch.cuda.get_device_capability(device)
     # KiB for each program: 227 on data-centre Hopper and Blackwell, 163 on the A100, 99 on the rest.
     shared_memory = 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
+    if head_dim > 128 and kv_dtype == torch.float8_e4m3fn:
+        rows = 32 if head_dim > 256 else 128 if shared_memory >= 192 else 64
+        num_warps = 8 if rows != 64 else 4
+        return _Launch(rows=rows, keys=32, masked_keys=32, num_warps=num_warps, num_stages=2, masked_stages=2)
     if head_dim > 256:
         rows, keys = (64, 32) if shared_memory >= 192 else (32, 16)
         return _Launch(rows=rows, keys=keys, masked_keys=keys, num_warps=8, num_stages=2, masked_stages=2)
@@ -263,11 +293,12 @@ class PrefillAttention:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
         self._head_dim, self._block_size = head_dim, block_size
-        self._launch = _choose_launch(head_dim, dtype, device)
+        self._launch = _choose_launch(head_dim, dtype, kv_dtype, device)
 
     @property
     def tile_key(self) -> tuple[int, int]:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.triton.fp8_kv import quantise_heads, scale_pointers
+
 _HEADS_PER_PROGRAM = 16
 """Measured on an H200 with 16 query and 8 KV heads: 1.75 us for one token, 2.4 for 256 and 38.5 for 8,192 where rotated
 keys go to the cache alone; 43.7 for 8,192 where qkv holds them, too. With 32 and 8 heads: 55.5 and 60.4 for 8,192."""
@@ -42,6 +44,7 @@ def _qk_norm_rope_store_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slot_mapping_ptr,
+    static_scales_ptr,  # [2] float32, the scales of all keys and of all values in an FP8 cache; None: each its own
     eps,
     qkv_row_stride,
     cache_slot_stride,
@@ -111,6 +114,22 @@ def _qk_norm_rope_store_kernel(
             tl.store(source + HALF, stored_second, mask=mask & is_key[:, None])
         cache = tl.where(is_key, k_cache_ptr, v_cache_ptr)[:, None]
         cached = cache + (place + heads % NUM_KV_HEADS * HEAD_DIM)[:, None] + halves[None, :]
+        if k_cache_ptr.dtype.element_ty == tl.float8e4nv:
+            STATIC: tl.constexpr = static_scales_ptr is not None
+            static_scale = 1.0
+            if STATIC:
+                static_scale = tl.load(static_scales_ptr + tl.where(is_key, 0, 1))
+            stored_first, stored_second, scale = quantise_heads(
+                stored_first.to(tl.float32), stored_second.to(tl.float32), static_scale, STATIC
+            )
+            block, offset, kv_head = slot // BLOCK_SIZE, slot % BLOCK_SIZE, heads % NUM_KV_HEADS
+            k_scales = scale_pointers(
+                k_cache_ptr, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, cache_block_stride
+            )
+            v_scales = scale_pointers(
+                v_cache_ptr, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, cache_block_stride
+            )
+            tl.store(tl.where(is_key, k_scales, v_scales), scale, mask=heads < 2 * NUM_KV_HEADS)
         tl.store(cached, stored_first.to(k_cache_ptr.dtype.element_ty), mask=mask)
         tl.store(cached + HALF, stored_second.to(k_cache_ptr.dtype.element_ty), mask=mask)
 
@@ -128,8 +147,10 @@ def qk_norm_rope_store(
     k_weight: Tensor | None,
     eps: float,
     keep_keys: bool,
+    static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`; kept keys are rotated in place."""
+    """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`; kept keys are rotated in place. The
+    scales of an FP8 cache are found behind its keys and values."""
     num_tokens, head_dim = qkv.shape[0], k_cache.shape[-1]
     block_size = k_cache.shape[1]
     is_dense = k_cache.stride(0) == block_size * k_cache.stride(1)
@@ -150,6 +171,7 @@ def qk_norm_rope_store(
         k_cache,
         v_cache,
         slot_mapping,
+        static_scales,
         eps,
         qkv.stride(0),
         k_cache.stride(1),

@@ -38,7 +38,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 def read_decoder(config: JsonFile, layers: Iterable[LayerConfig], **settings: Any) -> DecoderConfig:
     """Make the decoder of these layers. `settings` are fields of `DecoderConfig`; the norm is RMSNorm if not given."""
     kinds, kind_of_layer = index_kinds(layers)
-    settings.setdefault("norm", read_rms_norm(config))
+    if "norm" not in settings:
+        settings["norm"] = read_rms_norm(config)
     return DecoderConfig(layer_kinds=kinds, kind_of_layer=kind_of_layer, **settings)
 
 

@@ -1,0 +1,31 @@
+"""How many bytes the keys and values of a block take. Torch-free, as plans ask for it too.
+
+A layer has two equal parts of each of its blocks: one for keys, one for values. In FP8 (e4m3) a part ends with the
+scales of its numbers, one for each token and head, so that a block and its scales are one thing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+KVDtype = Literal["float32", "bfloat16", "float16", "fp8"]
+"""The types in which keys and values are kept."""
+KV_DTYPE_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+"""Bytes of one element."""
+SCALE_BYTES = 2
+"""A scale is a bfloat16 number. Numbers are divided by the scale as it is stored, so nothing is lost by its
+rounding."""
+_PART_ALIGNMENT = 128
+"""Bytes: each part with scales takes a multiple of it, so that keys lie where they can be read fast."""
+
+
+def part_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
+    """The bytes of one layer's keys in a block, scales included. Its values take as many."""
+    size = block_size * token_bytes(num_kv_heads, head_dim, dtype)
+    return size if dtype != "fp8" else -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
+
+
+def token_bytes(num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
+    """The bytes of one token's keys in one layer, scales included. Its values take as many."""
+    scale = SCALE_BYTES if dtype == "fp8" else 0
+    return num_kv_heads * (head_dim * KV_DTYPE_BYTES[dtype] + scale)

@@ -1,0 +1,55 @@
+"""The scales that a checkpoint brings for an FP8 KV cache: under which names they stand. Torch-free.
+
+A layer has one number for all its keys and one for all its values; a number is an e4m3 number times that scale. The
+names are those of compressed-tensors and ModelOpt, and those to which vLLM maps older ones
+(`maybe_remap_kv_scale_name` in vllm/model_executor/model_loader/weight_utils.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nvcli.models.safetensors_header import TensorInfo
+
+_SCALE = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\."
+    r"(?:(?:attn\.)?(?P<kind>[kv])_scale|(?P<fused>(?:attn\.)?kv_scale)"
+    r"|(?P<projection>[kv])_proj\.(?:(?P=projection)_scale|output_scale))"
+)
+_UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.(?:attn\.)?(?:q|prob)_scale")
+"""The scales of queries and of softmax weights, which are not rounded here."""
+
+
+@dataclass(slots=True)
+class LayerKVScales:
+    """The tensors that hold one layer's scales; None: the checkpoint has none."""
+
+    k: TensorInfo | None = None
+    v: TensorInfo | None = None
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of this name, in the decoder's spelling, is a scale of keys, values, queries or weights."""
+    return _SCALE.fullmatch(name) is not None or _UNUSED.fullmatch(name) is not None
+
+
+def find_kv_scales(tensors: Mapping[str, TensorInfo]) -> dict[int, LayerKVScales]:
+    """Return the scales among `tensors`, which are under the decoder's names, by the number of the layer.
+
+    One scale for both keys and values stands for either that has none of its own.
+    """
+    found: dict[int, LayerKVScales] = {}
+    for name, info in tensors.items():
+        match = _SCALE.fullmatch(name)
+        if match is None:
+            continue
+        scales = found.setdefault(int(match["layer"]), LayerKVScales())
+        if match["fused"]:
+            scales.k, scales.v = scales.k or info, scales.v or info
+        elif (match["kind"] or match["projection"]) == "k":
+            scales.k = info
+        else:
+            scales.v = info
+    return found

@@ -1,0 +1,90 @@
+"""ComparingRanks: the processes that hold both models, as the command sees them. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, NoReturn
+
+from nvcli import errors
+from nvcli.config import EngineConfig
+from nvcli.distributed.rendezvous import create_store
+from nvcli.errors import WorkerError
+from nvcli.executor.child_process import ChildProcess
+from nvcli.executor.executor import RANK_ENVIRONMENT
+from nvcli.quality.rank_messages import CompareFailed, CompareReady, CompareTask, PassageSums, PassageTask
+
+_TARGET = "nvcli.quality.rank:main"
+
+
+class ComparingRanks:
+    """Starts the ranks, and has them compare passages. Use it as a context manager: at the end they are gone."""
+
+    def __init__(self, configs: tuple[EngineConfig, EngineConfig], *, max_tokens: int) -> None:
+        """`configs` are those of A and B; `max_tokens` is the length of the longest passage."""
+        self._timeout = configs[0].step_timeout
+        self._name = configs[0].rank_name
+        self._ranks: list[ChildProcess] = []
+        store_fd = create_store()
+        try:
+            for rank in range(configs[0].tensor_parallel_size):
+                task = CompareTask(configs=configs, rank=rank, store_fd=store_fd, max_tokens=max_tokens)
+                child = ChildProcess(_TARGET, task, name=f"rank {rank}", pass_fds=(store_fd,), env=RANK_ENVIRONMENT)
+                self._ranks.append(child)
+        finally:
+            os.close(store_fd)
+
+    def __enter__(self) -> ComparingRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._ranks:
+            child.kill()
+        for child in self._ranks:
+            child.close()
+
+    def wait_ready(self) -> tuple[str, ...]:
+        """Wait until both models are loaded; return lines for the user. Raises what a rank failed with."""
+        ready = self._collect(None)[0]
+        assert isinstance(ready, CompareReady)
+        return ready.notes
+
+    def compare(self, passage: PassageTask) -> PassageSums:
+        """Have both models read a passage. Raises what a rank failed with."""
+        for rank, child in enumerate(self._ranks):
+            try:
+                child.control.send(passage)
+            except (BrokenPipeError, ConnectionResetError):
+                self._raise_dead(rank)
+        sums = self._collect(self._timeout)[0]
+        assert isinstance(sums, PassageSums)
+        return sums
+
+    def _collect(self, timeout: float | None) -> list[Any]:
+        """Return one message of each rank."""
+        found: dict[int, Any] = {}
+        by_control = {child.control: rank for rank, child in enumerate(self._ranks)}
+        while len(found) < len(self._ranks):
+            waiting = [child.control for rank, child in enumerate(self._ranks) if rank not in found]
+            ready = wait(waiting, timeout)
+            if not ready:
+                missing = ", ".join(self._name(rank) for rank in range(len(self._ranks)) if rank not in found)
+                raise WorkerError(f"{missing} did not answer within {timeout:g} s (step_timeout)")
+            for control in ready:
+                assert isinstance(control, Connection)
+                rank = by_control[control]
+                try:
+                    message = control.recv()
+                except (EOFError, ConnectionResetError):
+                    self._raise_dead(rank)
+                if isinstance(message, CompareFailed):
+                    raise errors.named(message.kind, message.message, message.traceback)
+                found[rank] = message
+        return [found[rank] for rank in range(len(self._ranks))]
+
+    def _raise_dead(self, rank: int) -> NoReturn:
+        child = self._ranks[rank]
+        raise WorkerError(f"{self._name(rank)} (pid {child.pid}) {child.describe_exit()} while it compared")

@@ -1,0 +1,81 @@
+"""A KV cache in FP8: every backend that takes it attends to the numbers that were stored, and to no others."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from attention_setup import Bench as AnyBench
+from attention_setup import History
+
+from kernel_device import DEVICE, HAS_GPU, MARKS
+from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.torch_backend import TorchBackend
+from nvcli.attention.triton_backend import TritonBackend
+from nvcli.kernels.fp8_kv import FP8
+
+Bench = partial(AnyBench, device=str(DEVICE))
+pytestmark = MARKS
+
+
+@pytest.fixture(params=[TorchBackend, TritonBackend])
+def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
+    kind: type[AttentionBackend] = request.param
+    return kind
+
+
+def run_all_kinds_of_steps(bench: AnyBench) -> None:
+    """Prompts, chunks behind a prefix, decode rows, padding, and rows of several tokens."""
+    a, b, c = (History() for _ in range(3))
+    bench.step((a, 1), (b, 15), (c, 70))
+    bench.fill(c, 150)
+    bench.step((a, 1), (c, 1), (b, 20))
+    bench.step((a, 1), (b, 1), (c, 40), shape=BatchShape(decode_rows=4, prefill_rows=2, prefill_tokens=47))
+    bench.step((a, 4), (b, 4), shape=BatchShape(decode_rows=2, tokens_per_row=4))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "ratio", "block_size"),
+    [(64, 2, 1, 64), (128, 2, 4, 16), (16, 3, 2, 1), (512, 1, 2, 24)],
+)
+def test_shapes(backend: type[AttentionBackend], head_dim: int, num_kv_heads: int, ratio: int, block_size: int) -> None:
+    """Head sizes, and blocks that hold whole tiles of keys, parts of them, or one token; what an earlier owner left
+    must not count, scales that are NaN included."""
+    bench = Bench(
+        backend, num_kv_heads=num_kv_heads, ratio=ratio, head_dim=head_dim, block_size=block_size, kv_dtype=FP8
+    )
+    if not bench.backend.reads_behind_rows:
+        bench.leave_garbage(float("nan"))
+    run_all_kinds_of_steps(bench)
+
+
+def test_windows_soft_caps_and_sinks(backend: type[AttentionBackend]) -> None:
+    bench = Bench(
+        backend,
+        num_kv_heads=2,
+        ratio=2,
+        windows=(40, None),
+        soft_cap=0.7,
+        has_sinks=True,
+        num_tokens=2000,
+        kv_dtype=FP8,
+    )
+    run_all_kinds_of_steps(bench)
+
+
+def test_groups_of_other_head_sizes(backend: type[AttentionBackend]) -> None:
+    """A block of one shape, scales included, lies where one of another shape would."""
+    bench = Bench(
+        backend, num_kv_heads=2, ratio=2, windows=(40, None), head_dims=(32, 64), num_tokens=2000, kv_dtype=FP8
+    )
+    assert not bench.kv_cache.spec.is_uniform
+    run_all_kinds_of_steps(bench)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="on a GPU, Triton serves it in the model's type")
+def test_bfloat16_beneath_float32() -> None:
+    """The cache may keep another type without scales."""
+    bench = Bench(TorchBackend, num_kv_heads=2, ratio=2, windows=(40, None), num_tokens=2000, kv_dtype=torch.bfloat16)
+    run_all_kinds_of_steps(bench)
