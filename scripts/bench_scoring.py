@@ -21,8 +21,8 @@ from nvcli import LLM
 from nvcli.demo import demo_path
 
 NUM_CHOICES = 4
-CHOICE_WORDS = 3
-WORDS_PER_TOKEN = 0.72
+CHOICE_WORDS = 8
+WORDS_PER_TOKEN = 0.99
 """Words of the built-in model's tasks for each of its tokens, about."""
 
 
