@@ -1,7 +1,7 @@
-"""Multiple choice on a CPU: rows per second of `LLM.score`, and of lm-eval with transformers, on the same rows.
+"""Multiple choice: rows per second of `LLM.score`, and of lm-eval with transformers, on the same rows.
 
     python scripts/bench_scoring.py --rows 200               # needs `pip install lm-eval`
-    python scripts/bench_scoring.py --rows 10000 --no-lm-eval
+    python scripts/bench_scoring.py --rows 10000 --no-lm-eval --device cuda --model Qwen/Qwen3-8B
 
 A row has a context of about `--context-tokens` tokens and four choices of several tokens. Both sides have the model
 loaded before the clock starts, and get the same texts; lm-eval is `HFLM.loglikelihood` as its tasks call it, with
@@ -21,8 +21,8 @@ from nvcli import LLM
 from nvcli.demo import demo_path
 
 NUM_CHOICES = 4
-CHOICE_WORDS = 3
-WORDS_PER_TOKEN = 0.72
+CHOICE_WORDS = 8
+WORDS_PER_TOKEN = 0.99
 """Words of the built-in model's tasks for each of its tokens, about."""
 
 
@@ -42,12 +42,15 @@ def make_rows(count: int, context_tokens: int, seed: int = 0) -> list[dict[str, 
     ]
 
 
-def lm_eval_scorer(batch_size: int) -> Callable[[Sequence[dict[str, Any]]], list[list[float]]]:
+def lm_eval_scorer(
+    model_path: str, device: str, batch_size: int
+) -> Callable[[Sequence[dict[str, Any]]], list[list[float]]]:
     """Load the model as lm-eval does, and return what scores rows with it."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(pretrained=str(demo_path()), device="cpu", dtype="float32", batch_size=batch_size)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    model = HFLM(pretrained=model_path, device=device, dtype=dtype, batch_size=batch_size)
 
     def score(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
         requests = [
@@ -76,12 +79,14 @@ def main() -> None:
     parser.add_argument("--context-tokens", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--model", default=str(demo_path()), help="a folder; for nvcli alone also a Hugging Face id")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--no-lm-eval", action="store_true")
     arguments = parser.parse_args()
-    with LLM("demo", device="cpu") as llm:
+    with LLM(arguments.model, device=arguments.device) as llm:
         scorers = {"nvcli": nvcli_scorer(llm)}
         if not arguments.no_lm_eval:
-            scorers["lm-eval"] = lm_eval_scorer(arguments.batch_size)
+            scorers["lm-eval"] = lm_eval_scorer(arguments.model, arguments.device, arguments.batch_size)
         for scorer in scorers.values():
             scorer(make_rows(2, arguments.context_tokens, seed=-1))
         seconds: dict[str, list[float]] = {name: [] for name in scorers}

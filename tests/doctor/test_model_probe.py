@@ -23,6 +23,18 @@ def test_a_sound_model(folder: Path) -> None:
     assert [finding.level for finding in findings] == [Level.OK] * 3
 
 
+def test_a_decoder_without_lm_head(folder: Path) -> None:
+    """It makes embeddings, and its tensors may lack `model.` before their names."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
+    assert check_tensors(folder).level == Level.OK
+    file = folder / "model.safetensors"
+    save_file({name.removeprefix("model."): value for name, value in load_file(file).items()}, file)
+    assert check_tensors(folder).level == Level.OK
+
+
 def test_no_tokenizer(folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()

@@ -210,7 +210,7 @@ def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConf
         raise ConfigError(
             f"`enable_expert_parallel` (--ep) is true, and this model ({architecture}) has no experts: leave it out"
         )
-    return ModelConfig(
+    model = ModelConfig(
         architecture=architecture,
         decoder=replace(decoder, layout=replace(decoder.layout, is_part=text.section != "")),
         vocab_size=text.positive("vocab_size"),
@@ -224,6 +224,7 @@ def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConf
         quantisation=quantisation,
         has_head=not architecture.endswith(_HEADLESS),
     )
+    return model if model.has_head else model.headless()
 
 
 def _family(config: JsonFile) -> tuple[str, Family]:
