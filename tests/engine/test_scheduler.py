@@ -310,7 +310,7 @@ def test_random_jobs(seed: int) -> None:
     assert scheduler.block_manager.num_used == 0
 
 
-@pytest.mark.parametrize("fields", [{"bad_words": [[5, 6]]}, {"sampling": SamplingParams(repetition_penalty=1.2)}, {}])
+@pytest.mark.parametrize("fields", [{"bad_words": ((5, 6),)}, {"sampling": SamplingParams(repetition_penalty=1.2)}, {}])
 def test_cached_tokens_travel_where_the_choice_of_a_token_depends_on_them(fields: dict[str, object]) -> None:
     core, scheduler, executor = make_core()
     core.add([make_request(0, range(41), 1)])

@@ -40,7 +40,7 @@ def test_options_become_arguments_of_the_chat_template(read_rows: ReadRows, form
     assert job.place.extra == {}
     none = read(read_rows, form, tools=[TOOL], tool_choice="none")
     assert isinstance(none, Job)
-    assert (none.tools, none.template_arguments) == ([], {})  # a model that does not see tools calls none
+    assert (none.tools, none.template_arguments) == ((), None)  # a model that does not see tools calls none
 
 
 BAD = [

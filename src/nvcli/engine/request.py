@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -60,9 +61,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sampling: SamplingParams
     stop_ids: list[int]
     """Ids that end the answer: end-of-sequence ids unless ignored, and `stop_token_ids`."""
-    forbidden_ids: list[int] = []
+    forbidden_ids: Sequence[int] = ()
     """Ids that are never chosen."""
-    bad_words: list[list[int]] = []
+    bad_words: Sequence[Sequence[int]] = ()
     """Sequences of at least two ids, none of which the answer may hold."""
     thought_limit: ThoughtLimit | None = None
     """The limit of the answer's thought; None: it has none."""

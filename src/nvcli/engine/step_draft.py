@@ -218,5 +218,5 @@ def _slot_sampling(state: RequestState) -> SlotSampling:
         bias_ids=[*map(int, params.logit_bias), *request.forbidden_ids],
         bias_values=[*params.logit_bias.values(), *[FORBIDDEN] * len(request.forbidden_ids)],
         allowed_ids=params.allowed_token_ids or [],
-        bad_words=request.bad_words,
+        bad_words=[list(word) for word in request.bad_words],
     )

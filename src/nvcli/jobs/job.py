@@ -15,6 +15,7 @@ is one of these, or a type that the engine gave:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -103,9 +104,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, beside the messages."""
-    template_arguments: dict[str, Any] = {}
-    """What the row says to the chat template under keys of their own, such as `tools`; it goes over the variables."""
-    tools: list[dict[str, Any]] = []
+    template_arguments: dict[str, Any] | None = None
+    """What the row says to the chat template under keys of their own, such as `tools`. It goes over the variables;
+    None: nothing."""
+    tools: Sequence[dict[str, Any]] = ()
     """The tools that the answer may call; empty: tool calls are not looked for."""
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams

@@ -55,7 +55,7 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The thought; None: there is none."""
     num_reasoning_tokens: int = 0
     """The tokens of the thought, with those of its marks."""
-    calls: list[FoundCall] = []
+    calls: Sequence[FoundCall] = ()
     problem: str = ""
     """Why something that looks like a tool call is none, so that it is part of the text; empty: nothing does."""
 
@@ -118,7 +118,7 @@ class AnswerReader:
             text=text if found is None else found.text,
             reasoning=reasoning,
             num_reasoning_tokens=count or 0,
-            calls=[] if found is None else found.calls,
+            calls=() if found is None else found.calls,
             problem=problem,
         )
 

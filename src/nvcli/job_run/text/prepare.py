@@ -219,13 +219,13 @@ class Preparer:
         if refusal is None and variables:
             refusal = rule.check(variables, "chat_template_kwargs")
         if job.template_arguments:
-            refusal = refusal or self._check_arguments(job)
+            refusal = refusal or self._check_arguments(job, job.template_arguments)
             variables = {**variables, **job.template_arguments}
         return refusal or Conversation(rule.to_template(messages), rule.to_template(variables))
 
-    def _check_arguments(self, job: Job) -> RowError | None:
+    def _check_arguments(self, job: Job, arguments: Mapping[str, Any]) -> RowError | None:
         """Return the error of a row whose arguments would have no effect, or are not allowed."""
-        unknown = self._unknown_arguments.intersection(job.template_arguments)
+        unknown = self._unknown_arguments.intersection(arguments)
         under = "" if job.place.form is RowForm.NATIVE else "body."
         if unknown:
             return RowError(
@@ -233,7 +233,7 @@ class Preparer:
                 f"`{under}{min(unknown)}` would have no effect: the model's chat template does not know it; leave it "
                 "out, or name a --chat-template that does",
             )
-        refusals = (self._rule.check(value, under + name) for name, value in job.template_arguments.items())
+        refusals = (self._rule.check(value, under + name) for name, value in arguments.items())
         return next((refusal for refusal in refusals if refusal is not None), None)
 
     @functools.cached_property
@@ -422,7 +422,9 @@ def _last_message(job: Job) -> str | None:
     """Return the text of the message that the answer goes on with; None: it begins a new one."""
     if job.messages is None:
         return None
-    goes_on = {**job.chat_template_kwargs, **job.template_arguments}.get(CONTINUE_FINAL_MESSAGE)
+    goes_on = job.chat_template_kwargs.get(CONTINUE_FINAL_MESSAGE)
+    if job.template_arguments is not None:
+        goes_on = job.template_arguments.get(CONTINUE_FINAL_MESSAGE, goes_on)
     content = job.messages[-1].get("content")
     return content if goes_on and isinstance(content, str) else None
 

@@ -78,7 +78,7 @@ def find_reasoning_format(name: str, chat_template: str) -> ReasoningFormat | No
     if all(mark in chat_template for mark in HARMONY_MARKS):
         return REASONING_FORMATS["harmony"]
     formats = (each for each in REASONING_FORMATS.values() if not each.is_harmony)
-    return next((each for each in formats if each.end in chat_template), None)
+    return next((each for each in formats if each.start in chat_template or each.end in chat_template), None)
 
 
 class ReasoningParser:

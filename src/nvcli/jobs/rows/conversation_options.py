@@ -6,7 +6,7 @@ rows of batch files in the body. All of them become arguments of the chat templa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,15 +26,16 @@ REASONING_EFFORT = "reasoning_effort"
 ARGUMENTS = (TOOLS, DOCUMENTS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, REASONING_EFFORT)
 """The arguments that a chat template may be given by them."""
 
+_KEYS = frozenset((*CONVERSATION_KEYS, REASONING_EFFORT))
 _NAMED_CHOICES = ("none", "auto", "required")
 
 
 class ConversationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of one conversation."""
 
-    arguments: dict[str, Any] = {}
-    """Arguments of the chat template by name."""
-    tools: list[dict[str, Any]] = []
+    arguments: dict[str, Any] | None = None
+    """Arguments of the chat template by name; None: none."""
+    tools: Sequence[dict[str, Any]] = ()
     """The tools that the answer may call; empty: tool calls are not looked for in the answer."""
 
 
@@ -46,7 +47,7 @@ def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = (
 
     Raises RowError and InvalidValue that name the key.
     """
-    if given.keys().isdisjoint((*CONVERSATION_KEYS, REASONING_EFFORT)):
+    if _KEYS.isdisjoint(given):
         return NO_OPTIONS
     arguments: dict[str, Any] = {}
     tools = _tools(given.get(TOOLS, []), (*under, TOOLS))
@@ -63,7 +64,7 @@ def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = (
         raise InvalidValue(under, f"`{one}` and `{other}` are both true; an answer begins anew or goes on, so give one")
     if REASONING_EFFORT in given:
         arguments[REASONING_EFFORT] = convert(given[REASONING_EFFORT], str, under=(*under, REASONING_EFFORT))
-    return ConversationOptions(arguments=arguments, tools=tools if may_call else [])
+    return ConversationOptions(arguments=arguments or None, tools=tools if may_call else ())
 
 
 def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
