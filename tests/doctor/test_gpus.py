@@ -9,7 +9,7 @@ import pytest
 
 from nvcli.doctor.device_probe import DeviceReport, GpuReport, probe
 from nvcli.doctor.findings import Finding, Level
-from nvcli.doctor.gpus import check_gpus, free_bytes
+from nvcli.doctor.gpus import check_fp8, check_gpus, free_bytes
 from nvcli.nvidia_smi import SmiGpu, SmiProcess, SmiReport
 
 GIB = 1 << 30
@@ -167,3 +167,13 @@ def test_an_old_gpu() -> None:
 def test_the_probe_runs_here() -> None:
     report = probe()
     assert report.is_available == bool(report.gpus)
+
+
+def test_fp8_needs_its_units() -> None:
+    old = gpu(1, capability=(8, 0), name="NVIDIA A100")
+    assert check_fp8(device_report(gpu(0)), chosen=()).level is Level.OK
+    assert check_fp8(device_report(gpu(0), old), chosen=(0,)).level is Level.OK
+    found = check_fp8(device_report(gpu(0), old), chosen=())
+    assert found.level is Level.PROBLEM
+    assert "A100" in found.found
+    assert "quantization: none" in found.advice

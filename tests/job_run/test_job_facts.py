@@ -44,6 +44,16 @@ def test_what_the_job_says_about_prompts_makes_another_job() -> None:
     assert facts(chat_template_kwargs={"a": 1, "b": 2}) == facts(chat_template_kwargs={"b": 2, "a": 1})
 
 
+def test_weights_in_fp8_give_other_answers() -> None:
+    run = RunConfig(model="demo")
+    plain, kept = (
+        dict(job_facts(run, engine_config(model_path=demo_path(), quantization=kind), {}, model_path=demo_path()))
+        for kind in ("none", "fp8")
+    )
+    assert kept == {**plain, "quantization": "fp8"}
+    assert "quantization" not in plain, "outputs of earlier versions are continued"
+
+
 def test_another_type_of_keys_and_values_makes_another_job() -> None:
     def facts(kv_cache_dtype: str) -> dict[str, object]:
         config = engine_config(model_path=demo_path(), dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)

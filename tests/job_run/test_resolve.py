@@ -40,6 +40,13 @@ def test_device_and_dtype(keys: dict[str, Any], found: Any, device: str, dtype: 
     assert (config.device, config.dtype) == (device, dtype)
 
 
+@pytest.mark.parametrize(("key", "kept"), [("auto", "none"), ("none", "none"), ("fp8", "fp8")])
+def test_quantization(key: Any, kept: str) -> None:
+    run = RunConfig(model="demo", quantization=key, device="cpu")
+    assert resolve_engine_config(run, Path("/m"), make_model()).quantization == kept
+    assert resolve.resolve_settings(run).model.quantization == kept
+
+
 def test_lengths_and_sizes() -> None:
     run = RunConfig(model="m", kv_cache_memory="2MiB")
     config = resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu")

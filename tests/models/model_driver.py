@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,8 +38,9 @@ class ModelDriver:
         stage: Stage = WHOLE,
         max_positions: int | None = None,
         expert_parallel: bool = False,
+        quantization: Literal["none", "fp8"] = "none",
     ) -> None:
-        config = load_model_config(path, expert_parallel=expert_parallel)
+        config = load_model_config(path, expert_parallel=expert_parallel).keeping(quantization)
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(config, self.group, dtype, stage=stage, max_positions=max_positions)
         self.notes: list[str] = []

@@ -172,7 +172,7 @@ def test_bad_json(tmp_path: Path, content: str) -> None:
         ({"num_hidden_layers": 0}, ["`num_hidden_layers`", "0"]),
         ({"num_key_value_heads": 3}, ["`num_key_value_heads`", "3", "4"]),
         ({"architectures": ABSENT}, ["`architectures`"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["`quantization_config`", "awq"]),
+        ({"quantization_config": {"quant_method": "aqlm"}}, ["`quantization_config`", "aqlm"]),
         ({"layer_types": ["full_attention"]}, ["`layer_types`", "1 layer", "2"]),
         ({"layer_types": ["full_attention", "linear_attention"]}, ["`layer_types`", "linear_attention"]),
         ({"layer_types": "full_attention"}, ["`layer_types`", "not a list"]),

@@ -24,6 +24,7 @@ from nvcli.profile.command import gpu_size
 from nvcli.profile.lengths import lengths_of
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
+from nvcli.sizing.costs import model_costs
 from nvcli.sizing.kv_cache import block_bytes, blocks_of_request, longest_request
 from nvcli.sizing.memory import estimate
 
@@ -66,6 +67,21 @@ def test_estimates_are_near_what_an_h200_measured(tmp_path: Path, shape: str, ac
     assert planned["CUDA graphs"] == pytest.approx(graphs, rel=0.1)
 
 
+def test_weights_of_qwen3_8b_in_fp8(tmp_path: Path) -> None:
+    """Layers take half as much and scales of 4 bytes a row; embedding and LM head keep their type."""
+    config, model = setting(tmp_path, quantization="fp8")
+    model = model.keeping(config.quantization)
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
+    rows = 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096
+    use = estimate(config, model, 80 * GIB)
+    assert use.planned["weights"] == 16_381_470_720 - 36 * (layer - 4 * rows)
+    costs = model_costs(model, "bfloat16")
+    assert costs.layers.num_fp8_weights == 36 * layer
+    assert costs.layers.operations_per_row == 36 * layer, "two operations for a weight, in half the time"
+    profile = profile_from_config(config, model, "qwen3-8b", total=80 * GIB, lengths=None)
+    assert not any("quantization" in advice.change for advice in profile.advice)
+
+
 def test_tensor_parallel_cuts_weights_and_cache(tmp_path: Path) -> None:
     one, model = setting(tmp_path)
     four = msgspec.structs.replace(one, tensor_parallel_size=4)
@@ -99,10 +115,11 @@ def test_advice_keeps_its_word(tmp_path: Path) -> None:
     found = advise(config, model, use, request_len=4096, longest=None)
     assert any(advice.change.startswith("--tp") for advice in found)
     assert any("gpu_memory_utilization" in advice.change for advice in found)
+    assert any(advice.change == "--set quantization=fp8" for advice in found)
     for advice in found:
         key, _, value = advice.change.removeprefix("--set ").replace("--tp ", "tensor_parallel_size=").partition("=")
         changed = msgspec.structs.replace(config, **{key: yaml.safe_load(value)})
-        cache = estimate(changed, model, 40 * GIB).planned["KV cache"]
+        cache = estimate(changed, model.keeping(changed.quantization), 40 * GIB).planned["KV cache"]
         assert advice.tokens == (cache // block_bytes(changed, model) - 1) * config.block_size
         assert advice.requests == pytest.approx(advice.tokens / 4096)
 

@@ -116,6 +116,18 @@ def test_passages_are_read_as_transformers_reads_them(family: str, tmp_path: Pat
             torch.testing.assert_close(found, reference_logits(path, ids), atol=1e-3, rtol=1e-3)
 
 
+def test_weights_in_fp8_are_compared(tmp_path: Path) -> None:
+    path = write_tiny_qwen3(tmp_path)
+    found = []
+    for kept in ("none", "fp8"):
+        config = engine_config(model_path=path, max_model_len=64, block_size=4, quantization=kept)
+        with torch.inference_mode():
+            reader = PassageReader(config, TensorParallelGroup.single(), max_tokens=5, say=print)
+            tokens = torch.tensor([7, 3, 50, 96, 2], dtype=torch.int32)
+            found.append(reader.model.compute_logits(reader.read_chunk(tokens, 0)))
+    assert 0 < (found[0] - found[1]).abs().mean() < 0.2
+
+
 def test_agreement_of_answers() -> None:
     a = [array("i", [1, 2, 3]), array("i", [1, 2]), None, array("i", [9])]
     b = [array("i", [1, 2, 3]), array("i", [1, 2, 4, 5]), array("i", [1]), array("i", [8])]

@@ -138,7 +138,7 @@ def _layout(config: EngineConfig, ready: EngineReady, data_parallel_size: int) -
     return BenchLayout(
         device=ready.memory[0].device,
         gpus=gpus if config.device == "cuda" else [],
-        dtype=config.dtype,
+        dtype=config.weights_type,
         kv_cache_dtype=config.kv_dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel,

@@ -92,7 +92,7 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
 
 
 def _matrix_work(costs: MatrixCosts, rows: int) -> Work:
-    return Work(costs.num_bytes, 2 * costs.num_weights * rows) if rows else Work()
+    return Work(costs.num_bytes, costs.operations_per_row * rows) if rows else Work()
 
 
 def _expert_work(costs: ExpertCosts, rows: int) -> Work:

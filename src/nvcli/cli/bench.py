@@ -21,6 +21,7 @@ from nvcli.cli.options import (
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     ShapeOption,
     TpOption,
@@ -42,6 +43,7 @@ def bench(
     model: ModelOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
@@ -162,6 +164,7 @@ def bench(
         {
             "--model": model_or_shape(model, shape),
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,

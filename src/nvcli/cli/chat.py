@@ -16,6 +16,7 @@ from nvcli.cli.options import (
     MaxModelLenOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     TpOption,
     flag_values,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 def chat(
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
@@ -77,6 +79,7 @@ def chat(
         {
             "--model": model,
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--gpu-memory-utilization": gpu_memory_utilization,
             "--tp": tp,

@@ -24,6 +24,7 @@ from nvcli.cli.options import (
     ModelOption,
     NumRows,
     PpOption,
+    QuantizationOption,
     SetOption,
     ShardOption,
     TpOption,
@@ -139,6 +140,7 @@ def generate(
     ] = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
@@ -291,6 +293,7 @@ def generate(
         {
             "--model": model,
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,
@@ -347,7 +350,7 @@ def generate(
     )
     showing = ShownProgress(
         name=progress_name,
-        verbosity=_verbosity(verbose=verbose, quiet=quiet),
+        verbosity=chosen_verbosity(verbose=verbose, quiet=quiet),
         progress_file=progress_file,
         report=report,
         notes=notes,
@@ -355,7 +358,7 @@ def generate(
     raise typer.Exit(answer_files(run, source, files, showing))
 
 
-def _verbosity(*, verbose: bool, quiet: bool) -> Verbosity:
+def chosen_verbosity(*, verbose: bool, quiet: bool) -> Verbosity:
     """Return how much is shown. Raises ConfigError where both flags are given."""
     from nvcli.errors import ConfigError
 

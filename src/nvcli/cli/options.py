@@ -59,6 +59,16 @@ DtypeOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        metavar="TYPE",
+        help="How weights are kept: none: in --dtype; fp8: linear layers in 8 bits.",
+        autocompletion=completion.words("auto", "none", "fp8"),
+        rich_help_panel=MODEL,
+    ),
+]
 MaxModelLenOption = Annotated[
     str | None,
     typer.Option(
@@ -145,7 +155,7 @@ def flag_values(texts: Mapping[str, str | None]) -> dict[str, Any]:
 
     Texts that spell numbers become numbers. The names of models, devices and types stay text.
     """
-    names = ("--model", "--dtype", "--device", "--order")
+    names = ("--model", "--dtype", "--quantization", "--device", "--order")
     return {flag: text if flag in names else plain_value(text) for flag, text in texts.items()}
 
 

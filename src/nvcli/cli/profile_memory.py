@@ -19,6 +19,7 @@ from nvcli.cli.options import (
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
+    QuantizationOption,
     SetOption,
     ShapeOption,
     TpOption,
@@ -31,6 +32,7 @@ def profile_memory(
     model: ModelOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = None,
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: MaxNumSeqsOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
@@ -90,6 +92,7 @@ def profile_memory(
         {
             "--model": model_or_shape(model, shape),
             "--dtype": dtype,
+            "--quantization": quantization,
             "--max-model-len": max_model_len,
             "--max-num-seqs": max_num_seqs,
             "--gpu-memory-utilization": gpu_memory_utilization,

@@ -16,7 +16,7 @@ from nvcli.doctor.device_probe import DeviceReport, GpuReport
 from nvcli.doctor.findings import Finding, Section, note, ok, problem
 from nvcli.doctor.fit import check_fit
 from nvcli.doctor.folders import check_folders
-from nvcli.doctor.gpus import check_gpus, free_bytes
+from nvcli.doctor.gpus import check_fp8, check_gpus, free_bytes
 from nvcli.doctor.machine import check_machine
 from nvcli.doctor.model_files import ModelFiles, check_model_files
 from nvcli.doctor.model_probe import ModelTask
@@ -73,6 +73,8 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         findings = check_gpus(
             report, smi, device=device, num_gpus=num_ranks, is_explicit=is_explicit, chosen=layout.gpus
         )
+        if config is not None and config.quantization == "fp8" and device == "cuda" and not isinstance(report, str):
+            findings.append(check_fp8(report, chosen=layout.gpus))
         yield Section(title="GPUs", findings=findings)
         has_gpus = isinstance(report, DeviceReport) and len(report.gpus) >= num_ranks
         can_run = device == "cpu" or has_gpus
@@ -86,7 +88,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 findings += _findings(model_probe, "tokenizer")
             if config is not None and files.config is not None and files.tensors is not None:
                 gpus = [] if isinstance(report, str) else _free_gpus(report, smi, layout)
-                findings.append(_fit(config, files.config, layout, gpus))
+                findings.append(_fit(config, files.config.keeping(config.quantization), layout, gpus))
             yield Section(title=f"Model {run.model}", findings=findings)
 
 
@@ -128,7 +130,7 @@ def _layout(
         return None, given, []
     try:
         config = resolve_engine_config(run, files.path, files.config, found_device=device)
-        layout = resolve_layout(run, config, files.config, report=smi)
+        layout = resolve_layout(run, config, files.config.keeping(config.quantization), report=smi)
         sampling_defaults(run, files.config)
     except ConfigError as error:
         return None, given, [problem("configuration", str(error), "change that key, in the file or with --set")]
@@ -145,7 +147,7 @@ def _layout(
             *chosen,
             ok(
                 "configuration",
-                f"{config.device}, {config.dtype}, --tp {layout.tensor_parallel_size}, {experts}{stages}"
+                f"{config.device}, {config.weights_type}, --tp {layout.tensor_parallel_size}, {experts}{stages}"
                 f"--dp {layout.data_parallel_size}, max_model_len {config.max_model_len:,}",
             ),
         ],

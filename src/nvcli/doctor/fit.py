@@ -34,7 +34,7 @@ def check_fit(
         int(gpu.total_bytes * config.gpu_memory_utilization) - (gpu.total_bytes - gpu.free_bytes) for gpu in needed
     ]
     left = min(rooms) - weights
-    found = f"{format_gib(weights)} of weights ({config.dtype}) on each GPU"
+    found = f"{format_gib(weights)} of weights ({config.weights_type}) on each GPU"
     if left > _LITTLE_BYTES:
         return ok("memory", f"{found}; leaves about {format_gib(left)} for KV cache and working memory")
     larger = _next_size(model, size)
@@ -46,7 +46,7 @@ def check_fit(
 
 def _fit_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, ram: int) -> Finding:
     weights = ram_of_weights(config, model, num_replicas=num_replicas)
-    found = f"{format_gib(weights)} of weights ({config.dtype}) in {format_gib(ram)} of free RAM"
+    found = f"{format_gib(weights)} of weights ({config.weights_type}) in {format_gib(ram)} of free RAM"
     if weights >= ram:
         return problem("memory", found, ways_to_less_ram(config, num_replicas=num_replicas))
     return ok("memory", found)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from nvcli.doctor.device_probe import DeviceReport, GpuReport
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
+from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.nvidia_smi import SmiGpu, SmiReport
 
 _MIN_CAPABILITY = (8, 0)
@@ -66,6 +67,15 @@ def check_gpus(
     if len(report.gpus) > 1:
         findings.append(_peers(report, smi, is_needed=needed > 1))
     return findings
+
+
+def check_fp8(report: DeviceReport, *, chosen: Sequence[int]) -> Finding:
+    """Check that the GPUs of a run can multiply in FP8. `chosen` says which, as `Layout.gpus`; none: all."""
+    lacking = [gpu for gpu in report.gpus if gpu.capability < FP8_CAPABILITY and (not chosen or gpu.index in chosen)]
+    if not lacking:
+        return ok("FP8", "the GPUs have units for FP8 products")
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in lacking))
+    return problem("FP8", f"no units for FP8 products: {names}", "use quantization: none")
 
 
 def free_bytes(gpu: GpuReport, smi: SmiReport) -> int:

@@ -75,8 +75,9 @@ def _read_config(path: Path, *, expert_parallel: bool) -> tuple[ModelConfig | No
         config = load_model_config(path, expert_parallel=expert_parallel)
     except (ConfigError, LoadError) as error:
         return None, [problem("config", str(error), "choose a checkpoint that nvcli serves, or correct the file")]
+    quantised = "" if config.quantisation is None else f" quantised with {config.quantisation.name},"
     found = (
-        f"{config.architecture}, {config.num_layers} layers, {config.dtype}, "
+        f"{config.architecture}, {config.num_layers} layers, {config.dtype},{quantised} "
         f"up to {config.max_position_embeddings:,} tokens"
     )
     return config, [ok("config", found), _generation_config(path, config)]

@@ -60,7 +60,10 @@ class CausalLM(nn.Module, ABC):
         parts: dict[str, int] = {}
         for module in self.modules():
             if isinstance(module, WeightModule):
-                for name, part in {source.parameter: source.tensor.part for source in module.weight_sources()}.items():
+                sources = list(module.weight_sources())
+                found = {source.parameter: source.tensor.part for source in sources}
+                found |= {source.scales.parameter: source.tensor.part for source in sources if source.scales}
+                for name, part in found.items():
                     parameter = getattr(module, name)
                     parts[part] = parts.get(part, 0) + parameter.numel() * parameter.element_size()
         return parts

@@ -17,12 +17,15 @@ from nvcli.models.safetensors_header import TensorInfo
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 """A tied LM head, which some tools write too, and the tensor whose values it must have."""
 
+_UNUSED_ENDS = ("rotary_emb.inv_freq", ".q_scale")
+"""How the names end of tensors that checkpoints may have and that have no use here: angles, and scales of queries."""
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def read_model_tensors(config: ModelConfig, path: Path) -> LocatedTensors:
     """Read which tensors of a model a checkpoint folder has, and where. Raises LoadError."""
-    return locate_tensors(config.decoder.layout, read_tensors(path), model_tensors(config, config.dtype))
+    wanted = model_tensors(config, config.dtype)
+    return locate_tensors(config.decoder.layout, read_tensors(path), wanted, config.quantisation)
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: Path, *, stage: Stage = WHOLE) -> None:
@@ -37,7 +40,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     unknown = [name for name in tensors if name not in known and not is_kv_scale(name)]
-    if extra := [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]:
+    if extra := [name for name in unknown if not name.endswith(_UNUSED_ENDS)]:
         names = [tensors[name].name for name in extra]
         raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', names)}")
 
@@ -52,7 +55,7 @@ def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo
             raise LoadError(
                 f"{found.file}: tensor {found.name} has shape {list(found.shape)}, config.json asks for {list(shape)}"
             )
-        if found.scales is None and found.dtype not in _FLOAT_DTYPES:
+        if found.scales is None and found.packing is None and found.dtype not in _FLOAT_DTYPES:
             raise LoadError(
                 f"{found.file}: tensor {found.name} is stored as {found.dtype}; supported: "
                 f"{', '.join(sorted(_FLOAT_DTYPES))}"

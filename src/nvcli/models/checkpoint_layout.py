@@ -14,6 +14,8 @@ from typing import Protocol
 
 from nvcli.errors import LoadError
 from nvcli.models.interleaved_experts import split_interleaved
+from nvcli.models.quantisation.description import Quantisation
+from nvcli.models.quantisation.stored_weights import join_parts
 from nvcli.models.safetensors_header import TensorInfo
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -49,11 +51,15 @@ class CheckpointLayout:
     """How the names of other tensors begin that are left on disk."""
     interleaves_experts: bool = False
     """Whether stacks of experts are those of `interleaved_experts.py`."""
+    is_headless: bool = False
+    """Whether the LM head is left on disk, and the decoder's names may lack `model.` in the files."""
 
     def decoder_name(self, stored: str) -> str | None:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
         name: str | None = stored
-        if self.is_part:
+        if self.is_headless:
+            name = None if stored.startswith("lm_head.") else "model." + stored.removeprefix("model.")
+        elif self.is_part:
             matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
             name = next(matches, None)
         if name is not None and name.startswith(self.left):
@@ -62,6 +68,18 @@ class CheckpointLayout:
             assert name is not None
             name = name.replace(found, wanted)
         return name
+
+    def stored_modules(self, module: str) -> list[str]:
+        """Return the names that a decoder's layer may have in the files, as a part of a fused one too."""
+        parent, _, last = module.rpartition(".")
+        fused = [f"{parent}.{name}" for name, parts in FUSED.items() if last in parts]
+        names = []
+        for name in (module, *fused):
+            for found, wanted in self.renamed:
+                name = name.replace(wanted, found)
+            prefixes = [found for found, wanted in _TEXT_PREFIXES if self.is_part and name.startswith(wanted)]
+            names += [name, *(prefix + name.removeprefix("model.") for prefix in prefixes if "model." in prefix)]
+        return names
 
 
 PLAIN_LAYOUT = CheckpointLayout()
@@ -100,11 +118,16 @@ class LocatedTensors:
 
 
 def locate_tensors(
-    layout: CheckpointLayout, stored: Mapping[str, TensorInfo], wanted: Iterable[Wanted]
+    layout: CheckpointLayout,
+    stored: Mapping[str, TensorInfo],
+    wanted: Iterable[Wanted],
+    quantisation: Quantisation | None = None,
 ) -> LocatedTensors:
     """Find the tensors of a checkpoint (`stored`, by the names in its files) under the decoder's names.
 
-    `wanted` are the tensors of the whole decoder. Raises LoadError where a fused tensor is not as long as its parts.
+    `wanted` are the tensors of the whole decoder, and `quantisation` is how the checkpoint's linear layers are stored.
+    Raises LoadError where a fused tensor is not as long as its parts, and for parts of quantised weights that do not
+    belong together.
     """
     found: dict[str, TensorInfo] = {}
     left: dict[str, TensorInfo] = {}
@@ -114,6 +137,8 @@ def locate_tensors(
             left[name] = info
         else:
             found[decoder_name] = info
+    if quantisation is not None:
+        join_parts(found, quantisation)
     shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
     if layout.interleaves_experts:
         split_interleaved(found, shapes)

@@ -6,7 +6,7 @@ cannot be served is refused here, by name, before any process is started or weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,10 +14,13 @@ from typing import Any, Literal, get_args
 from nvcli.distributed.stage import Stage
 from nvcli.errors import ConfigError
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
+from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling
 from nvcli.models.families.catalogue import find_family, nearest_architecture
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
+from nvcli.models.quantisation.description import Quantisation, read_quantisation
+from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -27,6 +30,8 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_EOS_IDS = 64
 """The most end-of-sequence ids; a message to the ranks has room for as many."""
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
+_HEADLESS, _WITH_HEAD = "Model", "ForCausalLM"
+"""The ends of an architecture's name for a decoder alone, and for the same with an LM head."""
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -50,6 +55,13 @@ class ModelConfig:
     not checked: a run may do without them (`generation_config: none`)."""
     expert_parallel: bool = False
     """Whether ranks that share a layer hold whole experts each (`enable_expert_parallel`), and not a part of each."""
+    quantisation: Quantisation | None = None
+    """How the checkpoint's linear layers are quantised; None: they are not, or the family decodes them by itself."""
+    quantization: Literal["none", "fp8"] = "none"
+    """How ranks keep the weights of linear layers: in the run's type, or in FP8."""
+    has_head: bool = True
+    """Whether the checkpoint has an LM head. Where its architecture is that of a decoder alone, it makes embeddings and
+    no tokens."""
 
     @property
     def num_layers(self) -> int:
@@ -60,13 +72,40 @@ class ModelConfig:
         """Each layer's kind, in the order of the layers."""
         return self.decoder.layers
 
+    @property
+    def fp8_scaling(self) -> FP8Scaling:
+        """What shares a scale in weights that ranks keep in FP8: blocks where the checkpoint has them, else rows."""
+        blocks = self.quantisation is not None and self.quantisation.weight_block == (FP8_BLOCK, FP8_BLOCK)
+        return "block" if blocks else "channel"
+
+    def keeping(self, quantization: Literal["none", "fp8"]) -> ModelConfig:
+        """Return the model with its weights kept so. Raises ConfigError where the checkpoint names layers that it left
+        alone by patterns that cannot be used."""
+        if quantization == "fp8" and self.quantisation is not None:
+            name_patterns(self.quantisation.left_alone)
+        return replace(self, quantization=quantization)
+
+    def leaves_alone(self, module: str) -> bool:
+        """Tell whether the checkpoint names a layer of the decoder among those that it did not quantise."""
+        if self.quantisation is None:
+            return False
+        patterns = name_patterns(self.quantisation.left_alone)
+        return any(map(patterns.match, self.decoder.layout.stored_modules(module)))
+
+    def headless(self) -> ModelConfig:
+        """Return the model as embeddings need it: what is in the files of the LM head is not looked at. The embedding
+        stands for it, which takes no memory."""
+        layout = replace(self.decoder.layout, is_headless=True)
+        return replace(self, tie_word_embeddings=True, decoder=replace(self.decoder, layout=layout))
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError where the model cannot be cut over `size` ranks."""
         if problems := self._problems_of_cut(size):
             possible = [n for n in range(1, 17) if self.divides_by(n)]
+            way_out = "; or quantization: none" if self.quantization == "fp8" else ""
             raise ConfigError(
                 f"tensor_parallel_size {size} does not fit this model: {'; '.join(problems)}. "
-                f"Possible: {', '.join(map(str, possible)) or 'none'}"
+                f"Possible: {', '.join(map(str, possible)) or 'none'}{way_out}"
             )
 
     def check_pipeline_parallel(self, size: int) -> None:
@@ -116,6 +155,8 @@ class ModelConfig:
                 problems.append(f"intermediate size {layer.dense_mlp.intermediate_size} does not divide by {size}")
             if isinstance(layer.mlp, ExpertsConfig):
                 problems += self._problems_of_experts(layer.mlp, size)
+            if self.quantization == "fp8" and not problems:
+                problems += self._problems_of_fp8(layer, size)
         return list(dict.fromkeys(problems))
 
     def _problems_of_experts(self, experts: ExpertsConfig, size: int) -> list[str]:
@@ -133,6 +174,24 @@ class ModelConfig:
             problems.append(f"{problem} (--ep deals out whole experts)" if has_way else problem)
         return problems
 
+    def _problems_of_fp8(self, layer: LayerConfig, size: int) -> Iterator[str]:
+        """Say which pieces of FP8 weights would not be whole blocks, or too narrow for FP8 units."""
+        lengths = {}
+        if layer.attends is not None:
+            lengths["q_proj and o_proj"] = layer.attends.num_heads // size * layer.attends.head_dim
+            lengths["k_proj and v_proj"] = layer.attends.kv_heads_per_rank(size) * layer.attends.head_dim
+        elif isinstance(layer.attention, DeltaNetConfig):
+            lengths["out_proj"] = layer.attention.value_size // size
+        if layer.dense_mlp is not None:
+            lengths["gate_proj, up_proj and down_proj"] = layer.dense_mlp.intermediate_size // size
+        unit = FP8_BLOCK if self.fp8_scaling == "block" else FP8_ALIGNMENT
+        what = (
+            f"blocks of {FP8_BLOCK} × {FP8_BLOCK}" if self.fp8_scaling == "block" else f"multiples of {FP8_ALIGNMENT}"
+        )
+        for name, length in lengths.items():
+            if length % unit:
+                yield f"each rank's {length:,} of {name} are not {what} in FP8"
+
 
 def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConfig:
     """Read the config files of a checkpoint folder.
@@ -144,8 +203,8 @@ def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConf
     config = JsonFile.read(path / CONFIG_FILE)
     generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
     architecture, family = _family(config)
-    _refuse_quantised(config, family)
     text = _text_config(config, family)
+    quantisation = read_quantisation(config, text, family.quantisations)
     decoder = family.read(text)
     if expert_parallel and not any(isinstance(layer.mlp, ExpertsConfig) for layer in decoder.layer_kinds):
         raise ConfigError(
@@ -162,6 +221,8 @@ def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConf
         eos_token_ids=_eos_token_ids(generation, config, text),
         generation_defaults=_generation_defaults(generation),
         expert_parallel=expert_parallel,
+        quantisation=quantisation,
+        has_head=not architecture.endswith(_HEADLESS),
     )
 
 
@@ -172,6 +233,8 @@ def _family(config: JsonFile) -> tuple[str, Family]:
         raise config.error("architectures", f"{show(names)} names no architecture; {_LIST_OF_MODELS}")
     for name in names:
         family = find_family(name) if isinstance(name, str) else None
+        if family is None and isinstance(name, str) and name.endswith(_HEADLESS):
+            family = find_family(f"{name.removesuffix(_HEADLESS)}{_WITH_HEAD}")
         if family is not None:
             return name, family
     name = show(names[0]).strip('"')
@@ -189,18 +252,6 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
     if not isinstance(found, dict):
         raise config.error(_TEXT, f"{show(found)} is not an object")
     return JsonFile(config.path, {**family.defaults, **found}, section=f"{_TEXT}.")
-
-
-def _refuse_quantised(config: JsonFile, family: Family) -> None:
-    quantization = config.values.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if method in family.quantisations:
-            return
-        raise config.error(
-            "quantization_config",
-            f"quantised weights ({show(method)}) are not supported; use the model's bfloat16 or float16 checkpoint",
-        )
 
 
 def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, StateSpec
 from nvcli.distributed.tensor_parallel import StageState
+from nvcli.kernels.fp8_types import Activations
 from nvcli.models.attention_specs import LayerSpec, layer_specs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
@@ -68,6 +69,8 @@ class DenseLayer(nn.Module):
         else:
             self.mlp = GatedMLP(build, f"{path}.mlp", config.mlp)
         self.after_mlp = after(norms.after_mlp)
+        if not self.is_parallel:
+            _quantise_inputs(self.before_attention, self.mixer, self.before_mlp, self.mlp)
         self.input = LayerInput(build, path, norm) if has_input else None
         self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
 
@@ -86,7 +89,9 @@ class DenseLayer(nn.Module):
         mixed = self.mixer(x, batch) if isinstance(self.mixer, GatedDeltaNet) else self.mixer(x, angles, batch)
         if rows is not None:
             mixed, residual = mixed[rows], residual[rows]
-            x = x[rows] if self.is_parallel else x
+            if self.is_parallel:
+                assert isinstance(x, Tensor)
+                x = x[rows]
             if len(rows) == 0:
                 return residual, residual
         if self.is_parallel:
@@ -212,10 +217,20 @@ class DenseForCausalLM(CausalLM):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Tensor:
+def _quantise_inputs(
+    before_attention: InputNorm | None, mixer: nn.Module, before_mlp: InputNorm | None, mlp: nn.Module
+) -> None:
+    """Have norms quantise for the projections behind them, where these read quantised rows and nothing else does."""
+    if before_attention is not None and isinstance(mixer, Attention):
+        before_attention.quantise_for(mixer.qkv_proj)
+    if before_mlp is not None and isinstance(mlp, GatedMLP):
+        before_mlp.quantise_for(mlp.gate_up_proj)
+
+
+def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Activations:
     """Make a block's input: `delta` and `residual` added up, normed where there is a norm."""
     if norm is not None:
-        x: Tensor = norm(delta, residual)
+        x: Activations = norm(delta, residual)
         return x
     return residual if delta is None else residual.add_(delta)
 

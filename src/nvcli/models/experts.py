@@ -178,6 +178,7 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor, out: Tensor) -> None:
         """Write the result to `out`, which is contiguous."""
         hidden = self.gate_up_proj.gated(x, self.activation)
+        assert isinstance(hidden, Tensor)
         if self.gate is not None:
             hidden.mul_(self.gate(x))
         self.down_proj.write_part(hidden, out)

@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import Literal
 
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.models.checkpoint_layout import EXPERTS
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.models.checkpoint_layout import EXPERTS, FUSED
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import (
     AttentionConfig,
@@ -28,7 +29,8 @@ from nvcli.models.layer_config import (
 )
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
-DTYPE_BYTES: dict[StoredDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KeptDtype = StoredDtype | Literal["float8_e4m3fn"]
+DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of one element."""
 
 Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head"]
@@ -39,6 +41,11 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the embedding and the LM head, whose tensors may be one."""
 LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 """Name of the embedding that has a part for each layer."""
+
+
+_FP8_LAYERS = (*FUSED.values(), ("o_proj",), ("down_proj",), ("out_proj",))
+"""The projections of each linear layer that ranks may keep in FP8. A gated delta net's input is not among them: it
+fuses small projections, which make decays, with the others."""
 
 
 class Cut(Enum):
@@ -64,7 +71,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     """With `is_of_experts` [experts, out, in], or for biases [experts, out]."""
     cut: Cut
-    dtype: StoredDtype
+    dtype: KeptDtype
     """The type in which ranks keep it. The checkpoint may have another one."""
     part: Part
     max_shards: int | None = None
@@ -74,6 +81,8 @@ class TensorSpec:
     offset: float = 0.0
     factor: float = 1.0
     """Ranks keep (the checkpoint's values + offset) × factor."""
+    scaling: FP8Scaling | None = None
+    """What shares a scale, in float32, where ranks keep the weight in FP8; None: they keep it in another type."""
     is_of_experts: bool = False
     """Whether a checkpoint has it for each expert by itself; `stored_name` says under which names."""
 
@@ -117,8 +126,13 @@ class TensorSpec:
         return *self.shape[: self._axis], length, *self.shape[self._axis + 1 :]
 
     def kept_bytes(self, size: int) -> int:
-        """The bytes of what each of `size` ranks keeps, padding included."""
-        return math.prod(self.kept_shape(size)) * DTYPE_BYTES[self.dtype]
+        """The bytes of what each of `size` ranks keeps, padding and scales included."""
+        shape = self.kept_shape(size)
+        num_bytes = math.prod(shape) * DTYPE_BYTES[self.dtype]
+        if self.scaling is None:
+            return num_bytes
+        num_scales = shape[0] if self.scaling == "channel" else math.prod(-(-length // FP8_BLOCK) for length in shape)
+        return num_bytes + num_scales * DTYPE_BYTES["float32"]
 
     @property
     def _axis(self) -> int:
@@ -139,7 +153,8 @@ def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE)
 
     With a tied LM head the last of several stages needs the embedding, as its LM head.
     """
-    return tuple(_tensors(config, dtype, stage))
+    tensors = tuple(_tensors(config, dtype, stage))
+    return tensors if config.quantization == "none" else tuple(_in_fp8(tensors, config))
 
 
 def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
@@ -148,6 +163,21 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
     names = ("k_proj", "v_proj", "k_norm")
     shared = [number for number, layer in enumerate(config.layers) if layer.attends and layer.attends.shares_kv]
     return tuple(f"model.layers.{number}.self_attn.{name}.weight" for number in shared for name in names)
+
+
+def _in_fp8(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
+    """Have ranks keep the weights of linear layers in FP8, but for those that the checkpoint left alone, and experts. A
+    layer that fuses projections keeps all of them alike."""
+    names = {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        module, _, kind = tensor.name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        fused = next((projections for projections in _FP8_LAYERS if last in projections), ())
+        parts = [f"{parent}.{one}" for one in fused if f"{parent}.{one}.{kind}" in names]
+        if kind != "weight" or tensor.is_of_experts or not parts or any(map(config.leaves_alone, parts)):
+            yield tensor
+        else:
+            yield replace(tensor, dtype="float8_e4m3fn", scaling=config.fp8_scaling)
 
 
 def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[TensorSpec]:

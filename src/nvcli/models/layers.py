@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.fp8 import norm_and_quantise
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.layer_config import AttentionConfig, MLPConfig, NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, LinearPiece, RowParallelLinear, linear_piece
 from nvcli.models.qkv import QKVPreparation, QueryScaleTable
@@ -46,14 +49,24 @@ class Norm(WeightModule):
 class InputNorm(Norm):
     """Adds `delta` to `residual` in place (None: there is nothing to add) and norms it. [T, H] → [T, H].
 
-    `delta` is this rank's part of a sum, or where `is_summed` the sum itself.
+    `delta` is this rank's part of a sum, or where `is_summed` the sum itself. Where the layer behind it multiplies FP8,
+    the result is quantised in the same kernel, unless other ranks have parts of the sum.
     """
 
     def __init__(self, build: BuildContext, path: str, config: NormConfig, *, is_summed: bool = False) -> None:
         super().__init__(build, path, config)
         self.is_summed = is_summed
+        self._scaling: FP8Scaling | None = None
 
-    def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
+    def quantise_for(self, layer: ColumnParallelLinear) -> None:
+        """Quantise what is normed from now on as `layer` does, which alone reads it."""
+        self._scaling = layer.method.input_scaling
+
+    def forward(self, delta: Tensor | None, residual: Tensor) -> Activations:
+        if self._scaling is not None and (delta is None or self.is_summed or self.group.size == 1):
+            return norm_and_quantise(
+                delta, residual, self.weight, self.eps, self._scaling, is_centered=self.is_centered
+            )
         if delta is None:
             return rms_norm(residual, self.weight, self.eps, is_centered=self.is_centered)
         add = add_rms_norm if self.is_summed else self.group.add_rms_norm
@@ -78,8 +91,9 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
-        delta: Tensor | None = self.down_proj(self.gate_up_proj.gated(x, self.activation), residual)
+    def forward(self, x: Activations, residual: Tensor | None) -> Tensor | None:
+        hidden = self.gate_up_proj.gated(x, self.activation, self.down_proj.method.input_scaling)
+        delta: Tensor | None = self.down_proj(hidden, residual)
         return delta
 
 
@@ -165,7 +179,7 @@ class Attention(nn.Module):
         scales = scaling is not None and build.max_positions > scaling.length
         self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
 
-    def forward(self, x: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
+    def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
         qkv = self.qkv_proj(x)

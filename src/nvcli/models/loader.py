@@ -17,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nvcli.errors import LoadError
+from nvcli.kernels.fp8_types import FP8
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
+from nvcli.models.fp8_values import read_fp8, reorder_rows
 from nvcli.models.geometry import TensorSpec
 from nvcli.models.kv_scales import find_kv_scales
 from nvcli.models.layers import Attention
@@ -27,6 +29,10 @@ from nvcli.models.stored_values import OpenFiles
 from nvcli.models.weights import DerivedModule, WeightModule, WeightSource
 
 _MAX_THREADS = 8
+_STD, _FP8_STD = 0.02, 100.0
+"""Standard deviations of random weights, and of the codes of those in FP8."""
+_RANDOM_ROWS = 4096
+"""Random codes are made from so many rows at a time in float32."""
 _BYTES_PER_TASK = 256 << 20
 """A file larger than it is read by several threads."""
 _COMPARED_PLACES, _COMPARED_ROWS = 16, 64
@@ -40,6 +46,8 @@ class _Assignment:
 
     source: WeightSource
     target: Tensor
+    scales: Tensor | None
+    """What takes the scales, where `target` takes FP8 codes."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +71,7 @@ def load_weights(
     materialize(model, device)
     with torch.no_grad():
         assignments = [
-            _Assignment(source, getattr(module, source.parameter)[source.write])
+            _assignment(module, source)
             for module in model.modules()
             if isinstance(module, WeightModule)
             for source in module.weight_sources()
@@ -114,16 +122,32 @@ def _read_scale(info: TensorInfo) -> float:
     return scale
 
 
+def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
+    scales: Tensor | None = None
+    if source.scales is not None:
+        scales = getattr(module, source.scales.parameter)[source.scales.write]
+    return _Assignment(source, getattr(module, source.parameter)[source.write], scales)
+
+
 def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
     """Fill the model with random weights of a usual size, the same in every run, for benchmarks. Returns bytes."""
     materialize(model, device)
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:
+            if parameter.dtype == FP8:
+                for first in range(0, len(parameter), _RANDOM_ROWS):
+                    rows = parameter[first : first + _RANDOM_ROWS]
+                    rows.copy_(torch.empty(rows.shape, device=device).normal_(0.0, _FP8_STD, generator=generator))
+            elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(0.0, 0.02, generator=generator)
+                parameter.normal_(0.0, _STD, generator=generator)
+        for module in model.modules():
+            if isinstance(module, WeightModule):
+                for source in module.weight_sources():
+                    if source.scales is not None:
+                        getattr(module, source.scales.parameter).fill_(_STD / _FP8_STD)
     return sum(model.weight_bytes().values())
 
 
@@ -210,7 +234,12 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
         with torch.inference_mode(), OpenFiles() as files:
             for a in assignments:
                 info = tensors[a.source.stored_name]
-                a.target.copy_(_as_kept(files.read(info, a.source.read, a.target.device), a.source.tensor))
+                if a.scales is None:
+                    a.target.copy_(_as_kept(files.read(info, a.source.read, a.target.device), a.source.tensor))
+                else:
+                    codes, scales = read_fp8(files, info, a.source, a.target.device)
+                    a.target.copy_(codes)
+                    a.scales.copy_(scales)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
 
@@ -218,8 +247,7 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
 def _as_kept(values: Tensor, tensor: TensorSpec) -> Tensor:
     """Turn what was read of a tensor into what ranks keep of it."""
     if tensor.row_order is not None:
-        order = torch.tensor(tensor.row_order, device="cpu")
-        values = values.view(-1, len(order), *values.shape[1:])[:, order].flatten(0, 1)
+        values = reorder_rows(values, tensor.row_order)
     if tensor.offset != 0.0 or tensor.factor != 1.0:
         values = (values.float() + tensor.offset) * tensor.factor
     return values

@@ -22,7 +22,9 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.embedding import embed_part
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.geometry import StoredDtype, TensorSpec
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
@@ -44,6 +46,8 @@ class ShardedLinear(WeightModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    weight_scale: nn.Parameter
+    """Only where the weight is in FP8 (`fp8_linear.py`)."""
 
     def __init__(self, build: BuildContext, path: str, projections: Sequence[str | LinearPiece]) -> None:
         """`path` is the layer's dotted name in the model; the projections stand beside it in the checkpoint. One of
@@ -73,19 +77,29 @@ class LinearMethod(ABC):
         """Say where the parameters come from."""
 
     @abstractmethod
-    def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
         """Multiply: [T, columns] → [T, rows] of this rank."""
 
-    def apply_gated(self, layer: ShardedLinear, x: Tensor, activation: Activation) -> Tensor:
-        """Compute activation(gate) × up, for a layer that fuses the two. [T, columns] → [T, rows / 2]."""
+    @property
+    def input_scaling(self) -> FP8Scaling | None:
+        """How the method quantises what it multiplies, so that what comes before may do it; None: not at all."""
+        return None
+
+    def apply_gated(
+        self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
+    ) -> Activations:
+        """Compute activation(gate) × up, for a layer that fuses the two. [T, columns] → [T, rows / 2].
+
+        The result may be quantised where the layer behind it asks for that by its `scaling`.
+        """
         return ACTIVATE_AND_MUL[activation](self.apply(layer, x, with_bias=True))
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
         """Multiply for the residual sum: [T, columns] → what is to be added to `residual` [T, rows], as [T, rows] or
         float32 parts [P, T, rows], or None where it has been added in place. Without a `residual` it never is."""
         return self.apply(layer, x, with_bias=True)
 
-    def apply_into(self, layer: ShardedLinear, x: Tensor, out: Tensor, *, with_bias: bool) -> Tensor:
+    def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
         """Do as `apply` does, with the result in `out`, which is contiguous."""
         return out.copy_(self.apply(layer, x, with_bias=with_bias))
 
@@ -117,26 +131,27 @@ class PlainLinearMethod(LinearMethod):
                 yield WeightSource(tensor=piece.bias, read=(piece.rows,), parameter="bias", write=(rows,))
             start = rows.stop
 
-    def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
+        assert isinstance(x, Tensor), "only FP8 layers take quantised rows"
         return linear(x, layer.weight, layer.bias if with_bias else None)
 
-    def apply_gated(self, layer: ShardedLinear, x: Tensor, activation: Activation) -> Tensor:
+    def apply_gated(
+        self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
+    ) -> Activations:
         if layer.bias is None:
+            assert isinstance(x, Tensor)
             return gated_linear(x, layer.weight, activation)
         return super().apply_gated(layer, x, activation)
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
+        assert isinstance(x, Tensor)
         if layer.bias is not None:
             return super().apply_for_sum(layer, x, residual)
         return linear_for_sum(x, layer.weight, residual)
 
-    def apply_into(self, layer: ShardedLinear, x: Tensor, out: Tensor, *, with_bias: bool) -> Tensor:
+    def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
+        assert isinstance(x, Tensor)
         return linear(x, layer.weight, layer.bias if with_bias else None, out)
-
-
-def plain_linear_method(path: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
-    """The factory for checkpoints whose linear layers are all plain."""
-    return PlainLinearMethod()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,12 +173,13 @@ class BuildContext:
 class ColumnParallelLinear(ShardedLinear):
     """Projections of the same input, each cut by outputs, multiplied as one. [T, in] → [T, this rank's outputs]."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activations) -> Tensor:
         return self.method.apply(self, x, with_bias=True)
 
-    def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
-        """Compute activation(first projection) × second: [T, in] → [T, this rank's outputs / 2]."""
-        return self.method.apply_gated(self, x, activation)
+    def gated(self, x: Activations, activation: Activation = "silu", scaling: FP8Scaling | None = None) -> Activations:
+        """Compute activation(first projection) × second: [T, in] → [T, this rank's outputs / 2], which may be quantised
+        where the layer behind it asks for that by its `scaling`."""
+        return self.method.apply_gated(self, x, activation, scaling)
 
 
 class RowParallelLinear(ShardedLinear):
@@ -178,7 +194,7 @@ class RowParallelLinear(ShardedLinear):
         super().__init__(build, path, (path.rpartition(".")[2],))
         self.out_features = self.pieces[0].weight.shape[0]
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    def forward(self, x: Activations, residual: Tensor | None) -> Tensor | None:
         """`residual` is the stream [T, out] that the projection belongs to; None: it is not to be added yet."""
         if self.group.size == 1:
             return self.method.apply_for_sum(self, x, residual)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.models.geometry import DTYPE_BYTES, StoredDtype, model_tensors
+from nvcli.models.geometry import StoredDtype, model_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +28,14 @@ def build_model(
     """Build this rank's part of the model on the meta device; `loader.load_weights` gives it memory and weights.
 
     `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
-    chooses how each linear layer is stored (None: plainly), and `stage` is the part of a pipeline. Raises ConfigError
-    where the shapes do not divide by the group's size, or the layers are too few.
+    chooses how each linear layer is stored (None: as the model's tensors say), and `stage` is the part of a pipeline.
+    Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
     """
     import torch
 
     from nvcli.models.dense import DenseForCausalLM
-    from nvcli.models.parallel import BuildContext, plain_linear_method
+    from nvcli.models.linear_methods import linear_method as method_of_pieces
+    from nvcli.models.parallel import BuildContext
 
     config.check_tensor_parallel(group.size)
     config.check_pipeline_parallel(stage.count)
@@ -42,7 +43,7 @@ def build_model(
     build = BuildContext(
         group=group,
         tensors={tensor.name: tensor for tensor in model_tensors(config, stored_dtype, stage)},
-        linear_method=linear_method or plain_linear_method,
+        linear_method=linear_method or method_of_pieces,
         max_positions=max_positions or config.max_position_embeddings,
         stage=stage,
         dtype=stored_dtype,
@@ -53,4 +54,4 @@ def build_model(
 
 def _stored_dtype(dtype: torch.dtype) -> StoredDtype:
     """The name of a torch type, as the geometry spells it."""
-    return next(name for name in DTYPE_BYTES if str(dtype) == f"torch.{name}")
+    return next(name for name in get_args(StoredDtype) if str(dtype) == f"torch.{name}")

@@ -6,7 +6,8 @@ The format: 8 bytes little-endian header length, JSON header, data (github.com/h
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from nvcli.errors import LoadError
+from nvcli.kernels.weight_formats import Packing
 from nvcli.regular_file import open_regular
 from nvcli.validation import show
 
@@ -45,6 +47,11 @@ class TensorInfo:
     """Whether the file's matrices are [in, out]."""
     scales: TensorInfo | None = None
     """Where the file's tensor is of MXFP4 blocks [..., out, blocks, bytes], their scales [..., out, blocks]."""
+    packing: Packing | None = None
+    """Where the file's tensor holds the codes of a quantised weight, the way in which it does. Then `shape` is that of
+    the weight."""
+    parts: Mapping[str, TensorInfo] = field(default_factory=dict)
+    """What belongs to these codes: `scales`, and maybe `zeros` and `groups` (`models/quantisation/`)."""
 
 
 class _Entry(msgspec.Struct, frozen=True):

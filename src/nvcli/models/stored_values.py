@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import MXFP4_BLOCK
 from nvcli.kernels.mxfp4 import dequantise
+from nvcli.models.quantised_values import ReadSlice, read_values
 from nvcli.models.safetensors_header import TensorInfo
 
 
@@ -41,6 +42,8 @@ class OpenFiles:
         rows, *columns = part
         first = info.first_row + rows.start * info.row_step
         stored_rows = slice(first, first + (rows.stop - rows.start - 1) * info.row_step + 1)
+        if info.packing is not None:
+            return read_values(info, stored_rows, columns[0], self.reader(device))
         if info.scales is not None:
             return self._read_blocks(info, info.scales, stored_rows, columns[0], device)
         order = [*columns, stored_rows] if info.is_transposed else [stored_rows, *columns]
@@ -48,6 +51,10 @@ class OpenFiles:
         if info.is_transposed:
             values = values.to(device).t()
         return values[:: info.row_step]
+
+    def reader(self, device: torch.device) -> ReadSlice:
+        """Return a function that reads parts of tensors as they are in the files, to `device`."""
+        return lambda info, part: self._slice(info, part).to(device)
 
     def _read_blocks(
         self, info: TensorInfo, scales: TensorInfo, rows: slice, columns: slice, device: torch.device
@@ -63,10 +70,13 @@ class OpenFiles:
         return dequantise(blocks, factors)[:, columns.start - skipped : columns.stop - skipped]
 
     def _slice(self, info: TensorInfo, part: Sequence[slice]) -> Tensor:
-        """Read a part of the matrix in a file."""
+        """Read a part of the tensor in a file, or of one expert's; no slices for a single number."""
         if info.file not in self._handles:
             handle = safe_open(info.file, framework="pt", device="cpu")
             self._handles[info.file] = self._stack.enter_context(handle)
+        if not part:
+            scalar: Tensor = self._handles[info.file].get_tensor(info.name)
+            return scalar
         expert = [] if info.expert is None else [info.expert]
         values: Tensor = self._handles[info.file].get_slice(info.name)[*expert, *part]
         return values

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.geometry import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleTarget:
+    """Where the scales of FP8 codes go, in the module that declares the source of the codes."""
+
+    parameter: str
+    write: tuple[slice, ...]
+    scaling: FP8Scaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +39,17 @@ class WeightSource:
     """The parameter's name in the module that declares the source."""
     write: tuple[int | slice, ...]
     """Where in the parameter it goes; as large as `read`."""
+    scales: ScaleTarget | None = None
+    """Where the scales go, of a parameter that holds FP8 codes; None for other parameters."""
 
     @property
     def stored_name(self) -> str:
         """The name of what is read in a checkpoint."""
         return self.tensor.stored_name(self.expert)
+
+    def with_scales(self, scales: ScaleTarget) -> WeightSource:
+        """Return the same source for a parameter of FP8 codes."""
+        return replace(self, scales=scales)
 
 
 class WeightModule(nn.Module, ABC):

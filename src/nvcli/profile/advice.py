@@ -48,7 +48,7 @@ def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Cach
     error = use.beside_cache - estimate(config, model, use.total).beside_cache
 
     def room(candidate: EngineConfig) -> int:
-        planned = estimate(candidate, model, use.total)
+        planned = estimate(candidate, model.keeping(candidate.quantization), use.total)
         beside = planned.beside_cache + error
         if candidate.kv_cache_memory is None:
             return planned.budget - beside
@@ -139,6 +139,8 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
         yield {"enforce_eager": True}, "no CUDA graphs; small batches get slower"
     if _takes_fp8(config):
         yield fp8
+    if _keeps_fp8(config, model):
+        yield {"quantization": "fp8"}, "linear layers in 8 bits; answers change a little; not run on a GPU yet"
     for size in (2 * config.tensor_parallel_size, 4 * config.tensor_parallel_size, 8 * config.tensor_parallel_size):
         try:
             model.check_tensor_parallel(size)
@@ -151,6 +153,14 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
 def _takes_fp8(config: EngineConfig) -> bool:
     """Whether the keys and values of a run could be kept in FP8, and are not yet."""
     return config.kv_dtype != "fp8" and set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
+
+
+def _keeps_fp8(config: EngineConfig, model: ModelConfig) -> bool:
+    """Tell whether weights could be kept in FP8, and are not."""
+    try:
+        return config.quantization == "none" and model.keeping("fp8").divides_by(config.tensor_parallel_size)
+    except ConfigError:  # layers that are left alone cannot be told
+        return False
 
 
 def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:

@@ -12,7 +12,7 @@ from nvcli.bench.shapes import model_folder
 from nvcli.config import EngineConfig, RunConfig, parse_size
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.host_memory import available_ram
-from nvcli.job_run.resolve import resolve_engine_config, resolve_layout
+from nvcli.job_run.resolve import kept_weights, resolve_engine_config, resolve_layout
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.profile.lengths import FileLengths, lengths_of
@@ -40,7 +40,7 @@ def run_profile(
     if shape is not None and input_file is not None:
         raise ConfigError("--input needs a tokenizer, which a --shape has not; name a --model")
     with model_folder(run.model, shape) as path:
-        model = load_model_config(path, expert_parallel=run.enable_expert_parallel)
+        model = load_model_config(path, expert_parallel=run.enable_expert_parallel).keeping(kept_weights(run))
         config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
         config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")
         lengths = _file_lengths(run, config, model, input_file) if input_file is not None else None
@@ -79,7 +79,7 @@ def _file_lengths(run: RunConfig, config: EngineConfig, model: ModelConfig, inpu
     failed = 0
     for row in prepared_rows(run, config.model_path, model, input_file):
         if isinstance(row, PreparedRow):
-            requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.n
+            requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.num_samples
         else:
             failed += 1
     if not requests:

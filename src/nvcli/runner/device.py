@@ -12,13 +12,17 @@ import torch
 
 from nvcli.config import EngineConfig
 from nvcli.errors import ConfigError
+from nvcli.kernels.weight_formats import FP8_CAPABILITY
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
     """Open a GPU of the rank's own, or give it its share of the CPU's cores. Raises ConfigError if there is no such
-    GPU."""
+    GPU, or none that can do what the configuration asks for."""
     if config.device == "cuda":
-        return _open_gpu(config.gpu_index(rank))
+        device = _open_gpu(config.gpu_index(rank))
+        if config.quantization == "fp8":
+            check_fp8_units(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        return device
     if "OMP_NUM_THREADS" not in os.environ:
         num_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, num_cores // config.num_ranks))
@@ -41,6 +45,15 @@ def _open_gpu(index: int) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def check_fp8_units(name: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a GPU that cannot multiply in FP8, by its name and compute capability."""
+    if capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"`quantization` is fp8, and {name} (compute capability {capability[0]}.{capability[1]}) has no units for "
+            f"FP8 products, which came with {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}: use quantization: none"
+        )
 
 
 def import_kernels() -> None:

@@ -22,6 +22,13 @@ class MatrixCosts:
     num_weights: int
     """Each takes two operations for a row."""
     num_bytes: int
+    num_fp8_weights: int = 0
+    """So many of them are multiplied in FP8."""
+
+    @property
+    def operations_per_row(self) -> int:
+        """Operations for one row, in the time that one of the model's type takes: two in FP8 count one."""
+        return 2 * self.num_weights - self.num_fp8_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +91,11 @@ class ModelCosts:
     def weights_per_token(self) -> int:
         """The weights of the layers that one row is multiplied with."""
         return self.layers.num_weights + (0 if self.experts is None else self.experts.weights_per_token)
+
+    @property
+    def operations_per_token(self) -> int:
+        """The operations of the layers' matrices for one row, as `MatrixCosts.operations_per_row` counts them."""
+        return self.layers.operations_per_row + (0 if self.experts is None else 2 * self.experts.weights_per_token)
 
     def matrix_read_bytes(self, num_rows: float) -> float:
         """The weights of the layers that are read for so many rows."""
@@ -178,4 +190,7 @@ def _matrices(tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCos
     return MatrixCosts(
         num_weights=sum(math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices),
         num_bytes=sum(tensor.kept_bytes(tensor_parallel_size) for tensor in matrices),
+        num_fp8_weights=sum(
+            math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices if tensor.scaling is not None
+        ),
     )

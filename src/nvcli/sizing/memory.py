@@ -76,7 +76,11 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     most = 0
     for layer in model.decoder.layer_kinds:
         attention = 3 * model.hidden_size + _attention_elements(layer.attention, size)
-        most = max(most, attention, _mlp_elements(layer.mlp, model, size))
+        mlp = _mlp_elements(layer.mlp, model, size)
+        if model.quantization == "fp8":
+            attention += _code_elements(model.hidden_size)
+            mlp += _gated_fp8_elements(layer.dense_mlp, model.hidden_size, size)
+        most = max(most, attention, mlp)
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
         width = model.num_layers * inputs.size
@@ -104,6 +108,20 @@ def _mlp_elements(mlp: MLPConfig | ExpertsConfig, model: ModelConfig, tensor_par
     results = experts + (mlp.shared is not None)
     parts = 1 if model.expert_parallel else tensor_parallel_size
     return (2 + results) * hidden_size + experts * mlp.intermediate_size // parts
+
+
+def _code_elements(size: int) -> int:
+    """The elements of 16 bits that take as much as `size` FP8 codes of one token."""
+    return -(-size // 2)
+
+
+def _gated_fp8_elements(mlp: MLPConfig | None, hidden_size: int, tensor_parallel_size: int) -> int:
+    """The elements that an MLP of FP8 weights takes for one token beside those of a plain one: its input's codes, and
+    gate and up with the codes of what is made of them, which are not computed in one kernel."""
+    if mlp is None:
+        return 0
+    size = mlp.intermediate_size // tensor_parallel_size
+    return _code_elements(hidden_size) + size + _code_elements(size)
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:

@@ -32,6 +32,6 @@ def check_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, av
     if config.device == "cpu" and needed >= available:
         copies = f" of {num_replicas} copies" if num_replicas > 1 else ""
         raise CapacityError(
-            f"the weights{copies} take {format_bytes(needed)} in {config.dtype}, and {format_bytes(available)} of RAM "
-            f"are free. To make it fit: {ways_to_less_ram(config, num_replicas=num_replicas)}"
+            f"the weights{copies} take {format_bytes(needed)} in {config.weights_type}, and {format_bytes(available)} "
+            f"of RAM are free. To make it fit: {ways_to_less_ram(config, num_replicas=num_replicas)}"
         )

@@ -109,14 +109,14 @@ def replica_seconds(
     running = max(1.0, min(config.max_num_seqs, num_requests, held))
     costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage, kv_dtype=config.kv_dtype)
     head = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=Stage(pp - 1, pp)).lm_head
-    weights = costs.weights_per_token + head.num_weights
+    operations = costs.operations_per_token + head.operations_per_row
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
     kv_bytes = costs.kv_read_bytes(lengths.prompt + lengths.answer / 2) + costs.state_bytes_per_row
     flops = speed.flops_per_second / (1 + _PIECE_LOSS * math.log2(tp)) * _RATED_BYTES / DTYPE_BYTES[config.dtype]
 
     def step(rows: float) -> float:
         matrix_bytes = costs.matrix_read_bytes(rows) + head.num_bytes
-        seconds = max(matrix_bytes / speed.bytes_per_second, 2 * weights * rows / flops)
+        seconds = max(matrix_bytes / speed.bytes_per_second, operations * rows / flops)
         seconds += rows * (kv_bytes / speed.bytes_per_second + _ROW_SECONDS)
         return seconds + num_layers * (_LAYER_SECONDS + 2 * speed.all_reduce_seconds(tp, rows * row_bytes))
 
@@ -124,7 +124,7 @@ def replica_seconds(
     steps += 2 * lengths.answer / len(_LEFT) * sum(step(max(1.0, left * running / pp)) for left in _LEFT)
     prompt_tokens = num_requests * lengths.computed
     state_flops = 0 if costs.states is None else costs.states.flops_per_token
-    prompts = (2 * costs.weights_per_token + state_flops) * prompt_tokens / flops
+    prompts = (costs.operations_per_token + state_flops) * prompt_tokens / flops
     prompts += sum(
         kind.flops_per_pair * prompt_tokens * min(lengths.prompt / 2, kind.window or math.inf) / flops
         for kind in costs.attention

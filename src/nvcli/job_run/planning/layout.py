@@ -262,8 +262,22 @@ def _nearest(
         f"the model does not fit the {of} that can be seen; {nearest.flags} comes nearest: of each GPU's "
         f"{format_bytes(worst.total_bytes)} the budget is {format_bytes(plan.budget)}, and it needs "
         f"{', '.join(items)}: {format_bytes(short)} are missing. To make it fit: free the GPUs, use more or larger "
-        f"ones, {setting}, or lower max_num_batched_tokens; --tp and --dp in numbers skip this estimate"
+        f"ones, {setting}, or lower max_num_batched_tokens{_smaller_weights(config, model)}; --tp and --dp in numbers "
+        "skip this estimate"
     )
+
+
+def _smaller_weights(config: EngineConfig, model: ModelConfig) -> str:
+    """Say what FP8 weights would take, where they can be kept and are not."""
+    size, stage = config.tensor_parallel_size, largest_stage(model, config.pipeline_parallel_size)
+    try:
+        kept = model.keeping("fp8")
+    except ConfigError:  # layers that are left alone cannot be told
+        return ""
+    if config.quantization == "fp8" or not kept.divides_by(size):
+        return ""
+    num_bytes = sum(weight_bytes(kept, config.dtype, tensor_parallel_size=size, stage=stage).values())
+    return f", or --set quantization=fp8, with which weights take {format_bytes(num_bytes)}"
 
 
 def _explain(

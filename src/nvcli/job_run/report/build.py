@@ -126,7 +126,7 @@ def _engine(plan: RunPlan, ready: Sequence[EngineReady], summary: Summary) -> En
     first = ready[0] if ready else None
     return Engine(
         device=config.device,
-        dtype=config.dtype,
+        dtype=config.weights_type,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=len(plan.engine_configs),

@@ -11,11 +11,11 @@ _THREAD_ELEMENTS = 16
 
 
 @triton.jit
-def _rms_norm_kernel(
+def normed_row(
     x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
     residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD
     weight_ptr,  # [SIZE]
-    out_ptr,  # [T, SIZE], written
+    row,
     eps,
     x_part_stride,
     x_row_stride,
@@ -26,10 +26,9 @@ def _rms_norm_kernel(
     NUM_PARTS: tl.constexpr,
     CENTERED: tl.constexpr,
 ):
-    """Program (row). out = norm(x) × weight; with ADD: residual += x, rounded as it is stored, and the norm is that of
-    the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it is normed. BLOCK is the
-    next power of two of SIZE."""
-    row = tl.program_id(0).to(tl.int64)
+    """norm(x) × weight of one row, [BLOCK] float32, 0 behind the row. With ADD: residual += x, rounded as it is stored,
+    and the norm is that of the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it
+    is normed. BLOCK is the next power of two of SIZE."""
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     # Both loads are on their way before either is waited for.
@@ -46,7 +45,44 @@ def _rms_norm_kernel(
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     mean_square = tl.sum(x * x, axis=0) / SIZE
-    normed = x * tl.rsqrt(mean_square + eps) * weight
+    return x * tl.rsqrt(mean_square + eps) * weight
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,  # [T, SIZE], written
+    eps,
+    x_part_stride,
+    x_row_stride,
+    residual_row_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    CENTERED: tl.constexpr,
+):
+    """Program (row). out = `normed_row`."""
+    row = tl.program_id(0).to(tl.int64)
+    normed = normed_row(
+        x_ptr,
+        residual_ptr,
+        weight_ptr,
+        row,
+        eps,
+        x_part_stride,
+        x_row_stride,
+        residual_row_stride,
+        SIZE,
+        BLOCK,
+        ADD,
+        NUM_PARTS,
+        CENTERED,
+    )
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 

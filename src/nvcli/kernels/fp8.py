@@ -1,0 +1,126 @@
+"""FP8: 8-bit floating point (e4m3) weights and activations, and products of them. Plain torch is the reference; CUDA
+tensors take the Triton kernels that are held to it, and torch's own product on FP8 units.
+
+A value is its code times a scale, which makes the largest of the values that share it 448, e4m3's largest number. With
+the scaling `channel` a row of a weight and a row of activations has one scale; with `block` 128 × 128 of a weight have
+one, and 128 neighbours of a row of activations (DeepSeek-V3, https://arxiv.org/abs/2412.19437). Products are summed in
+float32. Shapes: T rows, `in` and `out` features, G = in / 128, rounded up.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
+from nvcli.kernels.norm import add_rms_norm, rms_norm
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+
+
+def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
+    """Quantise activations. x: [T, in], its last dimension dense. NaN and infinity make their row, or their 128 values,
+    NaN."""
+    if x.is_cuda:
+        from nvcli.kernels.triton import fp8 as kernels
+
+        return kernels.quantise(x, scaling)
+    if scaling == "channel":
+        codes, scales = _encode(x, x.float().abs().amax(-1, keepdim=True))
+        return QuantisedRows(codes, scales.squeeze(-1), x.dtype)
+    groups = _pad(x, 1).reshape(len(x), -(-x.shape[1] // FP8_BLOCK), FP8_BLOCK)
+    codes, scales = _encode(groups, groups.float().abs().amax(-1, keepdim=True))
+    return QuantisedRows(codes.flatten(1)[:, : x.shape[1]].contiguous(), scales.squeeze(-1), x.dtype)
+
+
+def norm_and_quantise(
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, scaling: FP8Scaling, *, is_centered: bool
+) -> QuantisedRows:
+    """Do what `add_rms_norm` does, or without a `delta` `rms_norm`, and quantise the result, rounded to the residual's
+    type as these would."""
+    if residual.is_cuda:
+        from nvcli.kernels.triton import fp8 as kernels
+
+        return kernels.norm_and_quantise(delta, residual, weight, eps, scaling, is_centered=is_centered)
+    if delta is None:
+        return quantise(rms_norm(residual, weight, eps, is_centered=is_centered), scaling)
+    return quantise(add_rms_norm(delta, residual, weight, eps, is_centered=is_centered), scaling)
+
+
+def activate_and_quantise(gate_up: Tensor, activation: Activation, scaling: FP8Scaling) -> QuantisedRows:
+    """Compute activation(gate) × up and quantise it, rounded as `silu_and_mul` would. gate_up: [T, 2 I] → [T, I]."""
+    if gate_up.is_cuda:
+        from nvcli.kernels.triton import fp8 as kernels
+
+        return kernels.activate_and_quantise(gate_up, scaling, is_gelu=activation == "gelu_tanh")
+    return quantise(ACTIVATE_AND_MUL[activation](gate_up), scaling)
+
+
+def quantise_weight(values: Tensor, scaling: FP8Scaling) -> tuple[Tensor, Tensor]:
+    """Quantise a weight [out, in], on any device: its codes [out, in] e4m3, and its scales, float32: [out], or for
+    blocks [out / 128, G], rounded up."""
+    if scaling == "channel":
+        codes, scales = _encode(values, values.float().abs().amax(-1, keepdim=True))
+        return codes, scales.squeeze(-1)
+    rows, columns = values.shape
+    padded = _pad(_pad(values, 0), 1).contiguous()
+    blocks = padded.view(-1, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
+    codes, scales = _encode(blocks, blocks.float().abs().amax((1, 3), keepdim=True))
+    return codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales.flatten(2).squeeze(1)
+
+
+def dequantise_weight(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the values of a weight in float32: [out, in]. `scales` are those of `quantise_weight`."""
+    if scales.dim() == 1:
+        return codes.float() * scales.unsqueeze(-1)
+    rows, columns = codes.shape
+    factors = scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    return codes.float() * factors
+
+
+def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x Wᵀ + b. weight: [out, in] e4m3, with `scales` as `quantise_weight` gives them; bias: [out] → [T, out] in the
+    type of the activations, in `out` (contiguous) if that is given. Weight and activations have the same scaling."""
+    assert (x.scales.dim() == 1) == (scales.dim() == 1), "both by rows or both by blocks"
+    if not weight.is_cuda:
+        result = F.linear(_values(x), dequantise_weight(weight, scales), None if bias is None else bias.float())
+        return result.to(x.dtype) if out is None else out.copy_(result)
+    if scales.dim() == 1:
+        result = _scaled_product(x, weight, scales)
+    else:
+        from nvcli.kernels.triton.fp8_linear import block_linear
+
+        result = block_linear(x, weight, scales, out)
+    if bias is not None:
+        result.add_(bias)
+    return result if out is None or result is out else out.copy_(result)
+
+
+def _scaled_product(x: QuantisedRows, weight: Tensor, scales: Tensor) -> Tensor:
+    """x Wᵀ on FP8 units, with a scale for each row of both."""
+    if len(x.codes) == 0:
+        return torch.empty(0, len(weight), dtype=x.dtype, device=weight.device)
+    product: Tensor = torch._scaled_mm(  # which rounds to bfloat16 where rows have scales
+        x.codes, weight.t(), scale_a=x.scales.unsqueeze(1), scale_b=scales.unsqueeze(0), out_dtype=torch.bfloat16
+    )
+    return product.to(x.dtype)
+
+
+def _values(x: QuantisedRows) -> Tensor:
+    """The values of activations in float32."""
+    if x.scales.dim() == 1:
+        return x.codes.float() * x.scales.unsqueeze(-1)
+    return x.codes.float() * x.scales.repeat_interleave(FP8_BLOCK, 1)[:, : x.codes.shape[1]]
+
+
+def _encode(values: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of values. Those that share a scale are at most `largest` without their signs."""
+    scales = largest.clamp(min=LEAST_MAX) / FP8_MAX
+    return (values.float() / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
+
+
+def _pad(values: Tensor, dim: int) -> Tensor:
+    """Fill up one of two dimensions with zeros to whole blocks."""
+    missing = -values.shape[dim] % FP8_BLOCK
+    return F.pad(values, (0, missing) if dim == 1 else (0, 0, 0, missing)) if missing else values

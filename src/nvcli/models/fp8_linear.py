@@ -1,0 +1,76 @@
+"""Fp8LinearMethod: linear layers whose weights ranks keep in FP8, and whose inputs are quantised as they come.
+
+A weight's scales are those of the checkpoint where it has such ones; any other weight is quantised when it is loaded.
+Scales of the checkpoint for activations are not used: those of each token lose less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nvcli.kernels.activation import Activation
+from nvcli.kernels.fp8 import activate_and_quantise, fp8_linear, quantise
+from nvcli.kernels.fp8_types import Activations, QuantisedRows
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.models.parallel import LinearMethod, PlainLinearMethod, ShardedLinear
+from nvcli.models.weights import ScaleTarget, WeightSource, empty_parameter, length
+
+
+class Fp8LinearMethod(PlainLinearMethod):
+    """Weights [rows, columns] e4m3, with scales [rows], or for blocks [rows / 128, columns / 128], rounded up."""
+
+    def __init__(self, scaling: FP8Scaling) -> None:
+        self.scaling = scaling
+
+    @property
+    def input_scaling(self) -> FP8Scaling | None:
+        return self.scaling
+
+    def create(self, layer: ShardedLinear) -> None:
+        super().create(layer)
+        rows, columns = layer.weight.shape
+        shape = (rows,) if self.scaling == "channel" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        layer.weight_scale = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+        if layer.bias is not None:
+            assert layer.pieces[0].bias is not None
+            layer.bias = empty_parameter(layer.pieces[0].bias, rows)
+
+    def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
+        for source in super().sources(layer):
+            if source.parameter != "weight":
+                yield source
+                continue
+            rows, columns = source.write
+            assert isinstance(rows, slice)
+            assert isinstance(columns, slice)
+            place: tuple[slice, ...] = (rows,)
+            if self.scaling == "block":
+                place = (slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK)), slice(None))
+                # ModelConfig.check_tensor_parallel comes first
+                assert rows.start % FP8_BLOCK == 0, "blocks of fused projections must not overlap"
+                assert all(part.start % FP8_BLOCK == 0 for part in source.read), "blocks must not be cut"
+                assert length(columns) == layer.weight.shape[1]
+            yield source.with_scales(ScaleTarget(parameter="weight_scale", write=place, scaling=self.scaling))
+
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
+        return self._multiply(layer, x, with_bias=with_bias, out=None)
+
+    def apply_gated(
+        self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
+    ) -> Activations:
+        if scaling is None:
+            return LinearMethod.apply_gated(self, layer, x, activation)
+        return activate_and_quantise(self.apply(layer, x, with_bias=True), activation, scaling)
+
+    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
+        return self.apply(layer, x, with_bias=True)
+
+    def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
+        return self._multiply(layer, x, with_bias=with_bias, out=out)
+
+    def _multiply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None) -> Tensor:
+        rows = x if isinstance(x, QuantisedRows) else quantise(x, self.scaling)
+        return fp8_linear(rows, layer.weight, layer.weight_scale, layer.bias if with_bias else None, out)

@@ -1,0 +1,70 @@
+"""NamePatterns: which layers a quantised checkpoint left as they were, by the list in its config.json.
+
+transformers' lists hold names, parts of names at the beginning or the end, and regular expressions without a mark;
+compressed-tensors' hold names and regular expressions behind `re:`; NVIDIA's hold wildcards. A list comes from the
+checkpoint, so regular expressions that could take very long to match are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import translate
+from functools import lru_cache
+
+from nvcli.errors import ConfigError
+from nvcli.validation import show
+
+_MARK = "re:"
+_PLAIN = re.compile(r"[\w.-]*")
+_QUANTIFIED_GROUP = re.compile(r"\)[*+?{]")
+_REPEATS = re.compile(r"(?<!\\)[*+{]")
+_MOST_REPEATS = 5
+"""With more of them, and names of a hundred characters, a match may take minutes."""
+_MOST_CHARACTERS = 1000
+
+
+class NamePatterns:
+    """A list of patterns, ready to be asked for names. Raises ConfigError for patterns that cannot be used."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        patterns = tuple(patterns)
+        self._plain = frozenset(pattern for pattern in patterns if _PLAIN.fullmatch(pattern))
+        self._expressions = tuple(_compile(pattern) for pattern in patterns if pattern not in self._plain)
+
+    def match(self, name: str) -> bool:
+        """Tell whether a pattern is the name, or whole words of it at its beginning or its end, or matches it from its
+        beginning up to the end of one of its words."""
+        words = name.split(".")
+        parts = (".".join(words[:count]) for count in range(1, len(words) + 1))
+        ends = (".".join(words[first:]) for first in range(len(words)))
+        if self._plain and not self._plain.isdisjoint((*parts, *ends)):
+            return True
+        return any(expression.match(name) for expression in self._expressions)
+
+
+@lru_cache(maxsize=8)  # the same list is asked for each layer
+def name_patterns(patterns: tuple[str, ...]) -> NamePatterns:
+    """Return the patterns, made ready once. Raises ConfigError for those that cannot be used."""
+    return NamePatterns(patterns)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    if not pattern.startswith(_MARK) and "*" in pattern and ".*" not in pattern:
+        expression = translate(pattern)
+    else:
+        expression = rf"(?:{pattern.removeprefix(_MARK)})(?:(?<=\.)|(?=\.|$))"
+    repeats = len(_REPEATS.findall(pattern))
+    if len(pattern) > _MOST_CHARACTERS or repeats > _MOST_REPEATS or _QUANTIFIED_GROUP.search(pattern):
+        raise ConfigError(_message(pattern, "could take very long to match"))
+    try:
+        return re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(_message(pattern, str(error))) from None
+
+
+def _message(pattern: str, problem: str) -> str:
+    return (
+        f"config.json: `quantization_config` leaves out layers by the pattern {show(pattern)}: {problem}; write the "
+        "layers' names there, or use quantization: none, which needs no patterns"
+    )

@@ -1,0 +1,188 @@
+"""FP8 kernels against plain torch: interpreted in float32, and on a GPU with FP8 units at real sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
+from nvcli.kernels import fp8 as reference
+from nvcli.kernels.fp8 import quantise_weight
+from nvcli.kernels.fp8_types import QuantisedRows
+from nvcli.kernels.triton import fp8
+from nvcli.kernels.triton.fp8_linear import block_linear, choose_launch
+from nvcli.kernels.weight_formats import FP8Scaling
+
+HAS_UNITS = HAS_GPU and torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = [*MARKS, pytest.mark.skipif(HAS_GPU and not HAS_UNITS, reason="needs a GPU with FP8 units")]
+SCALINGS = pytest.mark.parametrize("scaling", ["channel", "block"])
+SIZES = [16, 96, 128, 1000, 1024, 4096, 12288] if HAS_GPU else [16, 200, 1280]
+
+
+@pytest.fixture(autouse=True)
+def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter rounds to 8 bits wrongly (a mantissa that overflows, small numbers, NaN); torch does it."""
+    if HAS_GPU:
+        return
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        codes = tl.float8e4nv
+        if codes not in (source, target):
+            return convert(values, source, target, rounding)
+        numbers = torch.from_numpy(np.ascontiguousarray(values))
+        if source == codes:
+            wider = numbers.view(torch.uint8).view(torch.float8_e4m3fn)
+            return wider.to(torch.float16).view(torch.int16).numpy().view(np.uint16)
+        return numbers.view(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """On the CPU, where the reference is computed; rows of very different sizes."""
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return (values * torch.logspace(-2, 2, shape[-2]).unsqueeze(1)).to(dtype)
+
+
+def assert_same(found: QuantisedRows, expected: QuantisedRows) -> None:
+    """Equal codes but for a few neighbours: a division may be rounded differently."""
+    assert found.codes.shape == expected.codes.shape
+    assert found.codes.dtype == expected.codes.dtype
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.scales.cpu(), expected.scales, rtol=3e-2 if HAS_GPU else 1e-5, atol=1e-9)
+    one, other = found.codes.cpu().float(), expected.codes.float()
+    assert ((one - other).abs() <= 0.13 * other.abs() + 2.0**-8).all()
+    assert (one != other).float().mean() < (0.02 if HAS_GPU else 1e-3)
+
+
+@SCALINGS
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantise(size: int, dtype: torch.dtype, scaling: FP8Scaling) -> None:
+    x = rand(3, size, dtype=dtype)
+    assert_same(fp8.quantise(x.to(DEVICE), scaling), reference.quantise(x, scaling))
+    wide = rand(3, size + 32, dtype=dtype)
+    found = fp8.quantise(wide.to(DEVICE)[:, 16 : size + 16], scaling)
+    assert_same(found, reference.quantise(wide[:, 16 : size + 16], scaling))
+
+
+@SCALINGS
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activate_and_quantise(activation: str, dtype: torch.dtype, scaling: FP8Scaling) -> None:
+    assert activation in ("silu", "gelu_tanh")
+    for size in SIZES[1:]:
+        gate_up = rand(3, 2 * size, dtype=dtype) / 100  # exp of the largest gate is finite
+        found = fp8.activate_and_quantise(gate_up.to(DEVICE), scaling, is_gelu=activation == "gelu_tanh")
+        assert_same(found, reference.activate_and_quantise(gate_up, activation, scaling))
+
+
+@SCALINGS
+@pytest.mark.parametrize("delta", ["none", "one", "parts"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_quantise(delta: str, dtype: torch.dtype, scaling: FP8Scaling) -> None:
+    for size in SIZES[1:]:
+        residual, weight = rand(4, size, dtype=dtype), torch.rand(size).to(dtype)
+        change = {
+            "none": None,
+            "one": rand(4, size, dtype=dtype, seed=1),
+            "parts": rand(3, 4, size, seed=1),
+        }[delta]
+        on_device, moved = residual.to(DEVICE, copy=True), None if change is None else change.to(DEVICE)
+        centred = size == SIZES[1]
+        found = fp8.norm_and_quantise(moved, on_device, weight.to(DEVICE), 1e-6, scaling, is_centered=centred)
+        expected = reference.norm_and_quantise(change, residual, weight, 1e-6, scaling, is_centered=centred)
+        torch.testing.assert_close(on_device.cpu(), residual, atol=1e-6, rtol=1.6e-2)
+        assert_same(found, expected)
+
+
+@SCALINGS
+def test_zeros_and_what_is_not_finite(scaling: FP8Scaling) -> None:
+    x = torch.ones(4, 256)
+    x[0] = 0
+    x[1, 3], x[2, 200] = torch.nan, torch.inf
+    found, expected = fp8.quantise(x.to(DEVICE), scaling), reference.quantise(x, scaling)
+    codes = found.codes.cpu().float()
+    assert (codes[0] == 0).all()
+    assert codes[1, 3].isnan()
+    assert codes[2, 200].isnan()
+    assert found.scales[2].isinf().any()
+    assert torch.equal(codes[3], expected.codes[3].float())
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 100, 300] if not HAS_GPU else [1, 7, 64, 65, 256, 1000, 8191])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (1024, 3072)] if HAS_GPU else [(256, 128), (80, 400)])
+def test_block_linear(shape: tuple[int, int], num_rows: int) -> None:
+    in_features = shape[1]
+    x = rand(num_rows, in_features, dtype=DTYPES[-1] if HAS_GPU else torch.float32)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * in_features**-0.5
+    codes, scales = quantise_weight(weight, "block")
+    rows = reference.quantise(x, "block")
+    expected = reference.fp8_linear(rows, codes, scales, None, None)
+    moved = QuantisedRows(rows.codes.to(DEVICE), rows.scales.to(DEVICE), rows.dtype)
+    found = block_linear(moved, codes.to(DEVICE), scales.to(DEVICE))
+    assert found.dtype == expected.dtype
+    tolerance = 2e-2 if HAS_GPU else 1e-4
+    norm = expected.float().norm(dim=1, keepdim=True)
+    assert ((found.cpu().float() - expected.float()).norm(dim=1, keepdim=True) <= tolerance * norm).all()
+
+
+def test_every_tile_is_computed_whatever_the_order() -> None:
+    x, weight = rand(100, 128), torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
+    codes, scales = quantise_weight(weight, "block")
+    rows = reference.quantise(x, "block")
+    expected = reference.fp8_linear(rows, codes, scales, None, None)
+    moved = QuantisedRows(rows.codes.to(DEVICE), rows.scales.to(DEVICE), rows.dtype)
+    for together in (1, 2, 3):
+        launch = choose_launch(16)._replace(rows_together=together)
+        found = block_linear(moved, codes.to(DEVICE), scales.to(DEVICE), launch=launch).cpu()
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@SCALINGS
+@pytest.mark.parametrize("num_rows", [0, 1, 17, 256, 3000])
+def test_products_on_fp8_units(num_rows: int, scaling: FP8Scaling) -> None:
+    """Whatever multiplies, it gives what plain torch gives, with a bias and into memory that is there."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randn(num_rows, 4096, generator=generator, device=DEVICE).bfloat16()
+    weight, bias = torch.randn(6144, 4096, generator=generator, device=DEVICE) / 64, torch.rand(6144, device=DEVICE)
+    codes, scales = quantise_weight(weight, scaling)
+    rows = reference.quantise(x, scaling)
+    found = reference.fp8_linear(rows, codes, scales, bias.bfloat16(), None).float()
+    on_cpu = QuantisedRows(rows.codes.cpu(), rows.scales.cpu(), torch.float32)
+    expected = reference.fp8_linear(on_cpu, codes.cpu(), scales.cpu(), bias.cpu(), None).to(DEVICE)
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=2e-2)
+    out = torch.empty(num_rows, 6144, dtype=torch.bfloat16, device=DEVICE)
+    assert reference.fp8_linear(rows, codes, scales, None, out) is out
+    torch.testing.assert_close(out.float(), expected - bias, atol=3e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@SCALINGS
+def test_a_graph_follows_its_inputs(scaling: FP8Scaling) -> None:
+    x = torch.randn(48, 1024, device=DEVICE, dtype=torch.bfloat16)
+    codes, scales = quantise_weight(torch.randn(512, 1024, device=DEVICE) / 32, scaling)
+
+    def run() -> torch.Tensor:
+        return reference.fp8_linear(reference.quantise(x, scaling), codes, scales, None, None)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, run())

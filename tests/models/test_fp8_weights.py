@@ -1,0 +1,237 @@
+"""Weights that ranks keep in FP8: those of a checkpoint with the same scales as they are, all others quantised when
+they are loaded; a step's activations are quantised as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_driver import CPU, ModelDriver
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from batches import RequestState, make_batch
+from checkpoints import reference_model, write_tiny_model
+from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.errors import ConfigError
+from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
+from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.models.causal_lm import CausalLM
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.geometry import model_tensors
+from nvcli.models.loader import init_random_weights, load_weights
+from nvcli.models.registry import build_model
+from nvcli.sizing.weights import weight_bytes
+from quantised_checkpoints import FORMATS, fp8_blocks, write_quantised
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+IDS = list(range(2, 40))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("original") / "model", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def blocks(original: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint with blocks of 128, whose second layer's MLP is plain, and the same weights in plain numbers."""
+    return write_quantised(original, tmp_path_factory.mktemp("blocks"), fp8_blocks((128, 128)))
+
+
+def load(path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> CausalLM:
+    group = TensorParallelGroup.single()
+    group.rank, group.size = rank, size
+    model = build_model(load_model_config(path).keeping("fp8"), group, torch.float32, stage=stage)
+    load_weights(model, path, CPU)
+    return model
+
+
+def test_blocks_of_a_checkpoint_are_kept_as_they_are(blocks: tuple[Path, Path]) -> None:
+    stored = load_file(blocks[0] / "model.safetensors")
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        parameters = dict(load(blocks[0], rank, size).named_parameters())
+        rows = slice(rank * 256 // size, (rank + 1) * 256 // size)
+        codes = torch.cat([stored[f"model.layers.0.self_attn.{name}_proj.weight"][rows].float() for name in "qkv"])
+        found = parameters["model.layers.0.mixer.qkv_proj.weight"]
+        assert found.dtype == FP8
+        assert torch.equal(found.float(), codes)
+        grid = slice(rank * 2 // size, (rank + 1) * 2 // size)
+        scales = torch.cat([stored[f"model.layers.0.self_attn.{name}_proj.weight_scale_inv"][grid] for name in "qkv"])
+        assert torch.equal(parameters["model.layers.0.mixer.qkv_proj.weight_scale"], scales)
+        columns = slice(rank * 512 // size, (rank + 1) * 512 // size)
+        down = parameters["model.layers.0.mlp.down_proj.weight"]
+        assert torch.equal(down.float(), stored["model.layers.0.mlp.down_proj.weight"][:, columns].float())
+        assert "model.layers.1.mlp.down_proj.weight_scale" not in parameters, "config.json leaves it alone"
+        assert parameters["model.layers.1.mlp.down_proj.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["modelopt", "fbgemm", "fp8, small blocks", "awq", "plain"])
+def test_other_weights_get_a_scale_for_each_row(name: str, original: Path, tmp_path: Path) -> None:
+    """FP8 codes with a scale for a row or a tensor are kept as they are; the rest is quantised."""
+    quantised, decoded = original, original
+    if name != "plain":
+        quantised, decoded = write_quantised(original, tmp_path, FORMATS[name])
+    stored, plain = load_file(quantised / "model.safetensors"), load_file(decoded / "model.safetensors")
+    for rank in (0, 1):
+        parameters = dict(load(quantised, rank, 2).named_parameters())
+        rows = slice(rank * 256, rank * 256 + 256)
+        for prefix, projections in (("mlp.gate_up_proj", ("gate_proj", "up_proj")),):
+            codes = parameters[f"model.layers.0.{prefix}.weight"]
+            scales = parameters[f"model.layers.0.{prefix}.weight_scale"]
+            paths = [f"model.layers.0.mlp.{one}.weight" for one in projections]
+            expected_codes, expected_scales = quantise_weight(
+                torch.cat([plain[path][rows] for path in paths]), "channel"
+            )
+            if name in ("modelopt", "fbgemm"):
+                expected_codes = torch.cat([stored[path][rows] for path in paths])
+                factors = [stored[f"{path}_scale"].float() for path in paths]
+                factors = [one.expand(256) if one.dim() == 0 else one[rows].flatten() for one in factors]
+                expected_scales = torch.cat(factors)
+            assert torch.equal(codes.float(), expected_codes.float())
+            torch.testing.assert_close(scales.data, expected_scales)
+
+
+def test_bytes_are_counted_with_scales(blocks: tuple[Path, Path], original: Path) -> None:
+    for path in (blocks[0], original):
+        for size, stage in ((1, WHOLE), (2, WHOLE), (1, Stage(1, 2))):
+            model = load(path, size - 1, size, stage)
+            expected = weight_bytes(model.config, "float32", tensor_parallel_size=size, stage=stage)
+            assert model.weight_bytes() == expected
+    plain = weight_bytes(load_model_config(original), "bfloat16")
+    kept = weight_bytes(load_model_config(original).keeping("fp8"), "bfloat16")
+    assert kept["MLP"] == plain["MLP"] // 2 + 2 * 4 * (2 * 512 + 256)
+
+
+def quantised_reference(path: Path, kept: ModelConfig) -> nn.Module:
+    """transformers' model of a plain checkpoint, whose linear layers quantise their weights and inputs."""
+    model = reference_model(path)
+    tensors = {tensor.name: tensor.scaling for tensor in model_tensors(kept, "float32")}
+    for name, module in model.named_modules():
+        scaling = tensors.get(f"{name}.weight")
+        if scaling is not None:
+            module.forward = _fp8_forward(module, scaling)
+    return model  # type: ignore[no-any-return]
+
+
+def _fp8_forward(module: nn.Linear, scaling: FP8Scaling) -> Callable[[Tensor], Tensor]:
+    weight = dequantise_weight(*quantise_weight(module.weight.data, scaling))
+
+    def forward(x: Tensor) -> Tensor:
+        rows = quantise(x.flatten(0, -2), scaling)
+        factors = rows.scales.unsqueeze(-1) if scaling == "channel" else rows.scales.repeat_interleave(128, 1)
+        values = rows.codes.float() * factors[:, : x.shape[-1]]
+        return F.linear(values, weight, module.bias).view(*x.shape[:-1], -1)
+
+    return forward
+
+
+@pytest.mark.parametrize("name", ["plain", "blocks"])
+def test_logits(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
+    path, plain = (original, original) if name == "plain" else blocks
+    driver, request = ModelDriver(path, quantization="fp8"), RequestState()
+    found = torch.cat([driver.step((request, IDS[first : first + 19]))[0] for first in (0, 19)])
+    with torch.inference_mode():
+        expected = quantised_reference(plain, driver.model.config)(torch.tensor([IDS])).logits[0]
+        exact = reference_model(plain)(torch.tensor([IDS])).logits[0]
+    # A sum that ends a little differently may fall on the other side of a rounding to 8 bits.
+    assert (found - expected).abs().mean() < 0.1 * (exact - expected).abs().mean()
+    assert (found - expected).abs().max() < 0.1
+    assert F.cosine_similarity(found, exact, dim=-1).min() > 0.97
+
+
+def test_stages_give_the_logits_of_one(blocks: tuple[Path, Path]) -> None:
+    (expected,) = ModelDriver(blocks[0], quantization="fp8").step((RequestState(), IDS))
+    stages = [ModelDriver(blocks[0], stage=Stage(index, 2), quantization="fp8") for index in range(2)]
+    state: Any = None
+    with torch.inference_mode():
+        for stage in stages:
+            state = stage.model(make_batch([(RequestState(), IDS)], stage.kv_cache, stage.backend, stage.blocks), state)
+        found = stages[1].model.compute_logits(state)
+    torch.testing.assert_close(found, expected)
+
+
+def test_random_weights_are_of_a_usual_size(original: Path) -> None:
+    model = build_model(load_model_config(original).keeping("fp8"), TensorParallelGroup.single(), torch.float32)
+    init_random_weights(model, CPU)
+    layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
+    values = dequantise_weight(layer.weight, layer.weight_scale)
+    assert 0.019 < float(values.std()) < 0.021
+
+
+def test_experts_and_what_decays_are_made_of_stay_plain(tmp_path: Path) -> None:
+    path = write_tiny_model(
+        tmp_path / "moe", "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    tensors = model_tensors(load_model_config(path).keeping("fp8"), "bfloat16")
+    kept = {tensor.name.split(".")[-2] for tensor in tensors if tensor.scaling is not None}
+    assert kept == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def with_list(path: Path, target: Path, names: list[str], **model: Any) -> ModelConfig:
+    """The model of a checkpoint whose config.json lists these layers."""
+    target.mkdir()
+    config = json.loads((path / "config.json").read_text())
+    quantization = {**config["quantization_config"], "modules_to_not_convert": names}
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantization, **model}))
+    return load_model_config(target).keeping("fp8")
+
+
+@pytest.mark.parametrize(
+    ("names", "plain"),
+    [
+        (["model.layers.0.mlp.gate_proj"], {"0.mlp.gate_proj", "0.mlp.up_proj"}),
+        (["model.layers.0.mlp"], {"0.mlp.gate_proj", "0.mlp.up_proj", "0.mlp.down_proj"}),
+        (["down_proj"], {"0.mlp.down_proj", "1.mlp.down_proj"}),
+        (["re:.*layers\\.1\\..*o_proj$"], {"1.self_attn.o_proj"}),
+        (["model.layers.*.self_attn.o_proj"], {"0.self_attn.o_proj", "1.self_attn.o_proj"}),
+        (["qkv_proj"], {f"{layer}.self_attn.{name}_proj" for layer in "01" for name in "qkv"}),
+        (["lm_head", "model.norm", "layers.0.mlp.down", "model.layers.10"], set()),
+    ],
+    ids=lambda value: str(value) if isinstance(value, list) else "",
+)
+def test_listed_layers_stay_plain(names: list[str], plain: set[str], blocks: tuple[Path, Path], tmp_path: Path) -> None:
+    tensors = model_tensors(with_list(blocks[0], tmp_path / "model", names), "bfloat16")
+    found = {
+        tensor.name.removeprefix("model.layers.").removesuffix(".weight")
+        for tensor in tensors
+        if "_proj" in tensor.name and tensor.scaling is None
+    }
+    assert found == plain
+
+
+@pytest.mark.parametrize("pattern", ["re:(.*)*x", "re:.*.*.*.*.*.*x", "re:(", "re:" + "a" * 2000], ids=lambda p: p[:20])
+def test_patterns_that_cannot_be_used_are_refused(pattern: str, blocks: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"leaves out layers by the pattern .*quantization: none"):
+        with_list(blocks[0], tmp_path / "model", [pattern])
+
+
+CUTS = [
+    pytest.param({}, 4, ["128", "q_proj and o_proj", "64", "quantization: none"], id="heads"),
+    pytest.param({"intermediate_size": 384}, 2, ["192 of gate_proj", "blocks of 128 × 128"], id="MLP"),
+]
+
+
+@pytest.mark.parametrize(("values", "size", "parts"), CUTS)
+def test_blocks_that_would_be_cut_are_refused(
+    values: dict[str, int], size: int, parts: list[str], blocks: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = with_list(blocks[0], tmp_path / "model", [], **values)
+    with pytest.raises(ConfigError) as caught:
+        model.check_tensor_parallel(size)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    assert dataclasses.replace(model, quantization="none").divides_by(size)

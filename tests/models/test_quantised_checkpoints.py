@@ -1,0 +1,189 @@
+"""Quantised checkpoints are loaded as the numbers that they stand for, whatever the format, cut over ranks and stages
+too; what cannot be read is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_driver import CPU, ModelDriver
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from batches import RequestState
+from checkpoints import reference_logits, write_tiny_model
+from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.errors import LoadError
+from nvcli.models.config import load_model_config
+from nvcli.models.loader import load_weights
+from nvcli.models.registry import build_model
+from quantised_checkpoints import FORMATS, compressed, write_quantised
+
+Checkpoints = tuple[Path, Path]
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("original") / "model", **SIZES)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def checkpoints(
+    original: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoints:
+    """(quantised, plain) checkpoints of the same weights."""
+    return write_quantised(original, tmp_path_factory.mktemp("model"), FORMATS[request.param])
+
+
+def load(path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> dict[str, Tensor]:
+    group = TensorParallelGroup.single()
+    group.rank, group.size = rank, size
+    model = build_model(load_model_config(path), group, torch.float32, stage=stage)
+    load_weights(model, path, CPU)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "stage"), [(0, 1, WHOLE), (0, 2, WHOLE), (1, 2, WHOLE), (0, 1, Stage(1, 2))], ids=str
+)
+def test_weights_are_those_that_the_codes_stand_for(
+    rank: int, size: int, stage: Stage, checkpoints: Checkpoints
+) -> None:
+    quantised, plain = checkpoints
+    found, expected = load(quantised, rank, size, stage), load(plain, rank, size, stage)
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, atol=1e-7, rtol=1e-6, msg=name)
+
+
+def test_logits_in_chunks(checkpoints: Checkpoints) -> None:
+    quantised, plain = checkpoints
+    ids = list(range(2, 40))
+    driver, request = ModelDriver(quantised), RequestState()
+    found = torch.cat([driver.step((request, ids[i : i + 19]))[0] for i in (0, 19)])
+    torch.testing.assert_close(found, reference_logits(plain, ids), atol=2e-4, rtol=1e-4)
+
+
+def test_experts_and_fused_projections(tmp_path: Path) -> None:
+    """Each expert's weights are quantised by themselves; Phi-3's files fuse projections."""
+    arguments = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 64}
+    for family, more in (("Qwen3Moe", arguments), ("Phi3", SIZES)):
+        plain = write_tiny_model(tmp_path / family, family, **more)
+        _unstack_experts(plain / "model.safetensors")
+        for name in ("fp8, small blocks", "awq", "gptq, act-order"):
+            folder = tmp_path / f"{family}, {name}"
+            found, expected = (load(path) for path in write_quantised(plain, folder, FORMATS[name], skip=()))
+            for parameter, values in expected.items():
+                torch.testing.assert_close(found[parameter], values, atol=1e-7, rtol=1e-6, msg=parameter)
+
+
+def _unstack_experts(file: Path) -> None:
+    """Give each expert tensors of its own, as published files do."""
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".mlp.experts." in name and tensors[name].dim() == 3]:
+        parent, _, last = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        for expert, matrix in enumerate(tensors.pop(name)):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                tensors[f"{parent}.{expert}.{part}.weight"] = rows.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def rewrite(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return rewrite
+
+
+def configure(**values: Any) -> Callable[[Path], None]:
+    def rewrite(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "quantization_config": values}))
+
+    return rewrite
+
+
+Q = "model.layers.0.self_attn.q_proj"
+REFUSED = {
+    "no scales": ("awq", edit(lambda t: t.pop(f"{Q}.scales")), [f"{Q}.qweight has no scales"]),
+    "no FP8 scale": (
+        "fp8, small blocks",
+        edit(lambda t: t.pop(f"{Q}.weight_scale_inv")),
+        [f"{Q}.weight has no weight_scale or weight_scale_inv"],
+    ),
+    "scales of another shape": (
+        "fp8, small blocks",
+        edit(lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 3)})),
+        [f"{Q}.weight_scale_inv", "[3, 3]", "16 × 32"],
+    ),
+    "groups of another size": (
+        "gptq",
+        lambda path: (
+            edit(lambda t: t.pop(f"{Q}.g_idx"))(path),
+            configure(quant_method="gptq", bits=4, group_size=64)(path),
+        ),
+        [f"{Q}.scales", "[2, 64]", "[1, 64]"],
+    ),
+    "a column of no group": (
+        "gptq, act-order",
+        edit(lambda t: t.update({f"{Q}.g_idx": torch.full((64,), 9, dtype=torch.int32)})),
+        [f"{Q}.g_idx", "groups from 9 to 9", "4 groups"],
+    ),
+    "words of another type": (
+        "gptq",
+        edit(lambda t: t.update({f"{Q}.qweight": torch.ones(8, 64)})),
+        [f"{Q}.qweight", "F32", "I32"],
+    ),
+    "zeros of another shape": (
+        "awq",
+        edit(lambda t: t.update({f"{Q}.qzeros": torch.ones(2, 7, dtype=torch.int32)})),
+        [f"{Q}.qzeros", "[2, 7]", "[2, 8]"],
+    ),
+    "twice": (
+        "gptq",
+        edit(lambda t: t.update({f"{Q}.weight": torch.ones(64, 64)})),
+        ["is there twice", f"{Q}.qweight"],
+    ),
+    "fewer rows": (
+        "gptq",
+        edit(
+            lambda t: t.update(
+                {
+                    f"{Q}.qweight": t[f"{Q}.qweight"][:, :32].clone(),
+                    f"{Q}.scales": t[f"{Q}.scales"][:, :32].clone(),
+                    f"{Q}.qzeros": t[f"{Q}.qzeros"][:, :4].clone(),
+                }
+            )
+        ),
+        [f"{Q}.qweight has shape [32, 64]", "[64, 64]"],
+    ),
+    "bitsandbytes": ("awq", configure(quant_method="bitsandbytes"), ['"bitsandbytes"', "not supported", "fp8"]),
+    "another method": ("awq", configure(quant_method="aqlm"), ['"aqlm"', "not supported", "awq and gptq"]),
+    "another AWQ": ("awq", configure(quant_method="awq", bits=4, version="gemv"), ["version", '"gemv"', "only gemm"]),
+    "3 bits": ("gptq", configure(quant_method="gptq", bits=3), ["bits", "3 bits", "2 and 4 and 8"]),
+    "4 bits float": ("awq", configure(**compressed({"type": "float", "num_bits": 4})), ["num_bits", "4 bits"]),
+    "no groups": ("awq", configure(quant_method="compressed-tensors"), ["config_groups", "describes no weights"]),
+    "E5M2": ("awq", configure(quant_method="fp8", fmt="e5m2"), ["fmt", '"e5m2"', "only e4m3"]),
+    "blocks": ("awq", configure(quant_method="fp8", weight_block_size=[128]), ["weight_block_size", "[128, 128]"]),
+    "modelopt": ("awq", configure(quant_method="modelopt", quant_algo="NVFP4"), ["quant_algo", '"NVFP4"', "only FP8"]),
+    "names": ("awq", configure(quant_method="fp8", modules_to_not_convert="x"), ["modules_to_not_convert", "list"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_refused(case: str, original: Path, tmp_path: Path) -> None:
+    name, change, parts = REFUSED[case]
+    path, _ = write_quantised(original, tmp_path, FORMATS[name])
+    change(path)
+    with pytest.raises(LoadError) as caught:
+        load(path)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)

@@ -1,0 +1,212 @@
+"""Quantised checkpoints as the tools of the field write them, beside the same weights in plain numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+LINEAR = ("qkv_proj", "gate_up_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One way to store a weight [out, in]."""
+
+    config: Mapping[str, Any]
+    """The `quantization_config`."""
+    encode: Callable[[Tensor, torch.Generator], tuple[dict[str, Tensor], Tensor]]
+    """Returns the tensors by their last names, and the weight that they stand for."""
+
+
+def write_quantised(
+    plain: Path, folder: Path, chosen: Format, *, skip: tuple[str, ...] = ("layers.1.mlp",)
+) -> tuple[Path, Path]:
+    """Write a checkpoint of one file twice into `folder`: with its linear layers quantised, and with the plain weights
+    that these stand for. Layers whose names contain one of `skip` stay as they are."""
+    tensors = load_file(plain / "model.safetensors")
+    stored, generator = dict(tensors), torch.Generator().manual_seed(1)
+    for name, weight in tensors.items():
+        parent = name.removesuffix(".weight")
+        if parent.rpartition(".")[2] in LINEAR and not any(part in name for part in skip):
+            parts, tensors[name] = chosen.encode(weight.float(), generator)
+            del stored[name]
+            stored |= {f"{parent}.{part}": values for part, values in parts.items()}
+    quantised, decoded = folder / "quantised", folder / "decoded"
+    for path, weights in ((quantised, stored), (decoded, tensors)):
+        shutil.copytree(plain, path)
+        save_file({name: value.contiguous() for name, value in weights.items()}, path / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": dict(chosen.config)}))
+    return quantised, decoded
+
+
+def _fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales [blocks, blocks], and the weight that they stand for."""
+    rows, columns = weight.shape
+    high, wide = (min(size, length) for size, length in zip(block, weight.shape, strict=True))
+    grid = torch.zeros(-(-rows // high), -(-columns // wide))
+    codes, decoded = torch.zeros(rows, columns, dtype=FP8), torch.zeros(rows, columns)
+    for i in range(grid.shape[0]):
+        for j in range(grid.shape[1]):
+            part = slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
+            grid[i, j] = weight[part].abs().max() / FP8_MAX
+            codes[part] = (weight[part] / grid[i, j]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            decoded[part] = codes[part].float() * grid[i, j]
+    return codes, grid, decoded
+
+
+def fp8_blocks(block: tuple[int, int]) -> Format:
+    """Qwen's and DeepSeek's."""
+
+    def encode(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        codes, grid, decoded = _fp8(weight, block)
+        return {"weight": codes, "weight_scale_inv": grid}, decoded
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return Format(config={**config, "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]}, encode=encode)
+
+
+def fp8_tensor(scale_name: str, config: Mapping[str, Any]) -> Format:
+    """One scale for a tensor, and a static one for its input (Mistral's, NVIDIA's, AutoFP8's)."""
+
+    def encode(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        codes, grid, decoded = _fp8(weight, (1 << 20, 1 << 20))
+        static = {"activation_scale" if "inv" in scale_name else "input_scale": torch.tensor(0.01)}
+        return {"weight": codes, scale_name: grid.view(()), **static}, decoded
+
+    return Format(config=config, encode=encode)
+
+
+def compressed(weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, **more}
+    ignore = ["lm_head", "re:.*layers\\.1\\.mlp.*"]
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ignore}
+
+
+def _fp8_channels(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes, grid, _ = _fp8(weight, (1, 1 << 20))
+    return {"weight": codes, "weight_scale": grid.bfloat16()}, codes.float() * grid.bfloat16().float()
+
+
+def _int8_channels(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scale).round().to(torch.int8)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def _groups(weight: Tensor, bits: int, size: int, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes [out, in] from 0 on, scales and zeros [out, groups], and the weight that they stand for."""
+    parts = weight.unflatten(1, (-1, size))
+    most = (1 << bits) - 1
+    if is_symmetric:
+        scales = (parts.abs().amax(-1) / (most // 2)).half().float()
+        zeros = torch.full_like(scales, (most + 1) // 2)
+    else:
+        low, high = parts.amin(-1), parts.amax(-1)
+        scales = ((high - low) / most).half().float()
+        zeros = (-low / scales).round().clamp(1, most)
+    codes = (parts / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, most)
+    decoded = (codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)
+    return codes.flatten(1).long(), scales, zeros.long(), decoded.flatten(1)
+
+
+def pack(codes: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Pack codes into int32 words along a dimension; with `order`, place i of a word holds code order[i]."""
+    count = 32 // bits
+    codes = codes.movedim(dim, -1)
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
+    words = torch.zeros(codes.shape[:-1], dtype=torch.long)
+    for place, index in enumerate(order or range(count)):
+        words |= codes[..., index] << (place * bits)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words)
+    return words.movedim(-1, dim).to(torch.int32).contiguous()
+
+
+def awq(size: int, *, zero_point: bool = True) -> Format:
+    def encode(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        width = weight.shape[1] if size == -1 else size
+        codes, scales, zeros, decoded = _groups(weight, 4, width, is_symmetric=not zero_point)
+        parts = {"qweight": pack(codes.t(), 4, 1, AWQ_ORDER), "scales": scales.t().half()}
+        return {**parts, "qzeros": pack(zeros.t(), 4, 1, AWQ_ORDER)}, decoded
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": zero_point, "version": "gemm"}
+    return Format(config={**config, "modules_to_not_convert": ["model.layers.1.mlp"]}, encode=encode)
+
+
+def gptq(size: int, *, bits: int = 4, sym: bool = True, act_order: bool = False, version: str = "gptq") -> Format:
+    def encode(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        columns = weight.shape[1]
+        width = columns if size == -1 else size
+        order = torch.randperm(columns, generator=generator) if act_order else torch.arange(columns)
+        codes, scales, zeros, decoded = _groups(weight[:, order], bits, width, is_symmetric=sym)
+        back = order.argsort()
+        stored = zeros - (1 if version == "gptq" else 0)
+        parts = {"qweight": pack(codes[:, back].t(), bits, 0), "qzeros": pack(stored.t(), bits, 1)}
+        index = (torch.arange(columns) // width)[back].to(torch.int32)
+        return {**parts, "scales": scales.t().half(), "g_idx": index}, decoded[:, back]
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": sym, "desc_act": act_order}
+    return Format(config={**config, "checkpoint_format": version}, encode=encode)
+
+
+def packed(size: int, *, bits: int = 4, sym: bool = True, act_order: bool = False) -> Format:
+    """compressed-tensors' W4A16 and W8A16."""
+
+    def encode(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        columns = weight.shape[1]
+        width = columns if size == -1 else size
+        order = torch.randperm(columns, generator=generator) if act_order else torch.arange(columns)
+        codes, scales, zeros, decoded = _groups(weight[:, order], bits, width, is_symmetric=sym)
+        back = order.argsort()
+        parts = {"weight_packed": pack(codes[:, back], bits, 1), "weight_scale": scales}
+        parts["weight_shape"] = torch.tensor(weight.shape)
+        if not sym:
+            parts["weight_zero_point"] = pack(zeros, bits, 0)
+        if act_order:
+            parts["weight_g_idx"] = (torch.arange(columns) // width)[back].to(torch.int32)
+        return parts, decoded[:, back]
+
+    strategy = "channel" if size == -1 else "group"
+    weights = {"type": "int", "num_bits": bits, "symmetric": sym, "strategy": strategy}
+    return Format(config=compressed({**weights, "group_size": None if size == -1 else size}), encode=encode)
+
+
+FORMATS = {
+    "fp8, blocks of 128": fp8_blocks((128, 128)),
+    "fp8, small blocks": fp8_blocks((16, 32)),
+    "fp8, static": fp8_tensor(
+        "weight_scale_inv", {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    ),
+    "modelopt": fp8_tensor(
+        "weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*layers.1.mlp*"]}
+    ),
+    "fbgemm": Format(config={"quant_method": "fbgemm_fp8"}, encode=_fp8_channels),
+    "compressed, fp8": Format(
+        config=compressed({"type": "float", "num_bits": 8, "strategy": "channel"}), encode=_fp8_channels
+    ),
+    "compressed, int8": Format(
+        config=compressed({"type": "int", "num_bits": 8, "strategy": "channel"}), encode=_int8_channels
+    ),
+    "compressed, w4a16": packed(32),
+    "compressed, w4a16, zeros": packed(32, sym=False),
+    "compressed, w4a16, act-order": packed(16, act_order=True),
+    "compressed, w8a16, rows": packed(-1, bits=8),
+    "awq": awq(32),
+    "awq, rows, no zeros": awq(-1, zero_point=False),
+    "gptq": gptq(32),
+    "gptq, act-order": gptq(16, act_order=True),
+    "gptq, zeros, version 2": gptq(32, sym=False, version="gptq_v2"),
+    "gptq, zeros, 8 bits, rows": gptq(-1, bits=8, sym=False),
+}
