@@ -38,6 +38,7 @@ def test_measures_a_real_engine() -> None:
         "device": "CPU",
         "gpus": [],
         "dtype": "float32",
+        "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
         "enable_expert_parallel": False,
         "pipeline_parallel_size": 1,

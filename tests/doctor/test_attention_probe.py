@@ -39,7 +39,8 @@ def test_the_model_s_windows_are_asked_for() -> None:
 
 
 def test_the_type_of_the_cache_is_asked_for() -> None:
-    assert check("cpu", kv_dtype="fp8")["choice"].level == Level.OK
+    finding = check("cpu", kv_dtype="fp8")["choice"]
+    assert (finding.level, finding.found.rpartition(", ")[2]) == (Level.OK, "keys and values in fp8")
 
 
 def test_a_choice_that_cannot_serve() -> None:

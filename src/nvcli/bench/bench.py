@@ -33,6 +33,8 @@ class BenchLayout:
     gpus: list[int]
     """The GPU of each rank, replica after replica, by the numbers that the process sees; empty on a CPU."""
     dtype: str
+    kv_cache_dtype: str
+    """The type of keys and values: `EngineConfig.kv_dtype`."""
     tensor_parallel_size: int
     enable_expert_parallel: bool
     pipeline_parallel_size: int
@@ -137,6 +139,7 @@ def _layout(config: EngineConfig, ready: EngineReady, data_parallel_size: int) -
         device=ready.memory[0].device,
         gpus=gpus if config.device == "cuda" else [],
         dtype=config.weights_type,
+        kv_cache_dtype=config.kv_dtype,
         tensor_parallel_size=config.tensor_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel,
         pipeline_parallel_size=config.pipeline_parallel_size,

@@ -37,6 +37,8 @@ def format_result(result: BenchResult) -> str:
     rates = [r.output_rate for r in result.runs]
     spread = f" (of {len(rates)} runs: {min(rates):,.0f} to {max(rates):,.0f})" if len(rates) > 1 else ""
     copies = f", {result.data_parallel_size} copies" if result.data_parallel_size > 1 else ""
+    layout = result.layout
+    kv_type = "" if layout.kv_cache_dtype == layout.dtype else f"{layout.kv_cache_dtype}, "
     lines = [
         f"{result.model}: {run.num_requests} requests, {run.prompt_tokens:,} prompt tokens, "
         f"{run.output_tokens:,} output tokens{copies}",
@@ -49,8 +51,9 @@ def format_result(result: BenchResult) -> str:
         f"matrix products {ceilings.flops_per_second / 1e12:,.2f} TFLOP/s)",
         f"  time to ready     {result.ready_seconds:.2f} s ({_parts(result.ready_parts)})",
         f"  attention         {ready.attention_backend}",
-        f"  KV cache          {ready.kv_cache_bytes / _GIB:.2f} GiB, {100 * run.peak_kv_share:.1f} % used at most, "
-        f"{100 * run.mean_kv_share:.1f} % on average; {run.num_preemptions} preemptions",
+        f"  KV cache          {kv_type}{ready.kv_cache_bytes / _GIB:.2f} GiB, "
+        f"{100 * run.peak_kv_share:.1f} % used at most, {100 * run.mean_kv_share:.1f} % on average; "
+        f"{run.num_preemptions} preemptions",
         f"  prefix cache      {run.cached_tokens:,} prompt tokens found "
         f"({100 * run.cached_tokens / run.prompt_tokens:.1f} %)",
         f"  peak memory       {_peaks(result.peak_bytes)}",

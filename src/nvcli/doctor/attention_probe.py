@@ -80,6 +80,8 @@ def probe(task: AttentionTask) -> list[Finding]:
             findings.append(ok(name, f"works; auto leaves it out: {passed_over}" if passed_over else "works"))
     shapes = [f"{kind.num_heads} heads, {kind.num_kv_heads} KV heads of {kind.head_dim}" for kind in task.kinds]
     shape = f"{' and '.join(dict.fromkeys(shapes))}, {task.dtype}"
+    if task.kv_dtype not in (None, task.dtype):
+        shape += f", keys and values in {task.kv_dtype}"
     try:
         backend, _ = select_backend(task.choice, case)
     except ConfigError as error:

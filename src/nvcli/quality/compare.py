@@ -6,6 +6,7 @@ hold both models read each prompt and what follows it, and compare the distribut
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,9 @@ from nvcli.quality.passages import Passage, read_passages
 from nvcli.quality.rank_messages import PassageTask
 from nvcli.quality.ranks import ComparingRanks
 from nvcli.quality.statistics import TokenSums
+
+_SAY_SECONDS = 15.0
+"""Seconds between two lines that say how far the comparison is."""
 
 
 class Predictions(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +116,11 @@ def compare_quality(
     with ComparingRanks(configs, max_tokens=max(lengths)) as ranks:
         for note in ranks.wait_ready():
             say(note)
-        for task in tasks:
+        said_at = time.monotonic()
+        for number, task in enumerate(tasks):
+            if time.monotonic() - said_at > _SAY_SECONDS:
+                said_at = time.monotonic()
+                say(f"A and B have read {number:,} of {len(tasks):,} passages")
             sums = ranks.compare(task)
             prompts, answers = prompts + sums.prompt, answers + sums.answer
     parts = {"all": prompts + answers}

@@ -250,8 +250,7 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, dev
     629 for two of 4,096, and 3,797 against 3,927 for 8,192 tokens that end at 16,384. Tiles of 32 keys throughout, with
     fewer registers, took 114, 85, 159, 676 and 4,204: they lose where prompts are long.
 
-    Tiles of FP8 keys stand in registers, so those of large heads are smaller, as far as the compiler would spill them
-    (not measured).
+    Tiles of FP8 keys stand in registers, so they are smaller where the compiler would spill them (not measured).
     """
     if dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         keys = 32 if head_dim <= 128 else 16
@@ -259,10 +258,12 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, dev
     capability = torch.cuda.get_device_capability(device)
     # KiB for each program: 227 on data-centre Hopper and Blackwell, 163 on the A100, 99 on the rest.
     shared_memory = 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
-    if head_dim > 128 and kv_dtype == torch.float8_e4m3fn:
-        rows = 32 if head_dim > 256 else 128 if shared_memory >= 192 else 64
-        num_warps = 8 if rows != 64 else 4
-        return _Launch(rows=rows, keys=32, masked_keys=32, num_warps=num_warps, num_stages=2, masked_stages=2)
+    is_fp8 = kv_dtype == torch.float8_e4m3fn
+    if is_fp8 and head_dim > 256:
+        return _Launch(rows=32, keys=32, masked_keys=32, num_warps=8, num_stages=2, masked_stages=2)
+    if is_fp8 and head_dim > 128:
+        keys = 64 if shared_memory >= 112 else 32
+        return _Launch(rows=64, keys=keys, masked_keys=32, num_warps=8, num_stages=2, masked_stages=2)
     if head_dim > 256:
         rows, keys = (64, 32) if shared_memory >= 192 else (32, 16)
         return _Launch(rows=rows, keys=keys, masked_keys=keys, num_warps=8, num_stages=2, masked_stages=2)
@@ -271,7 +272,8 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, dev
             return _Launch(rows=128, keys=64, masked_keys=64, num_warps=8, num_stages=2, masked_stages=2)
         return _Launch(rows=64, keys=32, masked_keys=32, num_warps=4, num_stages=2, masked_stages=2)
     if head_dim <= 64:
-        return _Launch(rows=128, keys=64, masked_keys=64, num_warps=4, num_stages=3, masked_stages=3)
+        masked_keys = 32 if is_fp8 else 64
+        return _Launch(rows=128, keys=64, masked_keys=masked_keys, num_warps=4, num_stages=3, masked_stages=3)
     stages = 3 if shared_memory >= 112 else 2
     return _Launch(rows=64, keys=64, masked_keys=32, num_warps=4, num_stages=stages, masked_stages=stages)
 
