@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 
+from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.fp8 import quantise_weight
@@ -19,30 +16,10 @@ from nvcli.kernels.weight_formats import FP8Scaling
 
 HAS_UNITS = HAS_GPU and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [*MARKS, pytest.mark.skipif(HAS_GPU and not HAS_UNITS, reason="needs a GPU with FP8 units")]
+__all__ = ["exact_conversions"]
+
 SCALINGS = pytest.mark.parametrize("scaling", ["channel", "block"])
 SIZES = [16, 96, 128, 1000, 1024, 4096, 12288] if HAS_GPU else [16, 200, 1280]
-
-
-@pytest.fixture(autouse=True)
-def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter rounds to 8 bits wrongly (a mantissa that overflows, small numbers, NaN); torch does it."""
-    if HAS_GPU:
-        return
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        codes = tl.float8e4nv
-        if codes not in (source, target):
-            return convert(values, source, target, rounding)
-        numbers = torch.from_numpy(np.ascontiguousarray(values))
-        if source == codes:
-            wider = numbers.view(torch.uint8).view(torch.float8_e4m3fn)
-            return wider.to(torch.float16).view(torch.int16).numpy().view(np.uint16)
-        return numbers.view(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -136,8 +136,9 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dtype == FP8:
-                for first in range(0, len(parameter), _RANDOM_ROWS):
-                    rows = parameter[first : first + _RANDOM_ROWS]
+                flat = parameter.flatten(0, -2)
+                for first in range(0, len(flat), _RANDOM_ROWS):
+                    rows = flat[first : first + _RANDOM_ROWS]
                     rows.copy_(torch.empty(rows.shape, device=device).normal_(0.0, _FP8_STD, generator=generator))
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
