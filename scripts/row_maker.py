@@ -54,6 +54,28 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({}, {"5": 1}, {"5": -100, "6": 100.0}, {"5": 101}, {"x": 1}, {"640": 1}, {"-1": 1}, {"5": None}, []),
     "logprobs": (None, 0, 3, 20, 21, True),
     "return_token_ids": (True, False, 1),
+    "structured": (
+        {"choice": ["a", "b"]},
+        {"regex": "[ab]{1,3}"},
+        {"json_schema": {"type": "boolean"}},
+        None,
+        {"regex": "("},
+        {"json_schema": {"items": {"type": "strng"}}},
+        {},
+        {"regex": "a", "choice": ["a"]},
+        {"choice": [5]},
+        "a",
+    ),
+    "best_of": (None, 4, 3, 0, 1025, "2"),
+    "rank_by": ("mean", "sum", "max", 1),
+    "echo": (False, True, 0),
+    "include_stop_str_in_output": (True, False, "true"),
+    "skip_special_tokens": (False, True, 1),
+    "allowed_token_ids": (None, [5, 6, 7], [640], [], [-1], "5"),
+    "bad_words": ([], ["x"], ["No way", " y "], [""], ["x" * 200], "x", [1]),
+    "truncate_prompt_tokens": (None, 3, -1, 1000, 0, -2, "3"),
+    "stop_repetition": (True, False, {"min_count": 2}, {"min_count": 1}, {"odd": 1}, 3),
+    "thinking_budget": (None, 5, -1, "5"),
 }
 
 
@@ -111,7 +133,7 @@ class RowMaker:
     def _openai(self, number: int) -> list[tuple[str, Any]]:
         rng = self._rng
         url = rng.choice((CHAT, COMPLETION))
-        names = [name for name in SAMPLING if name not in ("return_token_ids", "logprobs")]
+        names = [name for name in SAMPLING if name not in ("return_token_ids", "logprobs", "structured")]
         body: list[tuple[str, Any]] = [*self._sampling(names)] if rng.random() < 0.7 else []
         body.append(("model", "m"))
         if url == CHAT:

@@ -27,10 +27,16 @@ _NATIVE_OUTPUT = ("id", "index", "choices", "usage", "error")
 _OPENAI_OUTPUT = ("id", "index", "custom_id", "response", "error")
 _SHARED = (
     *("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "echo"),
+    *("include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"),
+    *("stop_repetition", "thinking_budget"),
 )
+_RANKING = ("best_of", "rank_by")
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-_HARMLESS = {"stream": False, "tools": [], "response_format": {"type": "text"}}
+_HARMLESS = {"stream": False, "tools": []}
+_FORMS = {"json_schema": dict, "regex": str, "choice": list}
+_NO_GRAMMARS = ("(", {"items": {"type": "strng"}})
+"""The regular expression and the schema of the fuzzed rows that cannot be used."""
 _NUMBERS = {
     # name: whether it must be an integer, and what is allowed
     "max_tokens": (True, lambda value: 1 <= value in INT64),
@@ -45,13 +51,16 @@ _NUMBERS = {
     "frequency_penalty": (False, lambda value: -2 <= value <= 2),
     "repetition_penalty": (False, lambda value: 0 < value <= 100),
     "logprobs": (True, lambda value: 0 <= value <= 20),
+    "best_of": (True, lambda value: 1 <= value <= 1024),
+    "truncate_prompt_tokens": (True, lambda value: value == -1 or 1 <= value in INT64),
+    "thinking_budget": (True, lambda value: 0 <= value in INT64),
 }
 _NO_VARIABLES = (
     *("messages", "conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 _PLACE = re.compile(r"\{(\w+)\}")
-_MAY_BE_NULL = ("max_tokens", "seed", "logprobs")
+_MAY_BE_NULL = ("max_tokens", "seed", "logprobs", "best_of", "truncate_prompt_tokens", "thinking_budget")
 _MAX_DIGITS = 4300
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _MAY_BE_TOO_LARGE = re.compile(r"[eE]|\d{300}")
@@ -89,6 +98,7 @@ class Expected:
     """The keys that go under `input`, likewise."""
     prompt_tokens: int | None = None
     num_choices: int = 1
+    is_conversation: bool = False
 
 
 class _Bad(ValueError):
@@ -180,6 +190,8 @@ class Oracle:
             sampling = self._with_defaults(sampling)
         if not isinstance(sampling, dict) or not _is_sound(sampling) or not sampling.keys() <= _native_sampling():
             expected.errors.add("invalid_sampling")
+        elif any(grammar in _NO_GRAMMARS for grammar in (sampling.get("structured") or {}).values()):
+            expected.errors.add("invalid_structured")
         variables = values.get("chat_template_kwargs")
         if variables is not None and not _are_variables(variables):
             expected.errors.add("invalid_value")
@@ -229,15 +241,20 @@ class Oracle:
             *(
                 ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
                 if is_chat
-                else ("prompt",)
+                else ("prompt", *_RANKING)
             ),
         )
+        if given.pop("response_format", {"type": "text"}) != {"type": "text"}:
+            expected.errors.add("invalid_structured")
+        if is_chat and given.get("tools", []) != []:
+            expected.errors.add("invalid_value")  # no maker of rows makes sound ones
+            given = {**given, "tools": []}
         for key, value in given.items():
             if not (value == _HARMLESS[key] and not _is_number(value) if key in _HARMLESS else key in known):
                 expected.errors.add("unsupported_parameter")
         if not isinstance(given.get("model", ""), str):
             expected.errors.add("invalid_value")
-        sampling = {key: given[key] for key in _SHARED if key in given}
+        sampling = {key: given[key] for key in (*_SHARED, *(() if is_chat else _RANKING)) if key in given}
         if is_chat:
             if "max_completion_tokens" in given:
                 if given.get("max_tokens", given["max_completion_tokens"]) != given["max_completion_tokens"]:
@@ -282,8 +299,11 @@ class Oracle:
         """The tokens of a conversation, by the template of the built-in model and its variables."""
         if not isinstance(value, list) or not value or not all(map(_is_message, value)):
             expected.errors.add("invalid_value")
+            if isinstance(value, list) and any(map(_has_other_part, value)):
+                expected.errors.add("unsupported_content")
             return None
         text = ""
+        expected.is_conversation = True
         system = self._facts.system
         if system is not None and all(message["role"] not in ("system", "developer") for message in value):
             value = [{"role": "system", "content": system}, *value]
@@ -309,9 +329,27 @@ class Oracle:
     def _check_lengths(self, num_tokens: int, sampling: Mapping[str, Any], expected: Expected) -> None:
         """Check a prompt of so many tokens and its answer against the model."""
         facts = self._facts
-        biased = [int(token) for token in sampling.get("logit_bias", {})]
-        if any(token >= facts.vocab_size for token in (*biased, *sampling.get("stop_token_ids", ()))):
+        biased = []
+        for key in sampling.get("logit_bias", {}):
+            ids = [int(key)] if re.fullmatch(r"0|[1-9]\d*", key) else self._tokenizer.encode(key).ids
+            biased += ids
+            if len(ids) != 1:
+                expected.errors.add("invalid_sampling")
+        allowed = sampling.get("allowed_token_ids") or ()
+        if any(token >= facts.vocab_size for token in (*biased, *sampling.get("stop_token_ids", ()), *allowed)):
             expected.errors.add("token_out_of_vocabulary")
+        for word in sampling.get("bad_words", ()):
+            text = word.strip()
+            if any(len(self._tokenizer.encode(spelled).ids) > 32 for spelled in (text, f" {text}")):
+                expected.errors.add("invalid_sampling")
+        if sampling.get("echo") and expected.is_conversation:
+            expected.errors.add("invalid_sampling")
+        if sampling.get("thinking_budget") is not None:
+            expected.errors.add("unsupported_parameter")  # the built-in model does not think
+        cut = sampling.get("truncate_prompt_tokens")
+        on_too_long = "truncate-left" if cut == -1 else facts.on_too_long
+        if cut is not None and cut > 0:
+            num_tokens = min(num_tokens, cut)
         asked = sampling.get("max_tokens")
         most = facts.max_model_len
         answer = asked if asked is not None else max(1, most - num_tokens)
@@ -319,7 +357,7 @@ class Oracle:
         if not num_tokens:
             expected.errors.add("empty_prompt")
         elif num_tokens + (asked or 1) > most:
-            if facts.on_too_long == "error":
+            if on_too_long == "error":
                 expected.errors.add("prompt_too_long" if num_tokens >= most else "max_tokens_too_large")
             else:
                 answer = asked if asked is not None else max(1, most // 4)
@@ -518,8 +556,24 @@ def _is_message(message: Any) -> bool:
     return isinstance(content, str) or (content is None and "tool_calls" in message)
 
 
+def _has_other_part(message: Any) -> bool:
+    """Whether a message has a part of another type than text, such as an image."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text" for part in content
+    )
+
+
 def _native_sampling() -> set[str]:
-    return {*_SHARED, "return_token_ids"}
+    return {*_SHARED, *_RANKING, "return_token_ids", "structured"}
+
+
+def _is_structured(value: Any) -> bool:
+    """Whether a value says what an answer must look like, in one of the forms that fuzzed rows have."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    ((name, form),) = value.items()
+    return isinstance(form, _FORMS[name]) and (name != "choice" or all(isinstance(text, str) for text in form))
 
 
 def _is_sound(sampling: Mapping[str, Any]) -> bool:
@@ -530,18 +584,36 @@ def _is_sound(sampling: Mapping[str, Any]) -> bool:
             continue
         if not (_is_integer(value) if is_integer else _is_number(value)) or not is_allowed(value):
             return False
-    flags = (sampling.get(name, False) for name in ("ignore_eos", "return_token_ids"))
+    flags = (
+        sampling.get(name, False)
+        for name in ("ignore_eos", "return_token_ids", "echo", "include_stop_str_in_output", "skip_special_tokens")
+    )
+    words, allowed = sampling.get("bad_words", []), sampling.get("allowed_token_ids")
+    best_of, loops = sampling.get("best_of"), sampling.get("stop_repetition", False)
+    if not isinstance(words, list) or not (allowed is None or (isinstance(allowed, list) and allowed)):
+        return False
+    if not all(isinstance(word, str) and word for word in words):
+        return False
+    if not all(_is_integer(token) and token >= 0 for token in allowed or ()):
+        return False
+    if sampling.get("rank_by", "mean") not in ("mean", "sum") or loops not in (True, False, {"min_count": 2}):
+        return False
+    if _is_number(loops) or (best_of is not None and best_of < sampling.get("n", 1)):
+        return False
+    if sampling.get("echo") and sampling.get("logprobs") is not None:
+        return False
     stops = sampling.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
     stop_ids, bias = sampling.get("stop_token_ids", []), sampling.get("logit_bias", {})
     max_tokens, min_tokens = sampling.get("max_tokens"), sampling.get("min_tokens", 0)
+    structured = sampling.get("structured")
     return (
         all(isinstance(flag, bool) for flag in flags)
+        and (structured is None or (_is_structured(structured) and not sampling.get("ignore_eos", False)))
         and (isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops))
         and (isinstance(stop_ids, list) and all(_is_integer(token) and token >= 0 for token in stop_ids))
         and isinstance(bias, dict)
-        and all(re.fullmatch(r"0|[1-9]\d*", token) for token in bias)
         and all(_is_number(value) and -100 <= value <= 100 for value in bias.values())
-        and len(bias) + len(stop_ids) <= 1024
+        and len(bias) + len(stop_ids) + len(words) + len(allowed or ()) <= 1024
         and (max_tokens is None or min_tokens <= max_tokens)
     )

@@ -31,7 +31,8 @@ def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunn
     return ModelRunner(engine_config(**{**values, **overrides}), context)
 
 
-def make_scheduler(runner: ModelRunner) -> Scheduler:
+def make_scheduler(runner: ModelRunner, num_blocks: int | None = None) -> Scheduler:
+    """`num_blocks`: fewer than the rank has."""
     config = runner.config
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -43,17 +44,22 @@ def make_scheduler(runner: ModelRunner) -> Scheduler:
             for number, window in enumerate(runner.ready.group_windows)
         ),
     )
-    return Scheduler(limits, BlockManager(runner.ready.num_blocks))
+    return Scheduler(limits, BlockManager(num_blocks or runner.ready.num_blocks))
 
 
-def run_requests(runner: ModelRunner, requests: Iterable[Request]) -> dict[int, list[int]]:
+def run_requests(
+    runner: ModelRunner, requests: Iterable[Request], scheduler: Scheduler | None = None
+) -> dict[int, list[int]]:
     """Answer requests one step after the other: the tokens by request id."""
-    return {number: unpack(output.token_ids).tolist() for number, output in run_to_outputs(runner, requests).items()}
+    outputs = run_to_outputs(runner, requests, scheduler)
+    return {number: unpack(output.token_ids).tolist() for number, output in outputs.items()}
 
 
-def run_to_outputs(runner: ModelRunner, requests: Iterable[Request]) -> dict[int, RequestOutput]:
+def run_to_outputs(
+    runner: ModelRunner, requests: Iterable[Request], scheduler: Scheduler | None = None
+) -> dict[int, RequestOutput]:
     """Answer requests one step after the other: the last output of each, by request id."""
-    scheduler = make_scheduler(runner)
+    scheduler = scheduler or make_scheduler(runner)
     scheduler.add(requests)
     outputs: dict[int, RequestOutput] = {}
     while scheduler.has_unfinished:

@@ -25,7 +25,7 @@ from nvcli.validation import suggest
         ("num_return_sequences", "n"),
         ("stop_sequences", "stop"),
         ("repeat_penalty", "repetition_penalty"),
-        ("best_of", None),
+        ("best_out_of", None),
         ("reasoning_effort", None),
         ("top_n", None),
         ("length_penalty", None),
@@ -43,7 +43,7 @@ def test_names_of_sampling(name: str, meant: str | None) -> None:
         ("tp_size", "tensor_parallel_size"),
         ("max_length", "max_model_len"),
         ("gpu_mem_utilization", "gpu_memory_utilization"),
-        ("kv_cache_dtype", None),
+        ("worker_cls", None),
         ("load_in_8bit", None),
     ],
 )
@@ -53,9 +53,9 @@ def test_names_of_the_configuration(name: str, meant: str | None) -> None:
 
 def test_a_batch_row_is_offered_what_works() -> None:
     place = Place(id="a", index=0, line="line 1", form=RowForm.CHAT)
-    row = {"url": "/v1/chat/completions", "body": {"messages": [], "reasoning_effort": "low"}}
+    row = {"url": "/v1/chat/completions", "body": {"messages": [], "modality": "low"}}
     with pytest.raises(RowError) as error:
         openai_job(row, place, RowDefaults({}), PromptRules())
     offered = str(error.value).partition("known: ")[2].split(", ")
     assert "max_completion_tokens" in offered
-    assert not {"response_format", "tools", "functions", "best_of", "user", "stream"} & set(offered)
+    assert not {"response_format", "functions", "best_of", "user", "stream"} & set(offered)

@@ -17,6 +17,7 @@ from msgspec import Meta
 from nvcli.chat_template import reserved_variable
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import MAX_INT, SamplingParams
+from nvcli.task_config import EmbedConfig, ScoreConfig, Task
 from nvcli.text_template import TextTemplate
 from nvcli.validation import InvalidValue, convert, join_path, show
 
@@ -29,16 +30,33 @@ MAX_PROCESSES = 1024
 NumProcesses = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 ParallelSize = NumProcesses | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KeptWeights = Literal["none", "fp8"]
-Quantization = Literal["auto"] | KeptWeights
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = ModelDtype | Literal["fp8"]
+KeptWeights = Literal["none", "fp8"]
+Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]
 Order = Literal["completion", "input"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 SpecialTokens = Literal["allow", "escape", "refuse"]
+ReasoningParserName = Literal["auto", "none", "think", "harmony", "mistral", "seed_oss", "cohere", "gemma4"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "glm",
+    "seed_oss",
+    "olmo3",
+    "mistral",
+    "granite",
+    "cohere",
+    "gemma4",
+    "llama",
+    "pythonic",
+    "harmony",
+]
 
 MAX_NUM_SEQS = 65536
 """The largest `max_num_seqs`."""
@@ -82,6 +100,14 @@ FLAG_KEYS = {
     "--id-field": "job.id_field",
     "--keep-input": "job.keep_input",
     "--text-field": "job.text_field",
+    "--normalize": "score.normalize",
+    "--token-logprobs": "score.token_logprobs",
+    "--continuation-field": "score.continuation_field",
+    "--choices-field": "score.choices_field",
+    "--answer-field": "score.answer_field",
+    "--pooling": "embed.pooling",
+    "--dimensions": "embed.dimensions",
+    "--encoding": "embed.encoding",
 }
 """Flags that are short for a key."""
 
@@ -104,6 +130,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     or right end so that `max_tokens` fit; where a row has no `max_tokens`, a quarter of `max_model_len` is left."""
     special_tokens: SpecialTokens = "allow"
     """Special tokens that the text of a row spells out: tokens, plain text, or a reason to make it an error row."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """How thoughts are told apart in answers to conversations; auto: as the chat template marks them."""
+    tool_parser: ToolParserName = "auto"
+    """How tool calls are found in answers to conversations with tools; auto: as the chat template writes them."""
     max_errors: Annotated[int, Meta(ge=0)] | None = None
     """More failed rows than this in one run end it; null: it goes on to the end."""
     keep_going: bool = False
@@ -199,6 +229,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     sampling: dict[str, Any] = {}
     """Defaults of every row's `sampling` object; holds the keys that were set and no others."""
     job: JobConfig = JobConfig()
+    task: Task = "generate"
+    """What is made of the rows; a command sets its own."""
+    score: ScoreConfig = ScoreConfig()
+    embed: EmbedConfig = EmbedConfig()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,16 +277,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     than what is free now leaves them."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
-
-    @property
-    def weights_type(self) -> str:
-        """The type of the weights, for people."""
-        return self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers in FP8"
+    embedding_size: int = 0
+    """The size of the model's hidden states, where requests ask for these instead of tokens: the model then needs no LM
+    head. 0: requests ask for tokens and their probabilities."""
 
     @property
     def kv_dtype(self) -> KVDtype:
         """The type in which keys and values are kept."""
         return kv_dtype(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def weights_type(self) -> str:
+        """The type of the weights, for people."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers in FP8"
 
     @property
     def num_ranks(self) -> int:
@@ -372,7 +409,7 @@ def _in_its_section(error: InvalidValue) -> str | None:
     if not error.unknown_key or len(error.path) != 1:
         return None
     key = error.path[0]
-    sections = {"sampling": SamplingParams, "job": JobConfig}
+    sections = {"sampling": SamplingParams, "job": JobConfig, "score": ScoreConfig, "embed": EmbedConfig}
     section = next((name for name, kind in sections.items() if key in kind.__struct_fields__), None)
     return section and f"unknown key `{key}`; did you mean `{section}.{key}`?"
 
@@ -408,11 +445,12 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             fail(path, f"`{join_path(path)}` is {show(size)}; {error}")
     job = run.job
     keys = [job.prompt_field, job.messages_field, job.id_field, "prompt_token_ids", "sampling", "chat_template_kwargs"]
+    fields = "`prompt_field`, `messages_field`, `id_field`"
+    if run.task == "score":
+        keys += [run.score.continuation_field, run.score.choices_field, run.score.answer_field]
+        fields += ", `score.continuation_field`, `score.choices_field`, `score.answer_field`"
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        fail(
-            ("job",),
-            f"the key `{twice}` of a row cannot be two things: see `prompt_field`, `messages_field`, `id_field`",
-        )
+        fail(("job",), f"the key `{twice}` of a row cannot be two things: see {fields}")
     if job.text_field in RESERVED_KEYS:
         fail(
             ("job", "text_field"),

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import Any
 
 import pytest
 
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
-from nvcli.engine.request import Request, RequestOutput
+from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.messages import StepInput, unpack
-from nvcli.sampling_params import SamplingParams
+from nvcli.sampling_params import SamplingParams, StopRepetition
 from rank_in_process import RankInProcess, make_core, random_count
 from requests_factory import make_request
 
@@ -23,6 +24,9 @@ MAX_MODEL_LEN = 96
 Tokens = dict[int, list[int]]
 FULL, NARROW, WIDE = KVGroup(), KVGroup(window=6), KVGroup(window=17)
 STATE = KVGroup(window=2, is_state=True)
+EASY_LOOP = StopRepetition(max_pattern_size=30, min_count=2, min_tokens=2)
+FORCED = [60, 61, 62]
+"""Tokens that no rank gives."""
 
 
 @dataclass
@@ -34,6 +38,8 @@ class Case:
     rank: RankInProcess
     num_blocks: int
     requests: list[Request]
+    read: Tokens = field(default_factory=dict)
+    """What was read of each prompt: a number for each position, or one sum."""
 
 
 def random_requests(rng: random.Random, number: int) -> list[Request]:
@@ -50,8 +56,26 @@ def random_requests(rng: random.Random, number: int) -> list[Request]:
             temperature=0,
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
             min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+            stop_repetition=rng.choice([False, False, EASY_LOOP]),
         )
-        fields: dict[str, Any] = {"stop_ids": stop_ids, "sampling": sampling, "stream": rng.random() < 0.2}
+        thought = ThoughtLimit(
+            budget=rng.randrange(20),
+            start_ids=rng.choice([[], [100 + rng.randrange(50)]]),
+            ends=[[100 + rng.randrange(50) for _ in range(rng.randint(1, 2))]],
+            forced_ids=FORCED[: rng.randint(1, 3)],
+        )
+        reads = [
+            None,
+            PromptScoring(first=rng.randint(1, len(prompt)), next_id=7),
+            Pooling(position=rng.choice(["first", "last", "all"])),
+        ]
+        fields: dict[str, Any] = {
+            "read": rng.choice(reads),
+            "stop_ids": stop_ids,
+            "sampling": sampling,
+            "stream": rng.random() < 0.2,
+            "thought_limit": thought if rng.random() < 0.3 else None,
+        }
         requests.append(make_request(i, prompt, max_tokens, **fields))
     return requests
 
@@ -117,6 +141,11 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
         for output in core.step():
             assert output.request_id not in done
             tokens[output.request_id] += unpack(output.token_ids)
+            for reading in output.readings:
+                found = case.read.setdefault(output.request_id, [])
+                found += unpack(reading.logprobs)
+                if reading.hidden_sum:
+                    found[:] = [sum([*found, *unpack(reading.hidden_sum)])]
             if output.finish_reason is not None:
                 done[output.request_id] = output
         scheduler.check_integrity()
@@ -127,12 +156,13 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
     return done, tokens
 
 
-def expected_answers(requests: list[Request]) -> dict[int, tuple[list[int], str | None]]:
-    """One token at a time, one group that keeps all, and room for everything."""
+def expected_answers(requests: list[Request]) -> dict[int, tuple[list[int], str | None, list[int] | None]]:
+    """The tokens, the reason for their end and what is read of the prompt, by request: one token at a time, one group
+    that keeps all, and room for everything."""
     plain = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=MAX_MODEL_LEN, block_size=4)
     case = Case(random.Random(0), plain, RankInProcess(plain), 1000, requests)
     done, tokens = run_at_random(case, hold_back=0, abort=0)
-    return {i: (tokens[i], output.finish_reason) for i, output in done.items()}
+    return {i: (tokens[i], output.finish_reason, case.read.get(i)) for i, output in done.items()}
 
 
 def blocks_needed(num_tokens: int, limits: SchedulerLimits) -> int:
@@ -165,8 +195,9 @@ def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGro
     done, tokens = run_at_random(case, hold_back=case.rng.choice([0, 0.3]), abort=case.rng.choice([0, 0.02]))
     for request in case.requests:
         i = request.request_id
-        answer, reason = expected[i]
+        answer, reason, read = expected[i]
         num_computed = len(unpack(request.prompt_ids)) + len(answer) - 1
+        num_computed -= len(answer) - len([*dropwhile(FORCED.__contains__, reversed(answer))])  # at its end
         if done[i].finish_reason == "abort":
             assert tokens[i] == answer[: len(tokens[i])]
         elif done[i].finish_reason == "error":
@@ -175,5 +206,6 @@ def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGro
             assert num_tokens <= num_computed
             assert blocks_needed(num_tokens, case.limits) * case.limits.block_size > num_slots
         else:
-            assert (tokens[i], done[i].finish_reason) == (answer, reason)
+            assert (tokens[i], done[i].finish_reason, case.read.get(i)) == (answer, reason, read)
+            assert (read is None) == (request.read is None)
             assert case.rank.failed or blocks_needed(num_computed, case.limits) <= case.num_blocks

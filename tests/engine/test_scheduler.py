@@ -308,3 +308,15 @@ def test_random_jobs(seed: int) -> None:
         else:
             assert tokens == counted(wanted[request_id])
     assert scheduler.block_manager.num_used == 0
+
+
+@pytest.mark.parametrize("fields", [{"bad_words": [[5, 6]]}, {"sampling": SamplingParams(repetition_penalty=1.2)}, {}])
+def test_cached_tokens_travel_where_the_choice_of_a_token_depends_on_them(fields: dict[str, object]) -> None:
+    core, scheduler, executor = make_core()
+    core.add([make_request(0, range(41), 1)])
+    run(core, scheduler)
+    core.add([make_request(1, range(41), 2, **fields)])
+    num_steps = len(executor.steps)
+    assert run(core, scheduler)[1].num_cached_tokens == 40
+    starts = [start for _, start, _ in spans_of(executor.steps[num_steps])]
+    assert starts == ([0, 40] if fields else [40])

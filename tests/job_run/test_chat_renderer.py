@@ -61,7 +61,11 @@ def test_a_template_that_goes_on_for_ever_costs_its_own_rows(renderer: ChatRende
     texts = ["a", "loop", "b", "power", "refuse"]
     first, loop, second, power, refused = renderer.render([conversation(text) for text in texts])
     assert (first, second) == ("[a]", "[b]")
-    assert message(loop) == message(power) == "the chat template is not done with `messages` after 0.5 seconds"
+    assert (
+        message(loop)
+        == message(power)
+        == "the chat template cannot render `messages`: its process is not done after 0.5 seconds"
+    )
     assert "never" in message(refused)
     assert time.monotonic() - started < 60
 
@@ -97,7 +101,7 @@ def test_numbers_that_only_json_has_reach_the_template(renderer: ChatRenderer) -
 
 def test_a_process_that_is_killed_is_started_anew(renderer: ChatRenderer) -> None:
     def process_of(renderer: ChatRenderer) -> Any:
-        return renderer._process
+        return renderer.worker.process
 
     renderer.render([conversation("a")])
     os.kill(process_of(renderer).pid, signal.SIGKILL)
@@ -108,7 +112,7 @@ def test_a_process_that_is_killed_is_started_anew(renderer: ChatRenderer) -> Non
 def test_closing_ends_a_rendering_at_once(model: Path) -> None:
     renderer = ChatRenderer(model)
     assert renderer.render([]) == []
-    assert renderer._process is None
+    assert renderer.worker.process is None
     assert renderer.render([conversation("a")]) == ["[a]"]
     results: list[str | RowError] = []
     thread = threading.Thread(target=lambda: results.extend(renderer.render([conversation("loop")])))

@@ -115,7 +115,7 @@ BAD_ROWS = [
     (b'{"messages": [{"content": "x"}]}', "invalid_value", "`messages[0].role` is null"),
     (b'{"messages": [{"role": "user"}]}', "invalid_value", "`messages[0]` has no `content`"),
     (b'{"messages": [{"role": "user", "content": 3}]}', "invalid_value", "`messages[0].content` is 3"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "invalid_value", "content[0]` is"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "unsupported_content", "content[0]` is"),
     (b'{"prompt_token_ids": [1, "x"]}', "invalid_value", '`prompt_token_ids[1]` is "x"'),
     (b'{"prompt_token_ids": [1.5]}', "invalid_value", "`prompt_token_ids[0]` is 1.5"),
     (b'{"prompt": "a", "sampling": 3}', "invalid_sampling", "`sampling` is 3"),
@@ -127,7 +127,12 @@ BAD_ROWS = [
     (b'{"prompt": "a", "sampling": {"stop": ["a", 1]}}', "invalid_sampling", "`sampling.stop[1]` is 1"),
     (b'{"prompt": "a", "sampling": {"stop": ""}}', "invalid_sampling", "empty"),
     (b'{"prompt": "a", "sampling": {"logit_bias": {"7": 101}}}', "invalid_sampling", "`sampling.logit_bias.7` is 101"),
-    (b'{"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}', "invalid_sampling", 'the key "x" is not an integer'),
+    (b'{"prompt": "a", "sampling": {"best_of": 2, "n": 3}}', "invalid_sampling", "`best_of` (2) is smaller"),
+    (b'{"prompt": "a", "sampling": {"echo": true, "logprobs": 1}}', "invalid_sampling", "`echo` and `logprobs`"),
+    (b'{"prompt": "a", "sampling": {"bad_words": [""]}}', "invalid_sampling", "`sampling.bad_words[0]` is"),
+    (b'{"prompt": "a", "sampling": {"allowed_token_ids": []}}', "invalid_sampling", "`sampling.allowed_token_ids` is"),
+    (b'{"prompt": "a", "sampling": {"stop_repetition": {"min_count": 1}}}', "invalid_sampling", "min_count` is 1"),
+    (b'{"prompt": "a", "sampling": {"truncate_prompt_tokens": 0}}', "invalid_sampling", "is 0; allowed"),
     (b'{"prompt": "a", "sampling": {"max_tokens": 9223372036854775808}}', "invalid_sampling", "`max_tokens` is 92233"),
     (b'{"prompt": "a", "sampling": {"top_k": 9223372036854775808}}', "invalid_sampling", "`top_k` is 92233"),
     (b'{"prompt": "a", "sampling": {"max_tokens": 2, "min_tokens": 3}}', "invalid_sampling", "`min_tokens` (3)"),
@@ -191,7 +196,10 @@ def test_sampling_of_a_row_lies_over_the_defaults(read_rows: ReadRows) -> None:
     [
         ({"stop": ["x"] * 1025}, "`stop` holds 1,025 texts; allowed: at most 1,024"),
         ({"stop": ["x" * 40_000, "y" * 30_000]}, "`stop` holds 70,000 characters; allowed: at most 65,536 together"),
-        ({"stop_token_ids": list(range(1025))}, "`logit_bias` and `stop_token_ids` hold more than 1024 tokens"),
+        (
+            {"stop_token_ids": list(range(1025))},
+            "`logit_bias`, `stop_token_ids`, `allowed_token_ids` and `bad_words` hold more than 1024 tokens",
+        ),
     ],
 )
 def test_sampling_has_bounds(read_rows: ReadRows, sampling: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, RowForm, Usage
 from nvcli.jobs.rows.output_row import OutputForm, output_row, read_output_row
-from nvcli.sampling_params import SamplingParams
+from nvcli.sampling_params import SamplingParams, StopRepetition
 from output_jobs import extra_of
 
 ReadRows = Callable[..., list[Job | JobResult]]
@@ -63,16 +63,29 @@ def test_a_completion_row(read_rows: ReadRows, prompt: Any, text: str | None, id
     job = parse(read_rows, line(COMPLETION, prompt=prompt, logprobs=2, best_of=1, echo=False, max_tokens=None))
     assert isinstance(job, Job)
     assert (job.place.form, job.prompt, job.prompt_token_ids) == (RowForm.COMPLETION, text, ids)
-    assert job.sampling == SamplingParams(logprobs=2)
+    assert job.sampling == SamplingParams(logprobs=2, best_of=1)
+
+
+def test_a_completion_row_takes_the_additions_of_vllm(read_rows: ReadRows) -> None:
+    own: dict[str, Any] = {
+        "best_of": 3, "rank_by": "sum", "bad_words": ["a"], "allowed_token_ids": [3], "echo": True,
+        "include_stop_str_in_output": True, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
+        "stop_repetition": {"min_count": 9}, "logit_bias": {" x": 1},
+    }  # fmt: skip
+    job = parse(read_rows, line(COMPLETION, **own))
+    assert isinstance(job, Job)
+    given = {**own, "stop_repetition": StopRepetition(min_count=9), "logit_bias": {" x": 1.0}}
+    assert job.sampling == SamplingParams(**given)
 
 
 BAD = [
     (line(stream=True), "unsupported_parameter", "`body.stream` is true"),
-    (line(response_format={"type": "json_object"}), "unsupported_parameter", "`body.response_format` is"),
-    (line(tools=[{}]), "unsupported_parameter", "`body.tools`"),
+    (line(response_format={"type": "xml"}), "invalid_structured", "`body.response_format` is"),
+    (line(tools=[{}]), "invalid_value", "`body.tools[0]`"),
     (line(temprature=1), "unsupported_parameter", "`body.temprature` is not supported; did you mean `temperature`?"),
     (line(suffix="x", url=COMPLETION), "unsupported_parameter", "`body.suffix`"),
-    (line(COMPLETION, best_of=3), "unsupported_parameter", "`body.best_of`"),
+    (line(best_of=3), "unsupported_parameter", "`body.best_of`"),
+    (line(COMPLETION, best_of=3, n=4), "invalid_sampling", "`best_of` (3) is smaller than `n` (4)"),
     (line(temperature=-1), "invalid_sampling", "`body.temperature` is -1; allowed"),
     (line(n="2"), "invalid_sampling", "`body.n` is"),
     (line(max_tokens=3, max_completion_tokens=4), "invalid_sampling", "differ"),

@@ -37,8 +37,8 @@ class ModelDriver:
         device: torch.device = CPU,
         stage: Stage = WHOLE,
         max_positions: int | None = None,
-        quantization: Literal["none", "fp8"] = "none",
         expert_parallel: bool = False,
+        quantization: Literal["none", "fp8"] = "none",
     ) -> None:
         config = load_model_config(path, expert_parallel=expert_parallel).keeping(quantization)
         self.group = group or TensorParallelGroup.single()

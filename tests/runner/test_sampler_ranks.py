@@ -41,6 +41,24 @@ SAMPLINGS: dict[str, list[dict[str, Any]]] = {
         {"temperature": 0.3, "frequency_penalty": -1.5, "bias_ids": [6], "bias_values": [-5.0], "num_logprobs": 0},
     ],
 }
+SAMPLINGS["masked"] = SAMPLINGS["small top-k"]
+SAMPLINGS["masked, changed logits"] = SAMPLINGS["changed logits"]
+CONSTRAINED = range(1, NUM_SLOTS, 3)
+"""The slots whose tokens are masked in the last two cases; the broken rows are not among them."""
+
+
+def random_masks(generator: torch.Generator) -> torch.Tensor:
+    """Masks that allow every eighth token or so, and one that allows a single token."""
+    size = (len(CONSTRAINED), -(-VOCAB_SIZE // 32))
+    bits = [torch.randint(-(2**31), 2**31, size, generator=generator) for _ in range(3)]
+    masks = (bits[0] & bits[1] & bits[2]).int()
+    masks[4] = 0
+    masks[4, 5_000 // 32] = 1 << (5_000 % 32)
+    return masks
+
+
+def is_allowed(masks: torch.Tensor, row: int, token: int) -> bool:
+    return bool(int(masks[row, token // 32]) >> (token % 32) & 1)
 
 
 def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
@@ -57,16 +75,24 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
     gather = group.gather
     group.gather = lambda x: (gathered.append(1), gather(x))[1]  # type: ignore[method-assign]
     results = {}
+    masks = random_masks(generator).flip(0)  # rows are in the order of descending slots
     for case, kinds in SAMPLINGS.items():
+        is_masked = case.startswith("masked")
         slot_table = SlotTable(engine_config(max_num_seqs=NUM_SLOTS), 1, CPU)
-        slot_table.apply(entering_step([slot_sampling(i * 7, **kinds[i % len(kinds)]) for i in range(NUM_SLOTS)]))
+        samplings = [slot_sampling(i * 7, **kinds[i % len(kinds)]) for i in range(NUM_SLOTS)]
+        slot_table.apply(entering_step(samplings, CONSTRAINED if is_masked else ()))
         sampler = Sampler(slot_table, group, VOCAB_SIZE)
         slots = torch.arange(NUM_SLOTS).flip(0)
         positions = slots.int()
         gathered.clear()
         needs = sampler.needs(slots.numpy())
-        ids, logprobs = sampler.sample_fully(shard, slots, positions, needs, NUM_SLOTS)
+        given = (masks.clone() if group.rank == 0 else torch.empty_like(masks)) if is_masked else None
+        ids, logprobs = sampler.sample_fully(shard.clone(), slots, positions, needs, NUM_SLOTS, given)
         assert ids.dtype == torch.int32
+        if is_masked:
+            chosen = [ids[NUM_SLOTS - 1 - slot].item() for slot in reversed(CONSTRAINED)]
+            assert all(is_allowed(masks, row, token) for row, token in enumerate(chosen))
+            assert 5_000 in chosen
         if needs.is_simple:
             assert torch.equal(ids, sampler.sample(shard, slots, positions))
         found = None if logprobs is None else logprobs.result()
@@ -90,6 +116,8 @@ def test_same_tokens_on_every_rank_as_with_one(size: int, tmp_path: Path) -> Non
         "filters": 1,
         "logprobs": 1,
         "changed logits": 1,
+        "masked": 0,
+        "masked, changed logits": 1,
     }
     assert [case for case, result in ranks[0].items() if result[3]] == ["greedy", "temperatures"]
     assert [case for case, result in alone.items() if result[3]] == ["greedy", "temperatures", "small top-k", "filters"]

@@ -30,6 +30,7 @@ from nvcli.errors import ConfigError, InputChanged, NvcliError
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import Setting, is_telling, sampling_settings
 from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.files import STREAM, expand_inputs
@@ -180,8 +181,12 @@ class _Reading:
     def _prepared(self, tokenizer: Tokenizer) -> Iterator[list[PreparedRow | JobResult]]:
         """Yield batches of rows as `generate` prepares them."""
         job = self._job
-        with closing(ChatRenderer(job.model_path, chat_template=job.chat_template)) as renderer:
-            preparer = Preparer(tokenizer, job.model_limits, renderer.render)
+        makes_grammars = GrammarMaker(job.model_path, vocab_size=job.model.vocab_size, end_ids=job.model.eos_token_ids)
+        with (
+            closing(ChatRenderer(job.model_path, chat_template=job.chat_template)) as renderer,
+            closing(makes_grammars) as grammars,
+        ):
+            preparer = Preparer(tokenizer, job.model_limits, renderer.render, grammars)
             for rows in self._reader.batches():
                 yield preparer.prepare(rows)
 
@@ -199,7 +204,7 @@ class _Reading:
         """Report on the rows that were read."""
         job, tally, warnings = self._job, self._tally, self._reader.warnings
         estimated = self.estimate(options)
-        settings = sampling_settings(job.run, job.model.generation_defaults, source.setter)
+        settings = sampling_settings(job.run, job.model.generation_defaults, source.setter) if job.task is None else []
         return CheckReport(
             inputs=list(job.inputs),
             model=job.run.model,

@@ -9,24 +9,18 @@ Freed blocks may be given away at once, although steps in flight still read them
 A prefix is reused as far as every group allows. A group without a window needs all of its blocks; one with a window
 needs those that the first token behind the prefix attends to.
 
-Rows of one step may share blocks of keys that one of them fills, because keys are stored before they are read.
-Recurrent states are not: a request that would go on from a state of the step being planned waits for the next step.
-
-A state is as large as the keys of a whole block, so a request keeps one block for each group of states: that of the
-column which its last step ended in. Where its next tokens begin a column, the block goes along, unless it is registered
-for reuse and there is room to keep it. What is kept of a prompt, as long as nothing else needs the room, are the states
-behind each of its chunks (at the end of the column), behind its last full block, and behind the last block that was
-found of it without a state, where prompts with a common beginning part (SGLang's branching points). The states in an
-answer are not kept.
+Rows of one step may share blocks of keys that one of them fills, because keys are stored before they are read. Groups
+with recurrent states have rules of their own (`state_blocks.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
 from nvcli.engine.state import RequestState
+from nvcli.engine.state_blocks import StateBlocks, different
 from nvcli.engine.step_draft import StepDraft
 
 
@@ -59,25 +53,21 @@ class BlockTables:
         self.block_manager = block_manager
         self.block_size = block_size
         self._groups = tuple(groups)
-        self._num_full = sum(group.window is None for group in groups)
-        self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self._of_keys = [number for number, group in enumerate(groups) if not group.is_state]
-        self._of_states = [number for number, group in enumerate(groups) if group.is_state]
-        self._new_states: set[int] = set()
-        """Blocks of states that were registered since the step being planned was begun."""
+        self._windowed = [number for number in self._of_keys if groups[number].window is not None]
+        self._states = StateBlocks(
+            block_manager, [number for number, group in enumerate(groups) if group.is_state], block_size
+        )
         self._leaving: dict[RequestState, None] = {}
-        """Requests that hold blocks for the step being planned which the step after it does not attend to, or go on
-        from: they took blocks for a chunk, or states."""
+        """Requests that took blocks for a chunk which the step after it does not attend to."""
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
-        self._new_states.clear()
+        self._states.begin_step()
         leaving, self._leaving = self._leaving, {}
         for state in leaving:
             if state.blocks:  # else it gave all of them back
                 self._free_behind_windows(state)
-                if self._has_old_states(state):  # it goes on from its last one as soon as a token comes back
-                    self._leaving[state] = None
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
@@ -99,30 +89,30 @@ class BlockTables:
         num_tokens = state.num_tokens
         # The last token is always computed: its logits are wanted.
         num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
+        if state.reads is not None and (unread := state.reads.first_unread) is not None:
+            num_reusable = min(num_reusable, unread // block_size)
         self._match(state, state.hash_blocks(0, num_reusable, block_size))
         num_cached = len(state.blocks[0])
-        current = [state.blocks[group][-1] for group in self._of_states] if num_cached else []
-        if not self._new_states.isdisjoint(current):
-            self.release(state)
-            return None
+        state.num_computed = num_cached * block_size
         num_fresh = -(-num_tokens // block_size) - num_cached
-        goes_along = current and all(map(manager.is_held_once, current))
-        grown = self._of_keys if goes_along else range(len(self._groups))
-        counts = [num_fresh if self._groups[group].window is None else 1 for group in grown]
-        fresh = manager.allocate(sum(counts), reserve=reserve)
+        counts = [num_fresh if self._groups[group].window is None else 1 for group in self._of_keys]
+        fresh = None
+        if not self._states.are_new(self._states.last(state)):
+            num_states = self._states.num_missing(state, num_cached + 1)
+            fresh = manager.allocate(sum(counts), reserve=reserve + num_states)
         if fresh is None:
             self.release(state)
+            state.num_computed = 0
             return None
-        for group, count in zip(grown, counts, strict=True):
+        for group, count in zip(self._of_keys, counts, strict=True):
             state.blocks[group] += fresh[:count]
             del fresh[:count]
-        state.num_computed = num_cached * block_size
         state.set_hashed_blocks(num_cached, block_size)
         state.capacity = len(min(state.blocks, key=len)) * block_size
         length = min(num_tokens - state.num_computed, budget)
         if state.num_computed + length > state.capacity:
             length, _ = self._lengthen(state, length, least=1, reserve=reserve)
-        if self._of_states or (self._windowed and length > block_size):
+        if self._windowed and length > block_size:
             self._leaving[state] = None
         return length
 
@@ -135,6 +125,7 @@ class BlockTables:
             self._free_behind_windows(state)
             if num_tokens > self.block_size:
                 self._leaving[state] = None
+        self._states.free_old(state)
         num_tokens, taken = self._lengthen(state, num_tokens, least=least)
         for group, first_column, blocks in taken:
             assert state.slot is not None
@@ -166,75 +157,23 @@ class BlockTables:
                 taken.append((group, len(blocks), fresh[:count]))
                 blocks += fresh[:count]
                 del fresh[:count]
-        if self._of_states:
-            taken += self._lengthen_states(state, num_columns, fresh, room=num_free - num_missing)
+        if self._states.groups:
+            columns = self._states.lengthen(state, num_columns, fresh, room=num_free - num_missing)
+            for column, blocks in columns.items():
+                taken += [(group, column, [block]) for group, block in zip(self._states.groups, blocks, strict=True)]
         state.capacity = num_columns * block_size
         return num_tokens, taken
 
     def _num_missing(self, state: RequestState, num_columns: int) -> int:
         """Count the blocks that a request lacks for `num_columns` columns in each group."""
-        num_missing = 0
+        num_missing = self._states.num_missing(state, num_columns)
         for group in self._of_keys:
             num_missing += max(0, num_columns - len(state.blocks[group]))
-        if self._of_states and len(state.blocks[self._of_states[0]]) < num_columns and not self._can_go_along(state):
-            num_missing += len(self._of_states)
         return num_missing
-
-    def _can_go_along(self, state: RequestState) -> bool:
-        """Whether the last blocks of a request's states may go on into the next columns: no token that is still to be
-        computed lies in their columns, or none that was, and nobody else goes on from them."""
-        num_columns = len(state.blocks[self._of_states[0]])
-        if (num_columns - 1) * self.block_size < state.num_computed < num_columns * self.block_size:
-            return False
-        return all(self.block_manager.is_held_once(state.blocks[group][-1]) for group in self._of_states)
-
-    def _lengthen_states(
-        self, state: RequestState, num_columns: int, fresh: list[int], *, room: int
-    ) -> list[tuple[int, int, list[int]]]:
-        """Give each group of states a block in the last of `num_columns` columns, and in those that are worth keeping
-        where there is room for it.
-
-        `fresh` are blocks for the former, none where the request's last ones go along. Returns what was added as
-        `_lengthen` does.
-        """
-        manager, groups = self.block_manager, self._of_states
-        first = len(state.blocks[groups[0]])
-        if not fresh:
-            fresh = [state.blocks[group][-1] for group in groups]
-            if any(map(manager.is_registered, fresh)) and room >= len(groups):
-                kept = manager.allocate(len(groups))
-                assert kept is not None
-                fresh, room = kept, room - len(groups)
-            else:
-                manager.unregister(fresh)
-                if (first - 1) * self.block_size >= state.num_computed:  # no token lies in its column
-                    for group in groups:
-                        state.blocks[group][-1] = 0
-        columns = {num_columns - 1: fresh}
-        for column in self._worth_keeping(state):
-            if first <= column < num_columns - 1 and column not in columns and room >= len(groups):
-                kept = manager.allocate(len(groups))
-                assert kept is not None
-                columns[column], room = kept, room - len(groups)
-        taken = []
-        for number, group in enumerate(groups):
-            state.blocks[group] += [0] * (num_columns - first)
-            for column, blocks in columns.items():
-                state.blocks[group][column] = blocks[number]
-                taken.append((group, column, [blocks[number]]))
-        self._leaving[state] = None
-        return taken
-
-    def _worth_keeping(self, state: RequestState) -> Iterator[int]:
-        """Yield the columns of a prompt whose states others may go on from, beside those that its chunks end in."""
-        if self.block_manager.enable_prefix_caching:
-            last = (state.num_prompt - 1) // self.block_size - 1
-            yield last
-            yield min(state.num_found_blocks - 1, last)
 
     def trim(self, state: RequestState) -> None:
         """Give back the blocks that a request no longer needs because its upper bound was lowered."""
-        assert not self._of_states, "a state does not go back"
+        assert not self._states.groups, "a state does not go back"
         num_columns = -(-state.num_computed // self.block_size)
         if state.capacity <= num_columns * self.block_size:
             return
@@ -261,14 +200,7 @@ class BlockTables:
             for column in range(max(first, state.first_columns[group]), num_full):
                 manager.register(blocks[column], hashes[column - first], group)
                 registered.append(blocks[column])
-        for group in self._of_states:
-            blocks = state.blocks[group]
-            for column in range(first, min(num_full, state.num_prompt // block_size)):
-                if blocks[column]:
-                    manager.register(blocks[column], hashes[column - first], group)
-                    self._new_states.add(blocks[column])
-                    registered.append(blocks[column])
-        return registered
+        return registered + self._states.register(state, first, hashes)
 
     def forget(self, state: RequestState) -> None:
         """Make the blocks that hold a request's tokens unfindable, whoever filled them."""
@@ -282,8 +214,7 @@ class BlockTables:
         for group in self._of_keys:
             blocks, first = state.blocks[group], state.first_columns[group]
             self.block_manager.release(blocks[first:] if first else blocks)
-        for group in self._of_states:
-            self.block_manager.release(_different(state.blocks[group]))
+        self._states.release(state)
         state.blocks = []
         state.first_columns = []
         state.capacity = 0
@@ -295,16 +226,16 @@ class BlockTables:
         Sets each group's blocks, equally many; those that its window does not need are 0. Sets `num_found_blocks`, too.
         """
         found = [self._find(hashes, group) for group in range(len(self._groups))]
-        runs = {group: _run_lengths(found[group]) for group in self._windowed}
+        runs = {group: _run_lengths(found[group]) for group in (*self._windowed, *self._states.groups)}
 
         def is_whole(group: int, num_blocks: int) -> bool:
             return runs[group][num_blocks] >= num_blocks - self._first_column(group, num_blocks)
 
         num_cached = len(min(found, key=len))
-        while not all(is_whole(group, num_cached) for group in self._windowed if group not in self._of_states):
+        while not all(is_whole(group, num_cached) for group in self._windowed):
             num_cached -= 1
         state.num_found_blocks = num_cached
-        while not all(is_whole(group, num_cached) for group in self._windowed):
+        while not all(is_whole(group, num_cached) for group in runs):
             num_cached -= 1
         state.first_columns = [self._first_column(group, num_cached) for group in range(len(found))]
         for blocks, first in zip(found, state.first_columns, strict=True):
@@ -333,38 +264,26 @@ class BlockTables:
             blocks, start = state.blocks[number], state.first_columns[number]
             end = self._groups[number].first_column(state.least_computed, self.block_size)
             if end > start:
-                freed = blocks[start:end]
-                if self._groups[number].is_state:
-                    freed = [block for block in _different(freed) if block not in blocks[end:]]
-                self.block_manager.release(freed)
+                self.block_manager.release(blocks[start:end])
                 blocks[start:end] = [0] * (end - start)
                 state.first_columns[number] = end
 
-    def _has_old_states(self, state: RequestState) -> bool:
-        return any(state.first_columns[group] < len(state.blocks[group]) - 1 for group in self._of_states[:1])
-
     def check_integrity(self, running: Sequence[RequestState]) -> None:
         """Assert that the running requests' tables agree with the block manager and with how far the requests are."""
-        self.block_manager.check_integrity(_different(blocks) for state in running for blocks in state.blocks)
+        self.block_manager.check_integrity(different(blocks) for state in running for blocks in state.blocks)
         for state in running:
             assert len(state.blocks) == len(state.first_columns) == len(self._groups)
             num_columns = -(-state.num_computed // self.block_size)
             assert state.capacity == min(map(len, state.blocks)) * self.block_size >= state.num_computed
             if state.num_pending or not state.num_uncomputed:
                 assert all(len(blocks) == num_columns for blocks in state.blocks), "not the blocks of its upper bound"
-            for group, blocks, first in zip(self._groups, state.blocks, state.first_columns, strict=True):
+            self._states.check_integrity(state)
+            for number in self._of_keys:
+                blocks, first = state.blocks[number], state.first_columns[number]
                 assert not any(blocks[:first])
-                assert first <= group.first_column(state.least_computed, self.block_size), "freed inside the window"
-                if group.is_state:
-                    assert blocks[max(0, state.num_computed - 1) // self.block_size], "nothing to go on from"
-                else:
-                    assert all(blocks[first:])
-                    assert len(_different(blocks)) == len(blocks) - first, "a block in two columns"
-
-
-def _different(blocks: Iterable[int]) -> list[int]:
-    """Return the blocks that there are, each once."""
-    return list(dict.fromkeys(filter(None, blocks)))
+                assert len(different(blocks)) == len(blocks) - first, "a column without a block, or one in two columns"
+                least = self._groups[number].first_column(state.least_computed, self.block_size)
+                assert first <= least, "freed inside the window"
 
 
 def _run_lengths(blocks: Sequence[int]) -> list[int]:

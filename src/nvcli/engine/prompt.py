@@ -6,7 +6,7 @@ from array import array
 
 from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.request import Request
-from nvcli.messages import NOT_FINITE, unpack
+from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, unpack
 
 
 class Prompt:
@@ -16,8 +16,8 @@ class Prompt:
 
     def __init__(self, request: Request) -> None:
         self.token_ids: array[int] = unpack(request.prompt_ids)
-        self.stop_ids = frozenset((*request.stop_ids, NOT_FINITE))
-        """The ids that end an answer when they come back: those of the request, and `NOT_FINITE`."""
+        self.stop_ids = frozenset((*request.stop_ids, NOT_FINITE, CONSTRAINT_FAILED))
+        """The ids that end an answer when they come back: those of the request, and those that stand for no token."""
         self._block_hashes: list[BlockHash] = []
 
     def hash_leading_blocks(self, num_blocks: int, block_size: int) -> list[BlockHash]:

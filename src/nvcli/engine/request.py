@@ -6,16 +6,48 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.messages import ForwardMode, TokenLogprobs
+from nvcli.messages import ForwardMode, PromptReading, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
+from nvcli.structured import Constraint
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
+
+
+class ThoughtLimit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How long an answer may think, and by which tokens that is seen and ended."""
+
+    budget: int
+    """The most tokens of the thought, without the marks around it."""
+    start_ids: list[int]
+    """The ids that begin the thought; empty: the answer begins inside it."""
+    ends: list[list[int]]
+    """Sequences of ids, each of which ends the thought."""
+    forced_ids: list[int]
+    """The ids that end a thought which has had all of its tokens."""
+
+
+class PromptScoring(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """A wish for the log-probabilities of the prompt's tokens from one position on."""
+
+    first: int
+    """The position of the first token that is scored, at least 1: nothing is known before the first token."""
+    next_id: int | None = None
+    """The id of one more token, which would follow the prompt and is scored too; None: there is none."""
+    num_top: int = 0
+    """The number of likeliest tokens that are wanted at each position, at most `MAX_LOGPROBS`."""
+
+
+class Pooling(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """A wish for the prompt's hidden states behind the final norm, summed up. The engine's configuration must have an
+    `embedding_size`."""
+
+    position: Literal["last", "first", "all"]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One row, or one sample of it. The scheduler makes a request of each sample; they share the prompt.
 
-    `sampling` need not hold what only the parent uses (stop strings).
+    `sampling` holds biases by token ids alone, and need not hold what only the parent uses (stop strings, bad words).
     """
 
     request_id: int
@@ -28,6 +60,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sampling: SamplingParams
     stop_ids: list[int]
     """Ids that end the answer: end-of-sequence ids unless ignored, and `stop_token_ids`."""
+    forbidden_ids: list[int] = []
+    """Ids that are never chosen."""
+    bad_words: list[list[int]] = []
+    """Sequences of at least two ids, none of which the answer may hold."""
+    thought_limit: ThoughtLimit | None = None
+    """The limit of the answer's thought; None: it has none."""
     seed: int
     """The key of the request's random numbers; the next two are words of their counter (`nvcli.kernels.philox`)."""
     row: int
@@ -38,13 +76,28 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The number of samples that are asked for."""
     stream: bool = False
     """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
+    constraint: Constraint | None = None
+    """What the answer must look like; None: anything. `sampling` need not say it too."""
+    read: PromptScoring | Pooling | None = None
+    """What is wanted of the prompt itself; the first sample brings it."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it, so that the ranks must have them all."""
+        return self.sampling.has_penalties or bool(self.bad_words)
 
     def samples(self) -> list[Request]:
         """Return a request for each sample."""
         if self.n == 1:
             return [self]
         return [
-            msgspec.structs.replace(self, request_id=self.request_id + number, sample=self.sample + number, n=1)
+            msgspec.structs.replace(
+                self,
+                request_id=self.request_id + number,
+                sample=self.sample + number,
+                n=1,
+                read=self.read if number == 0 else None,
+            )
             for number in range(self.n)
         ]
 
@@ -64,6 +117,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error_type: str = ""
     error: str = ""
     """The reason for finish_reason `error`, for the row's error object."""
+    readings: list[PromptReading] = []
+    """What was read of the prompt since the last output, where the request wishes it: consecutive parts."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -41,7 +41,7 @@ from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutp
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
 from nvcli.errors import ModelError
-from nvcli.messages import NOT_FINITE, StepOutput, pack, unpack
+from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, StepOutput, TokenLogprobs, pack, unpack
 
 _MAX_LENGTHS = 512
 _MAX_BROKEN_PROMPTS = 16
@@ -99,6 +99,8 @@ class Scheduler:
                 assert sample.request_id not in self._by_id
                 self._by_id[sample.request_id] = state
                 self._waiting.append(state)
+                if state.watch is not None:
+                    self._force(state)  # a thought may have no tokens at all
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests early. Requests that have ended already are skipped: their last output is on its way."""
@@ -175,7 +177,7 @@ class Scheduler:
         self._freed_slots.clear()
         self._restarts = False
         registered, self._registered = self._registered, []
-        return ScheduledStep(step, sampling, registered)
+        return ScheduledStep(step, sampling, registered, draft.reading)
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
         """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.
@@ -190,6 +192,9 @@ class Scheduler:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
                 if logprobs is not None and not state.finished:
                     state.logprobs.append(logprobs)
+        for state, reading in zip(step.reading, output.readings, strict=True):
+            if not state.finished and state.reads is not None:
+                state.reads.take(reading)
         num_dropped = 0
         for state, token in zip(owners, unpack(output.token_ids), strict=True):
             # This loop runs for every token of the job, so it is flat.
@@ -204,6 +209,9 @@ class Scheduler:
                 if token == NOT_FINITE:
                     num_dropped += 1
                     self._finish_not_finite(state)
+                elif token == CONSTRAINT_FAILED:
+                    num_dropped += 1
+                    self._finish_constraint_failed(state)
                 else:
                     self._finish(state, "stop", stopped_by_id=True)
             elif len(generated) >= state.checked_at:
@@ -217,10 +225,38 @@ class Scheduler:
         """Finish, register or report, as is due, after a token that is not a stop id has come back."""
         if state.num_tokens == state.max_len:
             self._finish(state, "length")
+        elif state.watch is not None and state.watch.is_loop(state.generated):
+            self._finish(state, "repetition")
         else:
+            if state.watch is not None:
+                self._force(state)
+                if state.finished:
+                    return
             self._register(state)
             if state.stream:
                 self._unsent.append(state.report())
+
+    def _force(self, state: RequestState) -> None:
+        """Let an answer go on with tokens that take the place of the model's, where its watch says so.
+
+        No token of the request is on its way then. Its known tokens that were not computed follow as a prefill chunk.
+        """
+        assert state.watch is not None
+        forced = state.watch.take_forced(state.generated)
+        state.watch_changed(self.limits.block_size)
+        if not forced:
+            return
+        assert not state.num_pending
+        forced = forced[: state.max_len - state.num_tokens]
+        state.generated.extend(forced)
+        if state.request.sampling.logprobs is not None:
+            state.logprobs += [TokenLogprobs(logprob=0.0, top_ids=[], top_logprobs=[])] * len(forced)
+        self._generated_tokens += len(forced)
+        if state.num_tokens == state.max_len:
+            self._finish(state, "length")
+        elif state.slot is not None:
+            self._decoding.remove(state)
+            self._prefilling.append(state)
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return the outputs since the last call."""
@@ -240,6 +276,9 @@ class Scheduler:
         for step in steps:
             for state, num_logits in zip(step.sampling, step.num_logits, strict=True):
                 state.num_owed -= num_logits
+            for state, read in zip(step.reading, step.input.reads, strict=True):
+                assert state.reads is not None
+                state.reads.put_back(read.count)
             self.block_manager.unregister(step.registered)
         self.block_manager.unregister(self._registered)
         self._registered = []
@@ -271,7 +310,8 @@ class Scheduler:
         """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens."""
         if width > 1:
             for state in self._decoding.leading(len(self._running)):
-                if state.num_computed + width > self.limits.max_model_len:
+                end = state.num_computed + width
+                if end > self.limits.max_model_len or (state.watch is not None and end >= state.barrier):
                     self._set_aside(state)
         rows = self._decoding.leading(self._max_decode_rows(width))
         num_running = len(self._running)
@@ -351,8 +391,9 @@ class Scheduler:
             if length is None:
                 break
             num_cached = state.num_computed
-            num_prefix_ids = num_cached if state.request.sampling.has_penalties else 0
-            if draft.has_new_slots and draft.num_prefix_ids + num_prefix_ids > prefix_id_limit:
+            num_prefix_ids = num_cached if state.needs_prefix_ids else 0
+            exceeds = draft.num_prefix_ids + num_prefix_ids > prefix_id_limit or not draft.has_room_for_grammar(state)
+            if draft.has_new_slots and exceeds:
                 self._tables.release(state)
                 state.num_computed = 0
                 break
@@ -439,6 +480,15 @@ class Scheduler:
             "infinite; the weights may be damaged, or the dtype too narrow for the model"
         )
         self._finish(state, "error", error_type="non_finite_logits", error=message)
+
+    def _finish_constraint_failed(self, state: RequestState) -> None:
+        """End a request whose last token is `CONSTRAINT_FAILED`."""
+        state.generated.pop()
+        message = (
+            f"behind token {len(state.generated):,} of the answer, what may follow takes more work than llguidance "
+            "allows; ask for a simpler `structured`"
+        )
+        self._finish(state, "error", error_type="structured_too_complex", error=message)
 
     def _finish(
         self,

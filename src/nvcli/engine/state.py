@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from nvcli.engine.answer_watch import AnswerWatch, watch_of
 from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.prompt import Prompt
+from nvcli.engine.prompt_reads import PromptReads
 from nvcli.engine.request import FinishReason, Request, RequestOutput
 from nvcli.messages import TokenLogprobs
 
@@ -38,6 +40,8 @@ class RequestState:
     """Once `num_computed` reaches this number, tokens must come back before the next decode row is scheduled."""
     num_reported: int = 0
     """Generated tokens that the parent has."""
+    watch: AnswerWatch | None = field(init=False)
+    """What is looked for in the tokens as they come back; None for most requests."""
     stop_ids: frozenset[int] = field(init=False)
     stream: bool = field(init=False)
     num_computed: int = 0
@@ -60,7 +64,7 @@ class RequestState:
     """Leading blocks that are registered for reuse."""
     checked_at: int = 0
     """The number of generated tokens from which on an arriving token needs more than to be appended: the answer has its
-    full length, a block may be registered, or tokens are to be reported."""
+    full length or is to be looked at, a block may be registered, or tokens are to be reported."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Chained hashes of the full blocks of known tokens behind those that are full of prompt tokens, as far as they
     were needed."""
@@ -68,14 +72,31 @@ class RequestState:
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: bool = False
+    reads: PromptReads | None = field(init=False)
+    """What is to be read of the prompt; None: nothing."""
 
     def __post_init__(self) -> None:
         request = self.request
         self.num_prompt = len(self.prompt.token_ids)
         self.max_len = self.num_prompt + request.max_tokens
-        self.parks_at = 0 if self.needs_last_token else self.max_len - 1
+        self.watch = watch_of(request)
+        self._set_parks_at()
         self.stop_ids = self.prompt.stop_ids
         self.stream = request.stream
+        self.reads = None if request.read is None else PromptReads(request.read, self.prompt.token_ids)
+
+    def _set_parks_at(self) -> None:
+        self.parks_at = 0 if self.needs_last_token else min(self.max_len, self.barrier) - 1
+
+    @property
+    def barrier(self) -> int:
+        """Tokens, prompt included, that must be known before more are computed."""
+        return self.max_len if self.watch is None else self.num_prompt + self.watch.barrier
+
+    def watch_changed(self, block_size: int) -> None:
+        """Note that the answer was looked at, and when that is due again."""
+        self._set_parks_at()
+        self.set_hashed_blocks(self.num_hashed_blocks, block_size)
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +116,13 @@ class RequestState:
     def last_token(self) -> int:
         """The last known token."""
         return self.generated[-1] if self.generated else self.prompt.token_ids[-1]
+
+    @property
+    def needs_prefix_ids(self) -> bool:
+        """Whether the ranks need the tokens of its cached prefix: penalties count them, bad words may begin with them,
+        and a grammar is followed from the beginning of the answer."""
+        request = self.request
+        return request.needs_tokens or (request.constraint is not None and len(self.generated) > 0)
 
     @property
     def num_uncomputed(self) -> int:
@@ -127,6 +155,8 @@ class RequestState:
         self.num_hashed_blocks = num_blocks
         checked_len = 0 if self.stream else min(self.max_len, (num_blocks + 1) * block_size)
         self.checked_at = checked_len - self.num_prompt
+        if self.watch is not None:
+            self.checked_at = min(self.checked_at, self.watch.due_at)
 
     def hash_blocks(self, first: int, end: int, block_size: int) -> list[BlockHash]:
         """Return the hashes of the blocks `first` to `end`, without `end`, which must be full of known tokens."""
@@ -163,4 +193,5 @@ class RequestState:
             logprobs=logprobs,
             error_type=error_type,
             error=error,
+            readings=self.reads.report() if self.reads is not None else [],
         )

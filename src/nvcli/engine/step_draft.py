@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from nvcli.engine.state import RequestState
-from nvcli.messages import NewSlot, SlotSampling, StepInput, pack, unpack
+from nvcli.messages import (
+    FORBIDDEN,
+    MAX_STEP_GRAMMAR_BYTES,
+    NewSlot,
+    PromptRead,
+    SlotConstraint,
+    SlotSampling,
+    StepInput,
+    pack,
+    unpack,
+)
 
 
 @dataclass(slots=True)
@@ -18,6 +30,8 @@ class ScheduledStep:
     """The requests of the rows that have logits, in batch order."""
     registered: list[int]
     """Blocks registered for reuse since the step before. This step or the one before it fills them."""
+    reading: list[RequestState]
+    """The request of each of the step's `reads`."""
 
     @property
     def num_requests(self) -> int:
@@ -40,6 +54,9 @@ class StepDraft:
         self.num_prefix_ids = 0
         """Cached tokens of entering requests that the step carries; `max_step_input_bytes` bounds their number."""
         self._new_slots: list[NewSlot] = []
+        self._grammars: dict[str, int] = {}
+        """The grammars of requests that enter slots, with their places in the step."""
+        self._grammar_bytes = 0
         self._blocks: list[tuple[int, int, int, int]] = []
         """(KV group, slot, column, block) for each block that a slot was given."""
         self._span_slots: list[int] = []
@@ -49,22 +66,53 @@ class StepDraft:
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
         """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
+        self._reads: list[PromptRead] = []
+        """What is read of the chunks; rows are counted from the first chunk."""
+        self.reading: list[RequestState] = []
+        """The request of each read."""
 
     @property
     def has_new_slots(self) -> bool:
         return bool(self._new_slots)
 
+    def has_room_for_grammar(self, state: RequestState) -> bool:
+        """Whether the step may bring the grammar of a request, if it has one."""
+        constraint = state.request.constraint
+        if constraint is None or constraint.grammar in self._grammars:
+            return True
+        return self._grammar_bytes + len(constraint.grammar.encode()) <= MAX_STEP_GRAMMAR_BYTES
+
     def enter(self, state: RequestState, num_prefix_ids: int) -> None:
         """Let a request enter its slot, with its blocks and the first `num_prefix_ids` tokens of its cached prefix."""
         assert state.slot is not None
         self._new_slots.append(
-            NewSlot(slot=state.slot, num_cached_tokens=state.num_computed, sampling=_slot_sampling(state))
+            NewSlot(
+                slot=state.slot,
+                num_cached_tokens=state.num_computed,
+                sampling=_slot_sampling(state),
+                constraint=self._slot_constraint(state),
+            )
         )
         for group, (blocks, first) in enumerate(zip(state.blocks, state.first_columns, strict=True)):
             self.add_blocks(group, state.slot, first, blocks[first:])
         if num_prefix_ids:
             self.add_tokens(state, 0, num_prefix_ids)
             self.num_prefix_ids += num_prefix_ids
+
+    def _slot_constraint(self, state: RequestState) -> SlotConstraint | None:
+        constraint = state.request.constraint
+        if constraint is None:
+            return None
+        grammar = constraint.grammar
+        if grammar not in self._grammars:
+            self._grammars[grammar] = len(self._grammars)
+            self._grammar_bytes += len(grammar.encode())
+        return SlotConstraint(
+            grammar=self._grammars[grammar],
+            end_ids=constraint.end_ids,
+            starts_after=constraint.starts_after,
+            stop_ids=state.request.stop_ids if state.request.sampling.min_tokens else [],
+        )
 
     def add_blocks(self, group: int, slot: int, first_column: int, blocks: Iterable[int]) -> None:
         """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none."""
@@ -92,7 +140,13 @@ class StepDraft:
     def add_chunk(self, state: RequestState, num_tokens: int, *, num_logits: int) -> None:
         """Add a prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""
         assert state.slot is not None
-        self.add_tokens(state, state.num_computed - num_tokens, num_tokens)
+        start = state.num_computed - num_tokens
+        self.add_tokens(state, start, num_tokens)
+        if state.reads is not None:
+            read = state.reads.read_chunk(len(self._chunks), start, state.num_computed)
+            if read is not None:
+                self._reads.append(read)
+                self.reading.append(state)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
 
     def finish(
@@ -132,7 +186,9 @@ class StepDraft:
             num_logits=widths + chunk_logits,
             seq_lens=decode_lens + chunk_lens,
             num_decodes=num_decodes,
+            grammars=list(self._grammars),
             restarts=restarts,
+            reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 
 
@@ -157,7 +213,10 @@ def _slot_sampling(state: RequestState) -> SlotSampling:
         repetition_penalty=params.repetition_penalty,
         min_tokens=params.min_tokens,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        stop_ids=request.stop_ids if params.min_tokens else [],
-        bias_ids=list(params.logit_bias),
-        bias_values=list(params.logit_bias.values()),
+        # With a grammar, its mask holds them back, unless nothing else is left (`SlotConstraint`).
+        stop_ids=request.stop_ids if params.min_tokens and request.constraint is None else [],
+        bias_ids=[*map(int, params.logit_bias), *request.forbidden_ids],
+        bias_values=[*params.logit_bias.values(), *[FORBIDDEN] * len(request.forbidden_ids)],
+        allowed_ids=params.allowed_token_ids or [],
+        bad_words=request.bad_words,
     )

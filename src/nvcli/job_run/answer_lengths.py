@@ -60,7 +60,7 @@ class ReadTotals:
         """Add one row with all its samples."""
         key = length_class(row.max_tokens)
         totals = self.classes.get(key) or ClassTotals()
-        samples = row.sampling.n
+        samples = row.sampling.num_samples
         totals.samples += samples
         totals.max_tokens += samples * row.max_tokens
         totals.prompt_tokens += row.num_prompt_tokens
@@ -99,7 +99,7 @@ class AnswerLengths:
         ended = self._end(row, 1)
         (ended.cut if is_cut else ended.stopped)[bin_of(length)] += 1
         self.generated_tokens += length
-        self.prompt_tokens += row.num_prompt_tokens / row.sampling.n
+        self.prompt_tokens += row.num_prompt_tokens / row.sampling.num_samples
 
     def drop(self, row: PreparedRow, samples: int) -> None:
         """Note that so many samples of a row are not computed (any further)."""
@@ -108,5 +108,5 @@ class AnswerLengths:
     def _end(self, row: PreparedRow, samples: int) -> EndedSamples:
         ended = self.classes[length_class(row.max_tokens)]
         ended.samples += samples
-        ended.prompt_tokens += row.num_prompt_tokens * samples / row.sampling.n
+        ended.prompt_tokens += row.num_prompt_tokens * samples / row.sampling.num_samples
         return ended

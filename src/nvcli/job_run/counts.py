@@ -107,7 +107,7 @@ class Counts:
         """
         usage = result.usage
         self.rows_done += 1
-        self.outcomes.add(result, None if prepared is None else prepared.sampling)
+        self.outcomes.add(result, None if prepared is None or prepared.task is not None else prepared.sampling)
         if result.error is not None:
             self.errors[result.error.type] += 1
         if computed:
@@ -118,4 +118,4 @@ class Counts:
             self.rows_deduplicated += 1
             self.deduplicated_tokens += usage.prompt_tokens + usage.completion_tokens
             if prepared is not None:
-                self.lengths.drop(prepared, prepared.sampling.n)
+                self.lengths.drop(prepared, prepared.sampling.num_samples)

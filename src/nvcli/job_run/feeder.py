@@ -11,6 +11,7 @@ from typing import Protocol
 
 from nvcli.job_run.answer_lengths import ReadTotals
 from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult
@@ -45,12 +46,15 @@ class Feeder:
         load_tokenizer: Callable[[], Tokenizer],
         limits: ModelLimits,
         chat_renderer: ChatRenderer,
+        grammars: GrammarMaker | None = None,
     ) -> None:
-        """`chat_renderer` is closed when the last row is read, or by `stop`."""
+        """`chat_renderer` and `grammars` are closed when the last row is read, or by `stop`. With `grammars` None rows
+        that ask for structured answers are refused."""
         self._reader = reader
         self._load_tokenizer = load_tokenizer
         self._limits = limits
         self._chat_renderer = chat_renderer
+        self._grammars = grammars
         self._tokenizer: Tokenizer | None = None
         self._changed = threading.Condition()
         self._doorbell: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -122,14 +126,14 @@ class Feeder:
                 os.close(self._doorbell)
                 self._doorbell = None
             self._changed.notify_all()
-        self._chat_renderer.close()
+        self._close_processes()
 
     def _run(self) -> None:
         try:
             started = time.perf_counter()
             self._tokenizer = self._load_tokenizer()
             self.load_seconds = time.perf_counter() - started
-            preparer = Preparer(self._tokenizer, self._limits, self._chat_renderer.render)
+            preparer = Preparer(self._tokenizer, self._limits, self._chat_renderer.render, self._grammars)
             mark = time.perf_counter()
             for rows in self._reader.batches():
                 read = time.perf_counter()
@@ -143,7 +147,7 @@ class Feeder:
         except BaseException as error:  # handed over: it belongs to whoever waits for rows
             self._error = error
         finally:
-            self._chat_renderer.close()
+            self._close_processes()
             with self._changed:
                 self._ended = True
                 self._ring()
@@ -168,6 +172,11 @@ class Feeder:
             self._bytes_ahead += num_bytes
             self._changed.notify_all()
             return True
+
+    def _close_processes(self) -> None:
+        self._chat_renderer.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _ring(self) -> None:
         if self._doorbell is not None:

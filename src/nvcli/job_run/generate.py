@@ -32,6 +32,7 @@ from nvcli.job_run.report.timeline import Timeline
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import SetterOf, sampling_settings, unknown_setter
 from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions
@@ -138,6 +139,7 @@ class _JobRun:
             self._load_tokenizer,
             job.model_limits,
             ChatRenderer(job.model_path, chat_template=job.chat_template),
+            GrammarMaker(job.model_path, vocab_size=job.model.vocab_size, end_ids=job.model.eos_token_ids),
         )
         self._view = RunView(
             self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
@@ -185,7 +187,9 @@ class _JobRun:
             rows=self._num_rows,
             errors=dict(self._opened.errors + counts.errors),
             counts=counts,
-            sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of),
+            sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of)
+            if self._job.task is None
+            else (),
             num_gpus=self._plan.num_gpus,
             limit=None if self._reader.all_read else self._job.limit,
             row_warnings=self._reader.warnings.totals(),

@@ -6,18 +6,24 @@ only samples with stop strings are decoded as they grow.
 
 from __future__ import annotations
 
+import functools
+import math
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError
+from nvcli.job_run.prompt_results import prompt_logprobs, prompt_scoring, task_requests, task_result
+from nvcli.job_run.text.answer_reader import ReadAnswer, tool_calls_of
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Choice, JobResult, Logprobs, Usage, failed
-from nvcli.messages import TokenLogprobs, unpack
+from nvcli.messages import PromptReading, TokenLogprobs, unpack
+from nvcli.sampling_params import SamplingParams
 
 
 class OpenRow:
@@ -27,14 +33,22 @@ class OpenRow:
 
     def __init__(self, prepared: PreparedRow, first_request_id: int) -> None:
         self.prepared = prepared
-        self.samples = [Sample() for _ in range(prepared.sampling.n)]
-        self.request_ids = range(first_request_id, first_request_id + prepared.sampling.n)
+        num_samples = prepared.sampling.num_samples
+        self.samples = [Sample() for _ in range(num_samples)]
+        self.request_ids = range(first_request_id, first_request_id + num_samples)
         self.num_open = len(self.samples)
         self.error: RowError | None = None
         self._stop_strings: StopStrings | None = None
         caller = prepared.place.caller
         self.streams = caller is not None and caller.streams
         """Whether somebody wants the text of its first sample as it comes."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the texts of the row's answers are those of its tokens, and are made with those of other rows."""
+        prepared = self.prepared
+        is_answer = self.error is None and prepared.task is None
+        return is_answer and prepared.reading is None and prepared.sampling.skip_special_tokens
 
     @property
     def stop_strings(self) -> StopStrings | None:
@@ -49,6 +63,25 @@ class OpenRow:
         sample = self.samples[output.request_id - self.request_ids.start]
         return sample, sample.take(output, self, tokenizer)
 
+    def requests(self, run_seed: int) -> list[Request]:
+        """Return the requests of the row: one for all samples, or one for each text that is scored."""
+        task = self.prepared.task
+        if task is not None:
+            return task_requests(self.prepared, task, self.request_ids.start)
+        return [self.request(run_seed)]
+
+    def take_rest(self, sample: Sample, tokenizer: Tokenizer) -> str:
+        """Return the text of a complete sample that was not taken as it came, whole and not taken apart.
+
+        Bytes that have become no character are part of it. The row is one that streams.
+        """
+        sampling = self.prepared.sampling
+        text = sample.text_before_stop
+        if text is None:
+            ids = sample.text_ids(sampling)
+            text = tokenizer.decode_one(ids, skip_special_tokens=sampling.skip_special_tokens)
+        return text[sample.num_settled_chars :]
+
     def request(self, run_seed: int) -> Request:
         """Return the request for all samples of the row.
 
@@ -56,7 +89,7 @@ class OpenRow:
         """
         prepared = self.prepared
         sampling = prepared.sampling
-        seed = sampling.seed
+        seed, rules = sampling.seed, prepared.rules
         caller = prepared.place.caller
         if caller is not None and caller.seed is not None:
             run_seed = caller.seed
@@ -64,26 +97,58 @@ class OpenRow:
             request_id=self.request_ids.start,
             prompt_ids=prepared.prompt_ids,
             max_tokens=prepared.max_tokens,
-            # Stop strings are found here, in the text that the tokens come to.
-            sampling=msgspec.structs.replace(sampling, stop=[]) if sampling.stop else sampling,
+            sampling=_engine_sampling(prepared),
             stop_ids=prepared.stop_ids,
+            forbidden_ids=[] if rules is None else rules.forbidden_ids,
+            bad_words=[] if rules is None else rules.bad_words,
+            thought_limit=prepared.thought_limit,
             seed=run_seed if seed is None else seed,
             row=prepared.place.index if seed is None else 0,
             sample=0,
-            n=sampling.n,
+            n=sampling.num_samples,
+            constraint=prepared.constraint,
             stream=bool(sampling.stop) or self.streams,
+            read=None if sampling.prompt_logprobs is None else prompt_scoring(prepared, sampling.prompt_logprobs),
         )
+
+
+def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
+    """Return a row's sampling as an engine is given it."""
+    sampling = prepared.sampling
+    changes: dict[str, Any] = {}
+    if sampling.stop:
+        changes["stop"] = []  # stop strings are found here, in the text that the tokens come to
+    if prepared.constraint is not None:
+        changes["structured"] = None
+    if prepared.rules is not None:
+        changes |= {"logit_bias": prepared.rules.biases, "bad_words": []}
+    if sampling.is_ranked and sampling.logprobs is None:
+        changes |= {"logprobs": 0, "echo": False}  # of the answer alone
+    return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 
 class Sample:
     """One answer of a row, as far as it has come."""
 
-    __slots__ = ("_detector", "finish_reason", "logprobs", "num_cached_tokens", "stopped_by_id", "token_ids")
+    __slots__ = (
+        "_detector",
+        "finish_reason",
+        "logprobs",
+        "num_cached_tokens",
+        "num_settled_chars",
+        "readings",
+        "stopped_by_id",
+        "token_ids",
+    )
 
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
+        self.readings: list[PromptReading] = []
+        """What was read of the prompt."""
         self.num_cached_tokens = 0
+        self.num_settled_chars = 0
+        """Characters of the text that `take_settled` has returned."""
         self.finish_reason = ""
         self.stopped_by_id = False
         self._detector: StopStringDetector | None = None
@@ -93,14 +158,21 @@ class Sample:
         """The text of the sample if a stop string ended it, else None."""
         return self._detector.text if self._detector is not None else None
 
-    @property
-    def text_ids(self) -> array[int]:
-        """The tokens that become text: all but a stop token that ended the answer."""
-        return self.token_ids[:-1] if self.stopped_by_id else self.token_ids
+    def text_ids(self, sampling: SamplingParams) -> array[int]:
+        """Return the tokens that become text: all but a stop token that ended the answer, if that is not wanted."""
+        is_whole = not self.stopped_by_id or sampling.include_stop_str_in_output
+        return self.token_ids if is_whole else self.token_ids[:-1]
+
+    def score(self, sampling: SamplingParams) -> float:
+        """Return the number by which the answers of a ranked row are put in order; the largest is the best."""
+        total = math.fsum(token.logprob for token in self.logprobs)
+        return total if sampling.rank_by == "sum" else total / max(1, len(self.logprobs))
 
     def take_settled(self) -> str:
         """Return the text since the last call that no stop string can take back. The row is one that streams."""
-        return "" if self._detector is None else self._detector.take_settled()
+        text = "" if self._detector is None else self._detector.take_settled()
+        self.num_settled_chars += len(text)
+        return text
 
     def take(self, output: RequestOutput, row: OpenRow, tokenizer: Tokenizer) -> bool:
         """Add an output of the engine to this sample of `row`.
@@ -110,6 +182,8 @@ class Sample:
         self.token_ids.frombytes(output.token_ids)
         if output.logprobs:
             self.logprobs += output.logprobs
+        if output.readings:
+            self.readings += output.readings
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
@@ -118,8 +192,12 @@ class Sample:
         if stop_strings is not None:
             ids = unpack(output.token_ids)
             if self._detector is None:
+                sampling = row.prepared.sampling
                 self._detector = StopStringDetector(
-                    tokenizer.decode_one, stop_strings, min_tokens=row.prepared.sampling.min_tokens
+                    functools.partial(tokenizer.decode_one, skip_special_tokens=sampling.skip_special_tokens),
+                    stop_strings,
+                    min_tokens=sampling.min_tokens,
+                    keeps_stop=sampling.include_stop_str_in_output,
                 )
             if self._detector.push(ids[:-1] if output.stopped_by_id else ids):
                 del self.token_ids[self._detector.num_tokens :]
@@ -132,36 +210,75 @@ class Sample:
 def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]:
     """Return the results of rows that have finished; their tokens are decoded together."""
     undecoded = [
-        sample for row in rows if row.error is None for sample in row.samples if sample.text_before_stop is None
+        sample.text_ids(row.prepared.sampling)
+        for row in rows
+        if row.is_plain
+        for sample in row.samples
+        if sample.text_before_stop is None
     ]
-    texts = iter(tokenizer.decode([sample.text_ids for sample in undecoded]))
+    texts = iter(tokenizer.decode(undecoded))
     return [_result_of(row, texts, tokenizer) for row in rows]
 
 
 def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobResult:
-    """Make one row's result. `texts` gives the texts of the samples that no stop string ended, in their order."""
+    """Make one row's result. `texts` gives the texts of the samples of plain rows that no stop string ended, in their
+    order."""
     prepared = row.prepared
+    sampling = prepared.sampling
     if row.error is not None:
         return failed(prepared.place, row.error)
-    choices = []
-    for number, sample in enumerate(row.samples):
-        text = sample.text_before_stop
-        choices.append(
-            Choice(
-                index=number,
-                text=next(texts) if text is None else text,
-                finish_reason=sample.finish_reason,
-                token_ids=sample.token_ids.tolist() if prepared.sampling.return_token_ids else None,
-                logprobs=_logprobs_of(sample, tokenizer) if prepared.sampling.logprobs is not None else None,
-            )
+    if prepared.task is not None:
+        cached = min(sample.num_cached_tokens for sample in row.samples)
+        return task_result(prepared, [sample.readings for sample in row.samples], tokenizer, num_cached_tokens=cached)
+    answers = [(sample, _read(row, sample, texts, tokenizer)) for sample in row.samples]
+    if sampling.is_ranked:
+        answers.sort(key=lambda answer: -answer[0].score(sampling))
+    choices = [
+        Choice(
+            index=number,
+            text=prepared.echo + answer.text if prepared.echo else answer.text,
+            finish_reason="tool_calls" if answer.calls and sample.finish_reason == "stop" else sample.finish_reason,
+            reasoning_content=answer.reasoning,
+            tool_calls=tool_calls_of(answer.calls, prepared.prompt_ids, number) if answer.calls else None,
+            tool_call_error=answer.problem or None,
+            token_ids=sample.token_ids.tolist() if sampling.return_token_ids else None,
+            logprobs=_logprobs_of(sample, tokenizer) if sampling.logprobs is not None else None,
+            score=sample.score(sampling) if sampling.is_ranked else None,
         )
+        for number, (sample, answer) in enumerate(answers[: sampling.n])
+    ]
+    tells_thoughts = prepared.reading is not None and prepared.reading.tells_thoughts
     usage = Usage(
         prompt_tokens=prepared.num_prompt_tokens,
         completion_tokens=sum(len(sample.token_ids) for sample in row.samples),
         # The samples of a row share its prompt: the first one may compute it, the others find it in the cache.
         cached_tokens=min(sample.num_cached_tokens for sample in row.samples),
+        reasoning_tokens=sum(answer.num_reasoning_tokens for _, answer in answers) if tells_thoughts else msgspec.UNSET,
     )
-    return JobResult(place=prepared.place, choices=choices, usage=usage)
+    num_top = prepared.sampling.prompt_logprobs
+    of_prompt = (
+        None if num_top is None else prompt_logprobs(prepared.prompt_ids, row.samples[0].readings, num_top, tokenizer)
+    )
+    return JobResult(place=prepared.place, choices=choices, usage=usage, prompt_logprobs=of_prompt)
+
+
+def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokenizer) -> ReadAnswer:
+    """Return an answer, taken apart where its row wants that. `texts` are those of `_result_of`."""
+    prepared = row.prepared
+    sampling = prepared.sampling
+    text = sample.text_before_stop
+    if prepared.reading is not None:
+        return prepared.reading.reader.read(
+            sample.text_ids(sampling),
+            prepared.reading,
+            text_before_stop=text,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+    if text is None and row.is_plain:
+        text = next(texts)
+    elif text is None:
+        text = tokenizer.decode_one(sample.text_ids(sampling), skip_special_tokens=sampling.skip_special_tokens)
+    return ReadAnswer(text=text)
 
 
 def _logprobs_of(sample: Sample, tokenizer: Tokenizer) -> Logprobs:

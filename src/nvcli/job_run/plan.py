@@ -96,7 +96,7 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
     count = 0
     try:
         for rows in reader.batches():
-            count += sum(row.sampling.n for row in rows if isinstance(row, Job))
+            count += sum(row.sampling.num_samples for row in rows if isinstance(row, Job))
             if count >= enough:
                 return enough
     except ConfigError:

@@ -7,7 +7,7 @@ is one of these, or a type that the engine gave:
     line_too_long, invalid_utf8, invalid_csv, ragged_row
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
     missing_column, invalid_sampling, unsupported_url,
-    unsupported_parameter
+    unsupported_parameter, unsupported_content
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, special_token, no_chat_template,
     chat_template_error, tokenizer_error
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from nvcli.errors import RowError
+from nvcli.jobs.tasks import EmbedAnswer, PromptTask, ScoreAnswer
 from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
@@ -38,6 +39,17 @@ class RowForm(Enum):
     """A row of an OpenAI batch file for /v1/chat/completions."""
     COMPLETION = 3
     """A row of an OpenAI batch file for /v1/completions."""
+    SCORE = 4
+    """A row of nvcli's own form that is scored."""
+    EMBEDDING = 5
+    """A row of nvcli's own form of which a vector is made."""
+    OPENAI_EMBEDDING = 6
+    """A row of an OpenAI batch file for /v1/embeddings."""
+
+    @property
+    def is_openai(self) -> bool:
+        """Whether it is a form of OpenAI's."""
+        return self in (RowForm.CHAT, RowForm.COMPLETION, RowForm.OPENAI_EMBEDDING)
 
 
 class Caller(Protocol):
@@ -91,8 +103,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, beside the messages."""
+    template_arguments: dict[str, Any] = {}
+    """What the row says to the chat template under keys of their own, such as `tools`; it goes over the variables."""
+    tools: list[dict[str, Any]] = []
+    """The tools that the answer may call; empty: tool calls are not looked for."""
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams
+    task: PromptTask | None = None
+    """What the row asks for in place of a generated answer; None: it asks for an answer."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,15 +122,49 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """The log-probabilities of each token's alternatives, by their text."""
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a prompt's tokens. Those of the first token, before which there is nothing, are None."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that an answer calls."""
+
+    name: str
+    arguments: str
+    """The arguments as JSON text."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in an answer, in OpenAI's form."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer of a row; a row with `n` samples has `n`."""
 
     index: int
     text: str
+    """The answer, without its thought and its tool calls where those are told apart."""
     finish_reason: str
-    """stop: the model ended it or a stop string or stop token was met; length: `max_tokens` were generated."""
+    """stop: the model ended it or a stop string or stop token was met; length: `max_tokens` were generated;
+    repetition: it had become a loop; tool_calls: it calls tools, and stopped."""
+    reasoning_content: str | None = None
+    """The answer's thought; None: it has none, or the thought is part of the text."""
+    tool_calls: list[ToolCall] | None = None
+    """The tools that the answer calls; None: none."""
+    tool_call_error: str | None = None
+    """Why what looks like a tool call is part of the text; None: nothing does."""
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
+    score: float | None = None
+    """What `best_of` put the answers in order by: the mean or the sum of the log-probabilities of its tokens."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +174,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that were served from the prefix cache."""
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Completion tokens of thoughts; unset: they are not told apart."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +192,10 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[Choice] = []
     usage: Usage = Usage()
     error: ErrorInfo | None = None
+    answer: ScoreAnswer | EmbedAnswer | None = None
+    """The answer of a row that is scored or embedded; it has no `choices` then."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log-probabilities of the prompt's tokens, where the row asks for them."""
 
 
 def failed(place: Place, error: RowError) -> JobResult:

@@ -40,9 +40,26 @@ class Answer(dict[str, Any]):
         return self.texts[0]
 
     @property
+    def reasoning_content(self) -> str | None:
+        """The thought of the row's first answer; None: it has none, or the row failed."""
+        return None if self.error is not None else self._message.get("reasoning_content")
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The tools that the first answer calls, in OpenAI's form; empty: none, or the row failed."""
+        return [] if self.error is not None else self._message.get("tool_calls") or []
+
+    @property
     def finish_reason(self) -> str | None:
-        """The reason why the first answer ended (`stop` or `length`); None: the row failed."""
+        """The reason why the first answer ended, such as `stop` or `length`; None: the row failed."""
         return None if self.error is not None else self._choices[0]["finish_reason"]
+
+    @property
+    def _message(self) -> dict[str, Any]:
+        """What holds the parts of the first answer."""
+        choice = self._choices[0]
+        message: dict[str, Any] = choice.get("message") or choice
+        return message
 
     @property
     def _choices(self) -> list[dict[str, Any]]:
@@ -59,5 +76,5 @@ def make_answer(result: JobResult, form: OutputForm) -> Answer:
 
 def _text_of(choice: Mapping[str, Any]) -> str:
     message = choice.get("message")
-    text: str = choice["text"] if message is None else message["content"]
-    return text
+    text: str | None = choice["text"] if message is None else message["content"]
+    return text or ""  # null where the answer is a thought or tool calls alone

@@ -83,7 +83,9 @@ class Chat:
         except KeyboardInterrupt:
             stream.close()
         if answer is None or answer.error is None:
-            self._messages += [question, {"role": "assistant", "content": stream.text}]
+            # What it has thought is not said again.
+            text = stream.text if answer is None else answer.text or stream.text
+            self._messages += [question, {"role": "assistant", "content": text}]
         return answer
 
 

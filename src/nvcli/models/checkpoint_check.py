@@ -17,6 +17,8 @@ from nvcli.models.safetensors_header import TensorInfo
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 """A tied LM head, which some tools write too, and the tensor whose values it must have."""
 
+_UNUSED_ENDS = ("rotary_emb.inv_freq", ".q_scale")
+"""How the names end of tensors that checkpoints may have and that have no use here: angles, and scales of queries."""
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -38,7 +40,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     if config.tie_word_embeddings:
         known.add(TIED_HEAD)
     unknown = [name for name in tensors if name not in known and not is_kv_scale(name)]
-    if extra := [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]:
+    if extra := [name for name in unknown if not name.endswith(_UNUSED_ENDS)]:
         names = [tensors[name].name for name in extra]
         raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', names)}")
 

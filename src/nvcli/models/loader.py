@@ -82,13 +82,6 @@ def load_weights(
     return sum(model.weight_bytes().values())
 
 
-def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
-    scales: Tensor | None = None
-    if source.scales is not None:
-        scales = getattr(module, source.scales.parameter)[source.scales.write]
-    return _Assignment(source, getattr(module, source.parameter)[source.write], scales)
-
-
 def load_kv_scales(model: CausalLM, path: Path, device: torch.device) -> str | None:
     """Give the model's layers the scales that the checkpoint folder `path` brings for an FP8 KV cache.
 
@@ -127,6 +120,13 @@ def _read_scale(info: TensorInfo) -> float:
     if not 0 < scale < math.inf:
         raise LoadError(f"{info.file}: tensor {info.name} is {scale}, and a scale has to be above 0; {way_out}")
     return scale
+
+
+def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
+    scales: Tensor | None = None
+    if source.scales is not None:
+        scales = getattr(module, source.scales.parameter)[source.scales.write]
+    return _Assignment(source, getattr(module, source.parameter)[source.write], scales)
 
 
 def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:

@@ -150,17 +150,17 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
             yield {"tensor_parallel_size": size}, "weights and cache are spread over more GPUs"
 
 
+def _takes_fp8(config: EngineConfig) -> bool:
+    """Whether the keys and values of a run could be kept in FP8, and are not yet."""
+    return config.kv_dtype != "fp8" and set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
+
+
 def _keeps_fp8(config: EngineConfig, model: ModelConfig) -> bool:
     """Tell whether weights could be kept in FP8, and are not."""
     try:
         return config.quantization == "none" and model.keeping("fp8").divides_by(config.tensor_parallel_size)
     except ConfigError:  # layers that are left alone cannot be told
         return False
-
-
-def _takes_fp8(config: EngineConfig) -> bool:
-    """Whether the keys and values of a run could be kept in FP8, and are not yet."""
-    return config.kv_dtype != "fp8" and set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
 
 
 def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:

@@ -79,7 +79,7 @@ def _file_lengths(run: RunConfig, config: EngineConfig, model: ModelConfig, inpu
     failed = 0
     for row in prepared_rows(run, config.model_path, model, input_file):
         if isinstance(row, PreparedRow):
-            requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.n
+            requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.num_samples
         else:
             failed += 1
     if not requests:

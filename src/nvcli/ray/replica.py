@@ -21,7 +21,8 @@ from nvcli.config import RunConfig
 from nvcli.errors import ClosedError, ConfigError, WorkerError
 from nvcli.job_run.engines import StartEngine, start_engine
 from nvcli.job_run.resolve import row_keys
-from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_choices
+from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.jobs.rows.raw_values import without_nulls
 from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.llm.answer import Answer
@@ -57,7 +58,7 @@ class Replica:
         rows = self._rows_of(table)
         answers = self._answers(rows)
         for answer in answers:
-            fit_choices(answer["choices"])
+            fit_row(answer)
         for name in COLUMNS:
             column = pyarrow.array([answer[name] for answer in answers], ANSWER_TYPES[name])
             table = table.append_column(name, column)
@@ -98,7 +99,7 @@ class Replica:
         """Return what concerns nvcli of the rows, without nulls; a row has its own seed unless the job has one."""
         keys, job = self._keys, self._run.job
         has_template = job.prompt_template is not None or bool(job.messages_template)
-        names = {*keys.prompts, *keys.beside_prompt}
+        names = {*keys.prompts, *keys.beside_prompt, *CONVERSATION_KEYS}
         # A template may name any column; otherwise nothing is decoded that no answer depends on.
         wanted = [name for name in table.column_names if has_template or name in names]
         rows: list[dict[str, Any]] = [without_nulls(row) for row in table.select(wanted).to_pylist()]

@@ -30,6 +30,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
 from nvcli.models.registry import build_model
+from nvcli.runner.constraints import Constraints
 from nvcli.runner.device import import_kernels, open_device
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
@@ -44,6 +45,7 @@ from nvcli.runner.memory import (
     peak_bytes,
     plan_memory,
 )
+from nvcli.runner.prompt_reader import PromptReader
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.step_clock import StepClock
@@ -127,9 +129,9 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            self.model_config = load_model_config(
-                self.config.model_path, expert_parallel=self.config.enable_expert_parallel
-            ).keeping(self.config.quantization)
+            config = load_model_config(self.config.model_path, expert_parallel=self.config.enable_expert_parallel)
+            config = config.headless() if self.config.embedding_size else config
+            self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
             )
@@ -196,7 +198,10 @@ class ModelRunner:
         config = self.config
         self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
-        self.sampler = Sampler(self.slots, self.group, self.model_config.vocab_size)
+        vocab_size = self.model_config.vocab_size
+        self.sampler = Sampler(self.slots, self.group, vocab_size)
+        follows = self._context.rank == config.output_rank
+        self.constraints = Constraints(config.model_path, vocab_size, self.device, follows=follows)
         self.buffers = InputBuffers(
             self.slots.state,
             max_rows=config.max_padded_rows,
@@ -277,6 +282,8 @@ class ModelRunner:
             self.kv_cache,
             self.backend,
             self.sampler,
+            self.constraints,
+            PromptReader(self.model, self.group, self.device),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,

@@ -7,8 +7,9 @@ two ways, and a batch takes one of them:
   min-p; with several ranks temperatures alone: each rank finds the best token of its shard, and the best of those is
   the very token that would be sampled from the whole vocabulary.
 - `sample_fully` does all that rows can ask for, behind the forward pass. With several ranks a small top-k needs no
-  whole logits: the ranks exchange the tokens that it may keep, and all choose alike. For what remains (other limits,
-  penalties, biases, log-probabilities) rank 0 gathers the logits and chooses, and all ranks learn.
+  whole logits: the ranks exchange the tokens that it may keep, and all choose alike. Nor do masks, which rank 0 sends
+  to all, and each applies to its shard. For what remains (other limits, penalties, biases, log-probabilities) rank 0
+  gathers the logits and chooses, and all ranks learn.
 
 Neither waits for the device. What few rows ask for is done for those rows only. A row whose logits are not finite gets
 `NOT_FINITE` in the place of a token.
@@ -25,11 +26,13 @@ from torch import Tensor
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.candidates import choose_candidates, shard_candidates
 from nvcli.kernels.sampling import apply_penalties, packed_argmax, sample, unpack_argmax
+from nvcli.kernels.token_mask import apply_token_mask
 from nvcli.messages import TokenLogprobs
 from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable
 
-_CHANGES_AND_LOGPROBS = SamplingFlag.PENALTIES | SamplingFlag.ADJUSTED | SamplingFlag.LOGPROBS
+_CHANGES = SamplingFlag.PENALTIES | SamplingFlag.ADJUSTED | SamplingFlag.ALLOWED | SamplingFlag.BAD_WORDS
+_CHANGES_AND_LOGPROBS = _CHANGES | SamplingFlag.LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Sampler:
         with_ranks = SamplingFlag.OTHER_LIMITS if group.size > 1 else SamplingFlag(0)
         self._whole_logits_flags = int(_CHANGES_AND_LOGPROBS | with_ranks)
         with_ranks |= SamplingFlag.SMALL_TOP_K if group.size > 1 else SamplingFlag(0)
-        self._full_flags = int(_CHANGES_AND_LOGPROBS | with_ranks)
+        self._full_flags = int(_CHANGES_AND_LOGPROBS | SamplingFlag.CONSTRAINED | with_ranks)
 
     def needs(self, slots: np.ndarray) -> SamplingNeeds:
         """Look up what the rows of these slots [N] ask for."""
@@ -116,15 +119,25 @@ class Sampler:
         return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
     def sample_fully(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds, longest: int
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        needs: SamplingNeeds,
+        longest: int,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, PendingLogprobs | None]:
         """Choose ids [N] int32 for any batch, on every rank the same. Rank 0 also returns the log-probabilities that
         rows asked for, or None if none did.
 
-        The first three arguments are those of `sample`. needs: what these rows ask for; longest: the highest position
-        that a row may have.
+        The first three arguments are those of `sample`; `logits` may be overwritten. needs: what these rows ask for;
+        longest: the highest position that a row may have; masks: [n, W] for the rows that are constrained, None if none
+        is. Rank 0 has them; the other ranks give memory of the same shape.
         """
         if not needs.needs_whole_logits:
+            if masks is not None:
+                shard, start = self._shard(logits)
+                self._mask(shard, needs, self._group.broadcast(masks), start)
             return self._sample_limited(logits, slots, positions, needs), None
         whole = self._group.gather(logits)
         if whole is None:
@@ -134,19 +147,23 @@ class Sampler:
             needs.rows(flag) for flag in (SamplingFlag.PENALTIES, SamplingFlag.ADJUSTED, SamplingFlag.LOGPROBS)
         )
         at_penalised, at_adjusted, at_asking = (rows.long() for rows in self._slots.upload(penalised, adjusted, asking))
+        unmodified = whole[at_asking] if len(asking) else None
+        if masks is not None:
+            self._mask(whole, needs, masks, 0)
         logits = whole
-        if len(penalised) or len(adjusted):
+        if len(needs.rows(_CHANGES)):
             logits = whole.float().clone()
         if len(penalised):
             self._penalise(logits, at_penalised, slots, positions, longest)
         if len(adjusted):
             width = int(self._table.num_adjusted_host[needs.slots[adjusted]].max())
             self._adjust(logits, at_adjusted, slots, positions, width)
+        self._restrict(logits, slots, positions, needs)
         ids = self._share(slots, sample(logits, self._table.columns, slots, positions))
-        if not len(asking):
+        if unmodified is None:
             return ids, None
         counts = self._table.num_logprobs_host[needs.slots[asking]]
-        return ids, _find_logprobs(whole, ids, asking, at_asking, counts)
+        return ids, _find_logprobs(unmodified, ids, asking, at_asking, counts)
 
     def _sample_limited(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """Choose by temperature and limits. With several ranks the only limits here are those of rows with a small
@@ -157,6 +174,11 @@ class Sampler:
         shard, start = self._shard(logits)
         packed, lists = shard_candidates(shard, columns, slots, positions, start=start)
         return choose_candidates(self._group.max(packed), self._group.all_gather(lists), columns, slots, positions)
+
+    def _mask(self, logits: Tensor, needs: SamplingNeeds, masks: Tensor, start: int) -> None:
+        """Apply masks [n, W] to the constrained rows of logits [N, M] of the tokens from `start` on, in place."""
+        (rows,) = self._slots.upload(needs.rows(SamplingFlag.CONSTRAINED))
+        apply_token_mask(logits, rows, masks, start=start)
 
     def _shard(self, logits: Tensor) -> tuple[Tensor, int]:
         """Return this rank's logits without padding, and the first token that they belong to."""
@@ -190,16 +212,35 @@ class Sampler:
         values = table.adjusted_values[chosen, :width]
         is_too_short = (positions[at] < table.min_len[chosen])[:, None]
         values = torch.where((values > -torch.inf) | is_too_short, values, 0.0)
+        values = torch.where(values < torch.inf, values, 0.0)  # allowed tokens
         ids = table.adjusted_ids[chosen, :width].long()
         logits.index_put_((at[:, None].expand_as(ids), ids), values, accumulate=True)
+
+    def _restrict(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> None:
+        """Forbid what completes a bad word, and all but allowed tokens, in logits [N, V] float32, in place."""
+        table = self._table
+        with_words, restricted = needs.rows(SamplingFlag.BAD_WORDS), needs.rows(SamplingFlag.ALLOWED)
+        if not len(with_words) and not len(restricted):
+            return
+        at_words, at = (rows.long() for rows in self._slots.upload(with_words, restricted))
+        if len(with_words):
+            tokens, prompt_lens = self._slots.state.token_ids, table.prompt_len
+            table.bad_words.forbid(logits, at_words, slots, positions, tokens=tokens, prompt_lens=prompt_lens)
+        if len(restricted):
+            width = int(table.num_adjusted_host[needs.slots[restricted]].max())
+            ids = table.adjusted_ids[slots[at], :width].long()
+            is_allowed = (table.adjusted_values[slots[at], :width] == torch.inf).int()
+            counts = torch.zeros(len(at), logits.shape[1], dtype=torch.int32, device=logits.device)
+            counts.scatter_add_(1, ids, is_allowed)  # an id may stand there for something else too
+            logits[at] = logits[at].masked_fill(counts == 0, -torch.inf)
 
 
 def _find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray) -> PendingLogprobs:
     """Compute log-probabilities and start their copies to the host.
 
-    logits: [N, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives.
+    logits: [n, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives.
     """
-    logprobs = logits[at].float().log_softmax(dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, ids[at].long().clamp_(min=0)[:, None])[:, 0]  # `NOT_FINITE` is no token
     top = logprobs.topk(max(1, int(counts.max())), dim=-1)
     # A copy to the host that does not wait goes to pinned memory.

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
-from nvcli.messages import MAX_STOP_IDS, NewSlot, SlotSampling
+from nvcli.messages import MAX_STOP_IDS, NewSlot
+from nvcli.runner.bad_words import BadWords
 from nvcli.runner.uploader import Uploader
 
 _MAX_INT32 = 2**31 - 1
@@ -35,6 +36,12 @@ class SamplingFlag(IntFlag):
     ADJUSTED = 8
     """Biased or forbidden tokens."""
     LOGPROBS = 16
+    CONSTRAINED = 32
+    """An answer that follows a grammar."""
+    ALLOWED = 64
+    """Only some tokens may be chosen."""
+    BAD_WORDS = 128
+    """Sequences of tokens that must not come up."""
 
 
 class SamplingTable:
@@ -56,9 +63,11 @@ class SamplingTable:
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, row=row, sample=sample
         )
         self.adjusted_ids = torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.int32, device=device)
-        """[S, MAX_STOP_IDS], the biased tokens of a slot, then its stop ids."""
+        """[S, MAX_STOP_IDS], the biased tokens of a slot, then its stop ids, then its allowed tokens."""
         self.adjusted_values = torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.float32, device=device)
-        """[S, MAX_STOP_IDS], what is added to the logits of those tokens: -inf for stop ids, 0 behind the last."""
+        """[S, MAX_STOP_IDS], what is added to the logits of those tokens: -inf for stop ids, 0 behind the last. It is
+        +inf for allowed tokens, to which nothing is added."""
+        self.bad_words = BadWords(num_rows, device)
 
         self.flags_host = np.zeros(num_rows, dtype=np.uint8)
         """[S], `SamplingFlag`s."""
@@ -82,12 +91,15 @@ class SamplingTable:
         at = index.long()
         self._words[:, at] = words_there.view(len(words), -1)
         self._longs[:, at] = longs_there.view(torch.int64).view(len(longs), -1)
-        self.flags_host[slots] = [_flags(s) for s in samplings]
+        self.flags_host[slots] = [_flags(new) for new in new_slots]
         self.num_logprobs_host[slots] = [max(0, s.num_logprobs) for s in samplings]
-        self.num_adjusted_host[slots] = [len(s.bias_ids) + len(s.stop_ids) for s in samplings]
-        adjusted = [new for new in new_slots if new.sampling.bias_ids or new.sampling.stop_ids]
+        self.num_adjusted_host[slots] = [len(s.bias_ids) + len(s.stop_ids) + len(s.allowed_ids) for s in samplings]
+        adjusted = [new for new, count in zip(new_slots, self.num_adjusted_host[slots], strict=True) if count]
         if adjusted:
             self._fill_adjusted(adjusted)
+        with_words = [new for new in new_slots if new.sampling.bad_words]
+        if with_words:
+            self.bad_words.fill(with_words)
 
     def _fill_adjusted(self, new_slots: list[NewSlot]) -> None:
         slots = np.array([new.slot for new in new_slots])
@@ -95,9 +107,10 @@ class SamplingTable:
         ids = np.zeros((len(slots), longest), dtype=np.int32)
         values = np.zeros((len(slots), longest), dtype=np.float32)
         for i, s in enumerate(new.sampling for new in new_slots):
-            entries = [*s.bias_ids, *s.stop_ids]
+            entries = [*s.bias_ids, *s.stop_ids, *s.allowed_ids]
             ids[i, : len(entries)] = entries
-            values[i, : len(entries)] = [*s.bias_values, *([-np.inf] * len(s.stop_ids))]
+            stops, allowed = [-np.inf] * len(s.stop_ids), [np.inf] * len(s.allowed_ids)
+            values[i, : len(entries)] = [*s.bias_values, *stops, *allowed]
         at = self._to_device(slots)
         self.adjusted_values.index_fill_(0, at, 0.0)
         self.adjusted_ids[at, :longest] = self._to_device(ids)
@@ -110,8 +123,10 @@ class SamplingTable:
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _flags(sampling: SlotSampling) -> int:
-    s, flags = sampling, SamplingFlag(0)
+def _flags(new: NewSlot) -> int:
+    s, flags = new.sampling, SamplingFlag(0)
+    if new.constraint is not None:
+        flags |= SamplingFlag.CONSTRAINED
     if s.temperature > 0 and 0 < s.top_k <= MAX_CANDIDATES:
         flags |= SamplingFlag.SMALL_TOP_K
     elif s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0):
@@ -120,6 +135,10 @@ def _flags(sampling: SlotSampling) -> int:
         flags |= SamplingFlag.PENALTIES
     if s.bias_ids or s.stop_ids:
         flags |= SamplingFlag.ADJUSTED
+    if s.allowed_ids:
+        flags |= SamplingFlag.ALLOWED
+    if s.bad_words:
+        flags |= SamplingFlag.BAD_WORDS
     if s.num_logprobs >= 0:
         flags |= SamplingFlag.LOGPROBS
     return int(flags)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
-from nvcli.config import OnTooLong, SpecialTokens
+from nvcli.chat_template import unknown_variables
+from nvcli.config import OnTooLong, ReasoningParserName, SpecialTokens, ToolParserName
+from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError
+from nvcli.job_run.text.answer_reader import AnswerReader, Reading
+from nvcli.job_run.text.continuations import Continuations
 from nvcli.job_run.text.conversation import Conversation
+from nvcli.job_run.text.grammar_maker import Grammar, GrammarMaker
 from nvcli.job_run.text.long_text import encode_long, is_long
+from nvcli.job_run.text.prompt_tasks import (
+    PreparedTask,
+    ScoredText,
+    check_dimensions,
+    scored_continuations,
+    scored_prompt,
+)
 from nvcli.job_run.text.special_tokens import special_token_rule
+from nvcli.job_run.text.token_rules import TokenRules, token_rules
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
+from nvcli.jobs.rows.conversation_options import ARGUMENTS, CONTINUE_FINAL_MESSAGE
+from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
 from nvcli.messages import pack
 from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
+from nvcli.structured import MAX_END_IDS, Constraint, Structured
 
 _ROW_BYTES = 1000
 """Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
@@ -32,6 +49,10 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     on_too_long: OnTooLong = "error"
     special_tokens: SpecialTokens = "allow"
+    reasoning_parser: ReasoningParserName = "auto"
+    tool_parser: ToolParserName = "auto"
+    hidden_size: int = 0
+    """The numbers of an embedding."""
 
 
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +65,16 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_ids: list[int]
     sampling: SamplingParams
+    constraint: Constraint | None = None
+    """What has become of the sampling's `structured`; None: the answer may be anything."""
+    rules: TokenRules | None = None
+    """What `sampling` says about tokens, by their ids."""
+    echo: str = ""
+    """The text that stands before the answer in its text."""
+    reading: Reading | None = None
+    """How answers are taken apart; None: they are texts."""
+    thought_limit: ThoughtLimit | None = None
+    """The limit of an answer's thought; None: it has none."""
     answer_key: bytes | None = None
     """A key that is equal for rows whose answers are equal.
 
@@ -52,26 +83,36 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     """
     num_bytes: int = 0
     """Roughly what the row takes in memory while it waits."""
+    task: PreparedTask | None = None
+    """What the row asks for in place of an answer; `sampling.n` is then the number of its requests."""
 
 
 class Preparer:
     """Tokenizes rows for one model. Used by one thread."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, render: Render) -> None:
-        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`)."""
+    def __init__(
+        self, tokenizer: Tokenizer, limits: ModelLimits, render: Render, grammars: GrammarMaker | None = None
+    ) -> None:
+        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`). With `grammars` None
+        rows that ask for structured answers are refused."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._render = render
+        self._grammars = grammars
         self._rule = special_token_rule(limits.special_tokens, tokenizer)
-        eos_id = tokenizer.eos_token_id
-        eos_ids = limits.eos_token_ids or (() if eos_id is None else (eos_id,))
-        # An id that the model has no logit for is never sampled, and cannot be forbidden either (`min_tokens`).
-        self._eos_ids = [token for token in eos_ids if token < limits.vocab_size]
+        self._eos_ids = end_ids(tokenizer, limits)
+        self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
         self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
         """Whether every id that the tokenizer gives is one of the model's."""
         self._sampling: SamplingParams | None = None
         """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
+        self._grammar: Grammar | None = None
+        self._counted_grammar: Grammar | None = None
+        """The last grammar whose memory was counted, which is done once, for the row that brought it."""
+        self._constraint: Constraint | None = None
+        self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
+        self._rules: TokenRules | None = None
         self._answers_follow_from: bytes | None = None
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
@@ -89,15 +130,11 @@ class Preparer:
                 else:
                     prompts[at] = refusal
             elif row.messages is not None:
-                refusal = self._rule.check(row.messages, "messages")
-                if refusal is None and row.chat_template_kwargs:
-                    refusal = self._rule.check(row.chat_template_kwargs, "chat_template_kwargs")
-                if refusal is None:
-                    conversations[at] = Conversation(
-                        self._rule.to_template(row.messages), self._rule.to_template(row.chat_template_kwargs)
-                    )
+                conversation = self._conversation(row, row.messages)
+                if isinstance(conversation, RowError):
+                    prompts[at] = conversation
                 else:
-                    prompts[at] = refusal
+                    conversations[at] = conversation
             else:
                 assert row.prompt_token_ids is not None
                 prompts[at] = row.prompt_token_ids
@@ -107,13 +144,103 @@ class Preparer:
                 prompts[at] = rendered
             else:
                 chats[at] = rendered
+        wholes = self._wholes.encode(rows, prompts, plain, chats)
         for texts, is_rendered in ((plain, False), (chats, True)):
-            for at in [at for at, text in texts.items() if is_long(text, self._limits.max_model_len)]:
-                prompts[at] = self._encode_long(texts.pop(at), is_rendered=is_rendered)
+            for at in [at for at, text in texts.items() if self._is_cut(text, at in wholes)]:
+                job = rows[at]
+                assert isinstance(job, Job)
+                prompts[at] = self._encode_long(texts.pop(at), self._on_too_long(job), is_rendered=is_rendered)
             if texts:
                 encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
                 prompts.update(zip(texts, encoded, strict=True))
-        return [self._prepare_row(row, prompts[at]) if isinstance(row, Job) else row for at, row in enumerate(rows)]
+        return [
+            row
+            if not isinstance(row, Job)
+            else self._prepare_row(row, prompts[at])
+            if row.task is None
+            else self._prepare_task(row, row.task, prompts[at], wholes.get(at, ()))
+            for at, row in enumerate(rows)
+        ]
+
+    def _prepare_task(
+        self, job: Job, task: PromptTask, prompt: list[int] | RowError, wholes: Sequence[list[int] | RowError]
+    ) -> PreparedRow | JobResult:
+        """Prepare a row that is scored or embedded. `wholes` are its prompt with each continuation."""
+        problem = next((ids for ids in (prompt, *wholes) if isinstance(ids, RowError)), None)
+        if problem is not None:
+            return failed(job.place, problem)
+        assert isinstance(prompt, list)
+        limits = self._limits
+        try:
+            if job.prompt_token_ids is not None:
+                _check_vocabulary("`prompt_token_ids`", prompt, limits)
+            elif not self._ids_fit:
+                _check_vocabulary("the tokenized prompt", prompt, limits)
+            texts: tuple[ScoredText, ...] = ()
+            if isinstance(task, ScoreTask) and task.continuations is not None:
+                prompt, texts = scored_continuations(
+                    task,
+                    prompt,
+                    [ids for ids in wholes if isinstance(ids, list)],
+                    lead=self._wholes.lead,
+                    num_behind=self._wholes.num_behind if job.prompt is not None else 0,
+                    max_model_len=limits.max_model_len,
+                    on_too_long=limits.on_too_long,
+                )
+            if not prompt:
+                raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
+            if isinstance(task, EmbedTask):
+                check_dimensions(task, limits.hidden_size)
+                prompt, _ = _fit(prompt, job.sampling, limits, "sampling")
+            elif not texts:
+                prompt, texts = scored_prompt(
+                    prompt, job.prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long
+                )
+            prompt_ids, prepared = pack(prompt), PreparedTask(task=task, texts=texts)
+            extra = job.place.extra
+            return PreparedRow(
+                place=job.place,
+                prompt_ids=prompt_ids,
+                num_prompt_tokens=len(prompt) + prepared.num_tokens,
+                max_tokens=1,
+                stop_ids=[],
+                sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
+                answer_key=prepared.answer_key(prompt_ids),
+                num_bytes=_ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0),
+                task=prepared,
+            )
+        except RowError as error:
+            return failed(job.place, error)
+
+    def _conversation(self, job: Job, messages: list[dict[str, Any]]) -> Conversation | RowError:
+        """Return what the chat template is given of a row, or the error of what it may not be given."""
+        rule, variables = self._rule, job.chat_template_kwargs
+        refusal = rule.check(messages, "messages")
+        if refusal is None and variables:
+            refusal = rule.check(variables, "chat_template_kwargs")
+        if job.template_arguments:
+            refusal = refusal or self._check_arguments(job)
+            variables = {**variables, **job.template_arguments}
+        return refusal or Conversation(rule.to_template(messages), rule.to_template(variables))
+
+    def _check_arguments(self, job: Job) -> RowError | None:
+        """Return the error of a row whose arguments would have no effect, or are not allowed."""
+        unknown = self._unknown_arguments.intersection(job.template_arguments)
+        under = "" if job.place.form is RowForm.NATIVE else "body."
+        if unknown:
+            return RowError(
+                "unsupported_parameter",
+                f"`{under}{min(unknown)}` would have no effect: the model's chat template does not know it; leave it "
+                "out, or name a --chat-template that does",
+            )
+        refusals = (self._rule.check(value, under + name) for name, value in job.template_arguments.items())
+        return next((refusal for refusal in refusals if refusal is not None), None)
+
+    @functools.cached_property
+    def _unknown_arguments(self) -> frozenset[str]:
+        """The keys of a row that the chat template does not know."""
+        template = self._tokenizer.chat_template
+        return frozenset(unknown_variables(template, ARGUMENTS) if template else ())
 
     def _prepare_row(self, job: Job, prompt: list[int] | RowError) -> PreparedRow | JobResult:
         if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it
@@ -132,13 +259,28 @@ class Preparer:
                 self._follow(sampling, under)
             ids, max_tokens = _fit(prompt, sampling, self._limits, under)
             prompt_ids = pack(ids)
+            echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
+            reading = None
+            if job.messages is not None:
+                reading = self._reader.reading(ids, job.tools, _last_message(job))
+            thought_limit = None
+            if sampling.thinking_budget is not None:
+                thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under)
             answer_key = None
             if self._answers_follow_from is not None:
+                read_as = echo.encode() if reading is None else echo.encode() + reading.digest
                 # 128 bits: two different rows do not meet in practice.
                 answer_key = blake2b(
-                    b"%b%d:%b" % (self._answers_follow_from, max_tokens, prompt_ids), digest_size=16
+                    b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
                 ).digest()
             extra = job.place.extra
+            num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
+            if self._grammar is not None:
+                if self._grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
+                    sampling = msgspec.structs.replace(sampling, structured=self._grammar.wanted)
+                elif self._grammar is not self._counted_grammar:
+                    self._counted_grammar = self._grammar
+                    num_bytes += self._grammar.num_bytes
             return PreparedRow(
                 place=job.place,
                 prompt_ids=prompt_ids,
@@ -146,8 +288,13 @@ class Preparer:
                 max_tokens=max_tokens,
                 stop_ids=self._stop_ids,
                 sampling=sampling,
+                constraint=self._constraint,
+                rules=self._rules,
+                echo=echo,
+                reading=reading,
+                thought_limit=thought_limit,
                 answer_key=answer_key,
-                num_bytes=_ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0),
+                num_bytes=num_bytes,
             )
         except RowError as error:
             return failed(job.place, error)
@@ -159,14 +306,24 @@ class Preparer:
         """
         self._sampling = None
         _check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
-        _check_vocabulary(f"`{under}.logit_bias`", list(sampling.logit_bias), self._limits)
+        self._rules = rules = token_rules(sampling, self._tokenizer, under=under)
+        if rules is not None:
+            _check_vocabulary(f"`{under}.logit_bias`", list(rules.biases), self._limits)
+            for word in [rules.forbidden_ids, *rules.bad_words]:
+                _check_vocabulary(f"`{under}.bad_words`", word, self._limits)
         self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
+        if sampling.allowed_token_ids is not None:
+            self._check_allowed(sampling, sampling.allowed_token_ids, under)
         if sampling.min_tokens and len(self._stop_ids) == self._limits.vocab_size:
             raise RowError(
                 "invalid_sampling",
                 f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
                 "are stop tokens, so none may be chosen; leave one of the two out",
             )
+        self._grammar = self._constraint = None
+        if sampling.structured is not None:
+            self._grammar = self._make_grammar(sampling.structured, under)
+            self._constraint = Constraint(grammar=self._grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
@@ -174,8 +331,70 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
-    def _encode_long(self, text: str, *, is_rendered: bool) -> list[int] | RowError:
-        max_len, on_too_long = self._limits.max_model_len, self._limits.on_too_long
+    def _make_grammar(self, wanted: Structured, under: str) -> Grammar:
+        """Return the grammar of rows that ask for a structured answer. Raises RowError."""
+        form = wanted.form
+        name = f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
+        if self._grammars is None:
+            raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
+        if not self._eos_ids:
+            raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
+        return self._grammars.grammar(wanted, name=name)
+
+    def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
+        """Raise RowError where one of the allowed tokens is none, or none of them may be chosen."""
+        _check_vocabulary(f"`{under}.allowed_token_ids`", allowed, self._limits)
+        left = set(allowed).difference(() if self._rules is None else self._rules.forbidden_ids)
+        if not left or (sampling.min_tokens and left.issubset(self._stop_ids)):
+            key = "bad_words" if not left else "min_tokens"
+            raise RowError(
+                "invalid_sampling",
+                f"`{under}.{key}` forbids all of the {len(set(allowed))} `{under}.allowed_token_ids`, so no token "
+                "could be chosen; leave one of the two out",
+            )
+
+    def _echo(self, job: Job, ids: list[int], *, is_whole: bool) -> str:
+        """Return the text of the prompt, which is `ids` now, or of the message that the answer goes on with.
+
+        Raises RowError for a conversation whose answer begins a message.
+        """
+        if job.messages is not None:
+            content = _last_message(job)
+            if content is None:
+                raise RowError(
+                    "invalid_sampling",
+                    "`echo` is true, and the answer to a conversation goes on with no text of it; leave it out, or "
+                    f"give `{CONTINUE_FINAL_MESSAGE}`: true",
+                )
+            return content
+        if job.prompt is not None and is_whole:
+            return job.prompt
+        return self._tokenizer.decode_one(ids, skip_special_tokens=job.sampling.skip_special_tokens)
+
+    def _thought_limit(self, job: Job, ids: list[int], budget: int, under: str) -> ThoughtLimit | None:
+        """Return the limit of an answer's thought; None: the prompt leaves it none. Raises RowError."""
+        parser, name = self._reader.reasoning, f"{under}.thinking_budget"
+        if parser is None:
+            raise RowError(
+                "unsupported_parameter",
+                f"`{name}` is given, and how this model marks its thoughts is not known; leave it out, or set "
+                "`job.reasoning_parser`",
+            )
+        return parser.limit(budget, parser.state_of(ids, _last_message(job)), name)
+
+    def _is_cut(self, text: str, has_continuations: bool) -> bool:
+        """Tell whether only a part of a text is to be tokenized. A prompt with continuations is tokenized as a whole,
+        or refused."""
+        return is_long(text, self._limits.max_model_len) and not (
+            has_continuations and self._limits.on_too_long != "error"
+        )
+
+    def _on_too_long(self, job: Job) -> OnTooLong:
+        """Return what becomes of a prompt that is too long, by its row or the job."""
+        return self._limits.on_too_long if job.sampling.truncate_prompt_tokens is None else "truncate-left"
+
+    def _encode_long(self, text: str, on_too_long: OnTooLong, *, is_rendered: bool) -> list[int] | RowError:
+        max_len = self._limits.max_model_len
         most = self._tokenizer.max_token_chars
         if on_too_long == "error" and most is not None and len(text) > most * (max_len + 1):
             return RowError(
@@ -189,6 +408,23 @@ class Preparer:
             max_model_len=max_len,
             on_too_long=on_too_long,
         )
+
+
+def end_ids(tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
+    """Return the model's end-of-sequence ids, without those that it has no logit for: they are never sampled, and
+    cannot be forbidden either (`min_tokens`)."""
+    own = tokenizer.eos_token_id
+    ids = limits.eos_token_ids or (() if own is None else (own,))
+    return [token for token in ids if token < limits.vocab_size]
+
+
+def _last_message(job: Job) -> str | None:
+    """Return the text of the message that the answer goes on with; None: it begins a new one."""
+    if job.messages is None:
+        return None
+    goes_on = {**job.chat_template_kwargs, **job.template_arguments}.get(CONTINUE_FINAL_MESSAGE)
+    content = job.messages[-1].get("content")
+    return content if goes_on and isinstance(content, str) else None
 
 
 def _num_bytes(extra: Mapping[str, Any]) -> int:
@@ -207,15 +443,21 @@ def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: s
     """Return the prompt, cut where that is needed and allowed, and the most tokens of its answer. Raises RowError."""
     max_len = limits.max_model_len
     asked = sampling.max_tokens
+    on_too_long = limits.on_too_long
+    if sampling.truncate_prompt_tokens is not None:
+        if sampling.truncate_prompt_tokens > 0:
+            ids = ids[-sampling.truncate_prompt_tokens :]
+        else:
+            on_too_long = "truncate-left"
     room = max_len - len(ids)
     if room < (asked or 1):
-        if limits.on_too_long == "error":
+        if on_too_long == "error":
             raise _too_long(len(ids), asked, max_len, under)
         answer_len = asked or max(1, max_len // 4)
         keep = max_len - answer_len
         if keep < 1:
             raise _too_long(1, asked, max_len, under)
-        ids = ids[-keep:] if limits.on_too_long == "truncate-left" else ids[:keep]
+        ids = ids[-keep:] if on_too_long == "truncate-left" else ids[:keep]
         room = answer_len
     max_tokens = asked or room
     if sampling.min_tokens > max_tokens:
@@ -223,12 +465,18 @@ def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: s
             "max_tokens_too_large",
             f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
         )
-    if (num_numbers := sampling.n * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
+    if sampling.prompt_logprobs is not None and len(ids) * (1 + sampling.prompt_logprobs) > MAX_ANSWER_NUMBERS:
         raise RowError(
             "invalid_sampling",
-            f"{sampling.n:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids hold "
-            f"{num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` or "
-            f"`{under}.logprobs`",
+            f"`{under}.prompt_logprobs` is {sampling.prompt_logprobs}, and a prompt of {len(ids):,} tokens has more "
+            f"than {MAX_ANSWER_NUMBERS:,} numbers; lower it",
+        )
+    if (num_numbers := sampling.num_samples * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
+        raise RowError(
+            "invalid_sampling",
+            f"{sampling.num_samples:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids "
+            f"hold {num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` "
+            f"or `{under}.logprobs`",
         )
     return ids, max_tokens
 

@@ -89,33 +89,40 @@ class Search:
         """The number of characters at the end of the text that a stop string may begin with."""
         return self._node.depth
 
-    def take(self, piece: str) -> int | None:
-        """Take the next piece of the text. Of the stop strings that end in it, return where in the text the one that
-        begins first begins; None if none ends in it."""
+    def take(self, piece: str) -> range | None:
+        """Take the next piece of the text. Of the stop strings that end in it, return the place in the text of the one
+        that begins first; None if none ends in it."""
         root = self._root
         end = self._num_chars
         self._num_chars += len(piece)
         if self._node is root and root.children.keys().isdisjoint(piece):
             return None  # most pieces
-        start: int | None = None
+        found: range | None = None
         for char in piece:
             end += 1
             self._node = node = _next(self._node, char) or root
-            if node.longest and (start is None or end - node.longest < start):
-                start = end - node.longest
-        return start
+            if node.longest and (found is None or end - node.longest < found.start):
+                found = range(end - node.longest, end)
+        return found
 
 
 class StopStringDetector:
     """Takes the tokens of one answer until a stop string is complete."""
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop_strings: StopStrings, *, min_tokens: int = 0
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop_strings: StopStrings,
+        *,
+        min_tokens: int = 0,
+        keeps_stop: bool = False,
     ) -> None:
-        """`decode` gives the text of token ids. A stop string that is complete before `min_tokens` is just text."""
+        """`decode` gives the text of token ids. A stop string that is complete before `min_tokens` is just text.
+        `keeps_stop`: the answer ends behind the stop string, not before it."""
         self._decode = decode
         self._search = stop_strings.search()
         self._min_tokens = min_tokens
+        self._keeps_stop = keeps_stop
         self._ids: list[int] = []
         # Text of ids[:_read] is known; ids[_context:_read] is decoded again with each new token, because the text of
         # a token may depend on those before it (a leading space, the bytes of one character). `_context_text` is as
@@ -128,7 +135,7 @@ class StopStringDetector:
         self._held_back = ""
         """The text of earlier pieces that `take_settled` has not given out."""
         self.text: str | None = None
-        """The answer before the stop string, once that is complete."""
+        """The answer up to the stop string, once that is complete."""
 
     @property
     def num_tokens(self) -> int:
@@ -177,8 +184,8 @@ class StopStringDetector:
 
     def _take_piece(self, piece: str) -> bool:
         self._pieces.append(piece)
-        start = self._search.take(piece)
-        if start is None or len(self._ids) < self._min_tokens:
+        found = self._search.take(piece)
+        if found is None or len(self._ids) < self._min_tokens:
             return False
-        self.text = "".join(self._pieces)[:start]
+        self.text = "".join(self._pieces)[: found.stop if self._keeps_stop else found.start]
         return True

@@ -96,6 +96,11 @@ class Tokenizer:
         """Return the id of every token, added ones too; empty where it is not known."""
         return {} if self._backend is None else self._backend.get_vocab(with_added_tokens=True)
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its spelling; None where there is none, or it is not known."""
+        found: int | None = None if self._backend is None else self._backend.token_to_id(token)
+        return found
+
     @property
     def backend(self) -> Any | None:
         """The Rust object (`tokenizers.Tokenizer`); None for a tokenizer in plain Python."""
@@ -123,6 +128,11 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         eos = self._tokenizer.eos_token_id
         return eos if isinstance(eos, int) else None
+
+    @property
+    def bos_token_id(self) -> int | None:
+        bos = self._tokenizer.bos_token_id
+        return bos if isinstance(bos, int) else None
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int] | RowError]:
         """Return the token ids of each text, or the error of a text that has none.
@@ -175,9 +185,10 @@ class Tokenizer:
         texts: list[str] = self._backend.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
         return texts
 
-    def decode_one(self, ids: Sequence[int]) -> str:
+    def decode_one(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of one answer, with special tokens or without."""
         decode = self._tokenizer.decode if self._backend is None else self._backend.decode
-        return str(decode(list(ids), skip_special_tokens=True))
+        return str(decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special tokens too; bytes that are no text show as U+FFFD."""

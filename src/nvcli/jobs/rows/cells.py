@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nvcli.errors import RowError
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.openai_row import looks_like_openai
@@ -31,8 +32,10 @@ def values_of_cells(cells: Cells, keys: RowKeys, *, max_levels: int) -> dict[str
     """
     texts = cells.texts
     values: dict[str, Any] = dict(texts)
-    json_keys = (keys.messages, keys.prompt_token_ids, keys.sampling, keys.chat_template_kwargs)
-    for key in ("body",) if looks_like_openai(texts) else json_keys:
+    json_keys = [keys.messages, keys.prompt_token_ids, keys.sampling, keys.chat_template_kwargs]
+    if keys.messages in texts:
+        json_keys += CONVERSATION_KEYS
+    for key in ["body"] if looks_like_openai(texts) else json_keys:
         if key in texts:
             values[key] = _json_of(texts[key], key, max_levels)
     return values

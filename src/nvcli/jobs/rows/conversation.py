@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from nvcli.errors import RowError
 from nvcli.validation import InvalidValue, convert, show
 
 
 def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return messages that each have a role, with the text parts of a content joined to one text.
 
-    `under` is where `value` stands in the row. Raises InvalidValue that names the message and its key.
+    The arguments of earlier tool calls, which OpenAI's form has as JSON texts, become objects: that is what chat
+    templates take. `under` is where `value` stands in the row. Raises InvalidValue that names the message and its key,
+    and RowError for a part that is no text, such as an image.
     """
     messages = convert(value, list[dict[str, Any]], under=under)
     name = ".".join(under)
@@ -22,6 +27,8 @@ def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]
 def _checked(message: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise InvalidValue((), f'`{name}.role` is {show(message.get("role"))}; allowed: text such as "user"')
+    if isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_with_object(call, name) for call in message["tool_calls"]]}
     content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": _join_parts(content, f"{name}.content")}
@@ -36,7 +43,26 @@ def _join_parts(parts: list[Any], name: str) -> str:
     texts = []
     for number, part in enumerate(parts):
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise RowError(
+                "unsupported_content",
+                f"`{name}[{number}]` is a part of the type {show(kind)}; messages hold text alone here, no images, "
+                "sounds or files, so leave the part out or describe it in words",
+            )
         if not isinstance(text, str):
             raise InvalidValue((), f'`{name}[{number}]` is {show(part)}; allowed: {{"type": "text", "text": …}}')
         texts.append(text)
     return "\n".join(texts)
+
+
+def _with_object(call: Any, name: str) -> Any:
+    """Return a tool call whose arguments are an object, if they are given as a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        decoded = msgspec.json.decode(arguments) if arguments.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidValue((), f"`{name}.tool_calls` has arguments that are no JSON: {show(arguments)}") from None
+    return {**call, "function": {**function, "arguments": decoded}}

@@ -10,6 +10,7 @@ import msgspec
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, JobId, Place
 from nvcli.jobs.rows.conversation import check_messages
+from nvcli.jobs.rows.conversation_options import conversation_options
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_INT, SamplingParams
@@ -90,10 +91,13 @@ def native_job(
             )
         if given.messages is None:
             return Job(place=place, prompt=given.text, prompt_token_ids=given.token_ids, sampling=sampling)
+        options = conversation_options(row)
         return Job(
             place=place,
             messages=given.messages,
             chat_template_kwargs=rules.variables(variables, under=(keys.chat_template_kwargs,)),
+            template_arguments=options.arguments,
+            tools=options.tools,
             sampling=sampling,
         )
     except InvalidValue as error:

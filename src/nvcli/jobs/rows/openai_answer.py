@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
+from nvcli.jobs.tasks import EmbedAnswer
 
 BATCH_ID = "batch_req_"
 """The id of an output row is this and the row's index."""
@@ -22,6 +25,12 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
     body: dict[str, Any]
     if result.error is not None:
         status, body = 500 if result.error.type in _OURS else 400, {"error": _error_object(result.error)}
+    elif place.form is RowForm.OPENAI_EMBEDDING:
+        assert isinstance(result.answer, EmbedAnswer)
+        vector = {"object": "embedding", "index": 0, "embedding": result.answer.embedding}
+        tokens = result.usage.prompt_tokens
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        status, body = 200, {"object": "list", "data": [vector], "model": model, "usage": usage}
     elif place.form is RowForm.CHAT:
         status, body = (
             200,
@@ -46,6 +55,8 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
                 "usage": _usage(result.usage),
             },
         )
+    if result.prompt_logprobs is not None:
+        body["prompt_logprobs"] = result.prompt_logprobs
     return {
         "id": f"{BATCH_ID}{index}",
         "custom_id": place.id,
@@ -60,18 +71,31 @@ def _error_object(error: ErrorInfo) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
+    details: dict[str, Any] = {}
+    if usage.reasoning_tokens is not msgspec.UNSET:
+        details["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **details,
     }
 
 
 def _chat_choice(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if not choice.text and (choice.reasoning_content is not None or choice.tool_calls):
+        message["content"] = None
+    if choice.reasoning_content is not None:
+        message["reasoning_content"] = choice.reasoning_content
+    if choice.tool_calls:
+        message["tool_calls"] = choice.tool_calls
+    if choice.tool_call_error is not None:
+        message["tool_call_error"] = choice.tool_call_error
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": message,
         "logprobs": None if choice.logprobs is None else _chat_logprobs(choice.logprobs),
         "finish_reason": choice.finish_reason,
     }

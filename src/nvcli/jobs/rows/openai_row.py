@@ -7,13 +7,15 @@ that would change the answer and is not known here is an error, never ignored; n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, Place, RowForm
 from nvcli.jobs.rows.conversation import check_messages
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS, REASONING_EFFORT, conversation_options
 from nvcli.jobs.rows.native_row import RowDefaults
+from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS, structured_of
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_LOGPROBS
@@ -39,24 +41,45 @@ _SAME = (
     "min_tokens",
     "ignore_eos",
     "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "echo",
+    "prompt_logprobs",
+    # nvcli's own:
+    "stop_repetition",
+    "thinking_budget",
 )
 """Parameters of the body that `sampling` knows by the same name."""
-_IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
+_IGNORED = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "safety_identifier",
+    "guided_decoding_backend",
+)
 """Parameters that say nothing about the answer; `model` is repeated in it."""
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "modalities": (["text"],),
-    "echo": (False,),
     "suffix": ("",),
 }
 """Parameters that are allowed with a value that changes nothing."""
-_CHAT_KEYS = ("messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs")
-_COMPLETION_KEYS = ("prompt", "logprobs", "best_of")
+_CHAT_KEYS = (
+    *("messages", "max_completion_tokens", "thinking_token_budget", "logprobs", "top_logprobs", "chat_template_kwargs"),
+    *(*CONVERSATION_KEYS, REASONING_EFFORT),
+)
+_COMPLETION_KEYS = ("prompt", "logprobs", "best_of", "rank_by")
 
 
 def looks_like_openai(row: Mapping[str, Any]) -> bool:
@@ -89,21 +112,29 @@ def openai_model(row: dict[str, Any]) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: PromptRules) -> Job:
+def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
+    """Return the parameters of a request to one of these urls, without those that are null. Raises RowError."""
     if row.get("method", "POST") != "POST":
         raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
     url, body = row.get("url"), row.get("body")
-    if not isinstance(url, str) or url not in URLS:
-        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(URLS)}")
+    if not isinstance(url, str) or url not in urls:
+        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(urls)}")
     if not isinstance(body, dict):
         raise RowError("invalid_value", f"`body` is {show(body)}; expected an object with the request's parameters")
     given = {key: value for key, value in body.items() if value is not None}
-    is_chat = place.form is RowForm.CHAT
-    _check_keys(given, is_chat)
     if not isinstance(given.get("model", ""), str):
         raise RowError("invalid_value", f"`body.model` is {show(given['model'])}; allowed: text")
+    return given
+
+
+def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: PromptRules) -> Job:
+    given = check_request(row, URLS)
+    is_chat = place.form is RowForm.CHAT
+    _check_keys(given, is_chat)
     own = {key: given[key] for key in _SAME if key in given}
     own |= _chat_parameters(given) if is_chat else _completion_parameters(given)
+    if (structured := structured_of(given)) is not None:
+        own["structured"] = structured
     sampling = defaults.sampling(own, under="body")
     try:
         if is_chat:
@@ -111,11 +142,13 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
                 raise RowError("missing_prompt", "`body.messages` is not given")
             messages = check_messages(given["messages"], under=("body", "messages"))
             under = ("body", "chat_template_kwargs")
-            variables = rules.variables(given.get("chat_template_kwargs"), under=under)
+            options = conversation_options(given, under=("body",))
             return Job(
                 place=place,
                 messages=rules.with_system(messages),
-                chat_template_kwargs=variables,
+                chat_template_kwargs=rules.variables(given.get("chat_template_kwargs"), under=under),
+                template_arguments=options.arguments,
+                tools=options.tools,
                 sampling=sampling,
             )
         prompt = _single_prompt(given)
@@ -128,15 +161,23 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
 
 
 def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
-    known = (*_SAME, *_IGNORED, *_HARMLESS_VALUES, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
+    known = (*_SAME, *STRUCTURED_KEYS, *_IGNORED, *_HARMLESS_VALUES, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
     for key, value in given.items():
         if key == "chat_template":
             raise RowError(
                 "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
             )
         if key not in known:
-            working = (*_SAME, *(each for each in (_CHAT_KEYS if is_chat else _COMPLETION_KEYS) if each != "best_of"))
+            working = (*_SAME, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
             raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, working)}")
+        if key == "suffix" and value != "":
+            raise RowError(
+                "unsupported_parameter",
+                f"`body.suffix` is {show(value)}, and gaps in a text are not filled; if the model has tokens for that, "
+                "write them into `body.prompt`, and leave `body.suffix` out",
+            )
+        if is_chat and key in _CHAT_KEYS:
+            continue
         if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
             raise RowError(
                 "unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out"
@@ -150,6 +191,8 @@ def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
         if given.get("max_tokens", most) != most:
             raise RowError("invalid_sampling", "`body.max_tokens` and `body.max_completion_tokens` differ; give one")
         own["max_tokens"] = most
+    if "thinking_token_budget" in given:  # vLLM's name
+        own["thinking_budget"] = given["thinking_token_budget"]
     wanted, count = given.get("logprobs", False), given.get("top_logprobs")
     if not isinstance(wanted, bool):
         raise RowError("invalid_sampling", f"`body.logprobs` is {show(wanted)}; allowed: true or false")
@@ -167,9 +210,7 @@ def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _completion_parameters(given: dict[str, Any]) -> dict[str, Any]:
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise RowError("unsupported_parameter", "`body.best_of` other than `body.n` is not supported; leave it out")
-    return {"logprobs": given["logprobs"]} if "logprobs" in given else {}
+    return {key: given[key] for key in ("logprobs", "best_of", "rank_by") if key in given}
 
 
 def _single_prompt(given: dict[str, Any]) -> Any:

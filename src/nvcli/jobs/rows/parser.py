@@ -16,6 +16,7 @@ from nvcli.jobs.job import Caller, Job, JobId, JobResult, Place, RowForm, failed
 from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
 from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.jobs.rows.cells import Cells, values_of_cells
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
 from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
@@ -24,6 +25,7 @@ from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import as_json, decode, is_null
 from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.jobs.rows.seen_ids import SeenIds
+from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.validation import show
 
 Row = Line | str | Cells | dict[str, Any] | RowError
@@ -69,11 +71,13 @@ class RowParser:
         keep: Callable[[Any], Any] = as_json,
         keep_input: bool = False,
         caller: Caller | None = None,
+        task: TaskRows | None = None,
     ) -> None:
         """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them.
 
         `keep` turns a value that is passed through into what `Place.extra` holds. With `keep_input`, keys that say
-        something to nvcli are passed through as all others are. `caller` waits for all these rows.
+        something to nvcli are passed through as all others are. `caller` waits for all these rows. `task` is what is
+        made of them in place of answers.
         """
         self._keep = keep
         self._keep_input = keep_input
@@ -83,11 +87,16 @@ class RowParser:
         # A template reads columns, whatever their names.
         prompts = () if self.rules.has_template else self.keys.prompts
         self._own_keys = self.keys.beside_prompt.union(prompts)
+        self._task = task
+        if task is not None:
+            self._own_keys = self._own_keys - {self.keys.sampling} | task.keys
+        # Beside a prompt they are columns like others.
+        self._conversation_keys = self._own_keys.union(() if self.rules.has_template else CONVERSATION_KEYS)
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode_ids = _ids_decoder(self.keys.id).decode
-        self._decode_own = _own_decoder(self.keys.id, self._own_keys).decode
+        self._decode_own = _own_decoder(self.keys.id, self._conversation_keys).decode
 
     def parse(self, row: Row, *, index: int, where: str) -> Job | JobResult:
         """Parse one row. `where` names its line in messages."""
@@ -96,23 +105,24 @@ class RowParser:
     def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings) -> Job | JobResult:
         row_id: JobId | None = None
         is_named = False
-        form = RowForm.NATIVE
+        form = RowForm.NATIVE if self._task is None else self._task.form
         model = None
         extra: dict[str, msgspec.Raw] = {}
         try:
             given = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
-            own_keys = self._own_keys if is_native else OPENAI_KEYS
+            own_keys = self._keys_of_native(given) if is_native else OPENAI_KEYS
             values = _own_values(given, own_keys)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
             if len(values) < len(given) or self._keep_input:
                 extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
             if is_native:
                 row_id = native_id(values, self.keys)
-                if extra:
-                    warnings.add_keys(extra, where)
+                if extra and self._task is None:
+                    warnings.add_keys(extra.keys() - own_keys if self._keep_input else extra, where)
             else:
-                form, model = openai_form(values), openai_model(values)
+                form = openai_form(values) if self._task is None else self._task.openai_form
+                model = openai_model(values)
                 row_id = openai_id(values)
             is_named = row_id is None
             if row_id is None:
@@ -131,6 +141,10 @@ class RowParser:
             )
             if is_native:
                 job = native_job(values, place, self.keys, self._defaults, self.rules, given)
+                if self._task is not None:
+                    job = self._task.job(job, values, given)
+            elif self._task is not None:
+                job = self._task.openai_job(values, place)
             else:
                 job = openai_job(values, place, self._defaults, self.rules)
             if job.messages is None and self.rules.is_for_conversations:
@@ -151,6 +165,10 @@ class RowParser:
                 caller=self._caller,
             )
             return failed(place, error)
+
+    def _keys_of_native(self, given: Mapping[str, Any]) -> frozenset[str]:
+        """Return the keys under which a native row says something to nvcli."""
+        return self._own_keys if is_null(given.get(self.keys.messages)) else self._conversation_keys
 
     def identify(self, row: Row, *, index: int, is_good: bool = False) -> RowIdentity:
         """Return the id of a row that this run does not answer, and take it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import shorten
 
@@ -18,6 +19,7 @@ _ELSEWHERE = {
     "system": 'give a message of the role "system" in `messages`, or --system for all rows',
     "system_prompt": 'give a message of the role "system" in `messages`, or --system for all rows',
     "chat_template": "a row cannot bring one: give --chat-template for all rows",
+    **dict.fromkeys(CONVERSATION_KEYS, "it belongs beside `messages`"),
     "enable_thinking": "put it into `chat_template_kwargs`",
 }
 """Keys that people put at the top level of a native row, and what to do with them."""

@@ -1,0 +1,131 @@
+"""AnswerWatch: looks at the tokens of an answer that have come back, for requests that ask for it.
+
+Two things are looked for. An answer that has become a loop ends there. A thought that has had all of its tokens is
+ended by tokens that take the place of the model's own. Both are looked for at numbers of tokens that depend on the
+answer alone, so that the outcome does not depend on how tokens come back.
+
+A loop that is found late costs tokens that are dropped. A thought's limit must not be found late: the request waits at
+the limit until its tokens are known (`barrier`), and no other request waits with it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from nvcli.engine.request import Request, ThoughtLimit
+from nvcli.sampling_params import MAX_INT, StopRepetition
+
+LOOP_STRIDE = 16
+"""An answer is looked at for loops whenever it has so many more tokens."""
+_NEEDLE_TOKENS = 8
+_TOKEN_BYTES = 4
+_NEVER = MAX_INT
+
+
+class AnswerWatch:
+    """What is looked for in one answer, and when. Numbers are of generated tokens."""
+
+    def __init__(self, loop_rule: StopRepetition | None, thought_limit: ThoughtLimit | None) -> None:
+        self._loop_rule = loop_rule
+        self._thought = None if thought_limit is None else _Thought(thought_limit)
+        self._loop_at = _NEVER if loop_rule is None else _next_stride(loop_rule.min_tokens - 1)
+
+    @property
+    def barrier(self) -> int:
+        """The tokens that must be known before more are computed; a huge number where none must."""
+        return _NEVER if self._thought is None else self._thought.due_at
+
+    @property
+    def due_at(self) -> int:
+        """The tokens at which the answer is to be looked at next."""
+        return min(self._loop_at, self.barrier)
+
+    def is_loop(self, tokens: array[int]) -> bool:
+        """Tell whether an answer, all tokens of which are given, is to end as a loop. Due or not, it may be asked."""
+        if self._loop_rule is None or len(tokens) < self._loop_at:
+            return False
+        self._loop_at = _next_stride(len(tokens))
+        return ends_in_loop(tokens, self._loop_rule)
+
+    def take_forced(self, tokens: array[int]) -> Sequence[int]:
+        """Return the tokens that the answer, all tokens of which are given, must go on with; empty: those of the model.
+
+        Due or not, it may be asked.
+        """
+        if self._thought is None or len(tokens) < self._thought.due_at:
+            return ()
+        return self._thought.look(tokens)
+
+
+def watch_of(request: Request) -> AnswerWatch | None:
+    """Return what is to be looked for in the answer to a request; None: nothing, as for most."""
+    loop_rule = request.sampling.loop_rule
+    if loop_rule is None and request.thought_limit is None:
+        return None
+    return AnswerWatch(loop_rule, request.thought_limit)
+
+
+def ends_in_loop(tokens: array[int], rule: StopRepetition) -> bool:
+    """Tell whether the end of some tokens is one pattern again and again, as a rule says."""
+    num_needle = max(1, min(_NEEDLE_TOKENS, rule.min_tokens // 2))  # no more than what every loop repeats
+    most = max(rule.min_count * rule.max_pattern_size, rule.min_tokens)
+    tail = tokens[-most:].tobytes()
+    needle = tail[-num_needle * _TOKEN_BYTES :]
+    first = max(0, len(tail) - (num_needle + rule.max_pattern_size) * _TOKEN_BYTES)
+    found = tail.rfind(needle, first, len(tail) - 1)
+    while found >= 0:
+        period = len(tail) - len(needle) - found
+        if period % _TOKEN_BYTES == 0:
+            length = max(rule.min_count * period, rule.min_tokens * _TOKEN_BYTES)
+            if length <= len(tail) and tail[-length:-period] == tail[period - length :]:
+                return True
+        found = tail.rfind(needle, first, found + len(needle) - 1)
+    return False
+
+
+def _next_stride(num_tokens: int) -> int:
+    """Return the first multiple of `LOOP_STRIDE` above a number of tokens."""
+    return (num_tokens // LOOP_STRIDE + 1) * LOOP_STRIDE
+
+
+class _Thought:
+    """The thought of one answer, as far as it was looked at."""
+
+    def __init__(self, limit: ThoughtLimit) -> None:
+        self._limit = limit
+        self._is_open = not limit.start_ids
+        self._num_read = 0
+        self._num_inside = 0
+        """Tokens read between the marks of the thought."""
+        self.due_at = len(limit.start_ids) + limit.budget
+
+    def look(self, tokens: array[int]) -> Sequence[int]:
+        """Read the tokens that are new. Return those that end the thought, if it has had all of its own."""
+        limit = self._limit
+        ends = [array("i", end) for end in limit.ends]
+        start = array("i", limit.start_ids)
+        for end in range(self._num_read + 1, len(tokens) + 1):
+            if not self._is_open:
+                self._is_open = tokens[max(0, end - len(start)) : end] == start
+            else:
+                self._num_inside += 1
+                if any(tokens[max(0, end - len(mark)) : end] == mark for mark in ends):
+                    self.due_at = _NEVER
+                    return ()
+        self._num_read = len(tokens)
+        if not self._is_open:
+            self.due_at = _NEVER  # it does not think
+        elif self._num_inside < limit.budget:
+            self.due_at = len(tokens) + limit.budget - self._num_inside
+        elif any(_ends_with_beginning(tokens, mark) for mark in ends):
+            self.due_at = len(tokens) + 1  # the model is about to end it
+        else:
+            self.due_at = _NEVER
+            return limit.forced_ids
+        return ()
+
+
+def _ends_with_beginning(tokens: array[int], mark: array[int]) -> bool:
+    """Tell whether the tokens end with a beginning of a mark."""
+    return any(tokens[-length:] == mark[:length] for length in range(1, len(mark)))

@@ -1,0 +1,141 @@
+"""StateBlocks: the blocks with recurrent states in the tables of requests.
+
+A state is as large as the keys of a whole block, so a request keeps one block for each group of states: that of the
+column which its last step ended in; other columns have none (0). Where its next tokens begin a column, the block goes
+along, and stands in both columns, unless it is registered for reuse and there is room to keep it.
+
+What is kept of a prompt, as long as nothing else needs the room, are the states behind each of its chunks (at the end
+of the column), behind its last full block, and behind the last block whose keys were found without a state, where
+prompts with a common beginning part (SGLang calls them branching points). The states in an answer are not kept.
+
+Rows of one step run side by side, and a state is read before it is written. So no row may go on from a state that
+another row of its step writes: whoever would do so waits for the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from nvcli.engine.block_manager import BlockHash, BlockManager
+from nvcli.engine.state import RequestState
+
+Columns = dict[int, list[int]]
+"""By column of the tables, the block of each group of states."""
+
+
+class StateBlocks:
+    """Takes blocks for the states of requests, and gives them back, in all groups of states alike."""
+
+    def __init__(self, block_manager: BlockManager, groups: Sequence[int], block_size: int) -> None:
+        """`groups` are the numbers of the KV groups with states; there may be none."""
+        self.groups = tuple(groups)
+        self._manager = block_manager
+        self._block_size = block_size
+        self._new: set[int] = set()
+        """Blocks that were registered since the step being planned was begun."""
+        self._grown: dict[RequestState, None] = {}
+        """Requests that may hold states which they do not go on from once the steps that were planned have run."""
+
+    def begin_step(self) -> None:
+        """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
+        self._new.clear()
+        for state in list(self._grown):
+            self.free_old(state)
+            # The others go on from their last one as soon as a token comes back.
+            if not state.blocks or state.first_columns[self.groups[0]] >= len(state.blocks[self.groups[0]]) - 1:
+                del self._grown[state]
+
+    def last(self, state: RequestState) -> list[int]:
+        """Return the last block of each group, none where a request's tables are empty."""
+        return [state.blocks[group][-1] for group in self.groups if state.blocks[group]]
+
+    def are_new(self, blocks: Iterable[int]) -> bool:
+        """Whether any of these states is written by the step being planned."""
+        return not self._new.isdisjoint(blocks)
+
+    def num_missing(self, state: RequestState, num_columns: int) -> int:
+        """Count the blocks that a request lacks in the last of `num_columns` columns; none where its last ones may go
+        along, because all tokens of their column are computed and nobody else goes on from them."""
+        last = self.last(state)
+        length = len(state.blocks[self.groups[0]]) if last else 0
+        if length >= num_columns:
+            return 0
+        goes_along = last and state.num_computed == length * self._block_size
+        return 0 if goes_along and all(map(self._manager.is_held_once, last)) else len(self.groups)
+
+    def lengthen(self, state: RequestState, num_columns: int, fresh: list[int], *, room: int) -> Columns:
+        """Give a request blocks in the last of `num_columns` columns, and in those that are worth keeping as far as
+        there are `room` blocks more.
+
+        `fresh` are blocks for the former; none where the request's last ones go along. Returns what was added.
+        """
+        manager, groups = self._manager, self.groups
+        first = len(state.blocks[groups[0]])
+        if not fresh:
+            fresh = self.last(state)
+            if any(map(manager.is_registered, fresh)) and room >= len(groups):
+                fresh, room = self._allocate(), room - len(groups)
+            else:
+                manager.unregister(fresh)
+        columns = {num_columns - 1: fresh}
+        for column in self._worth_keeping(state):
+            if first <= column < num_columns - 1 and column not in columns and room >= len(groups):
+                columns[column], room = self._allocate(), room - len(groups)
+        for number, group in enumerate(groups):
+            state.blocks[group] += [0] * (num_columns - first)
+            for column, blocks in columns.items():
+                state.blocks[group][column] = blocks[number]
+        self._grown[state] = None
+        return columns
+
+    def register(self, state: RequestState, first: int, hashes: Sequence[BlockHash]) -> list[int]:
+        """Register for reuse, and return, a request's blocks in the columns from `first` on, whose hashes these are, as
+        far as they hold its prompt alone."""
+        registered = []
+        end = min(first + len(hashes), state.num_prompt // self._block_size)
+        for group in self.groups:
+            for column in range(first, end):
+                if block := state.blocks[group][column]:
+                    self._manager.register(block, hashes[column - first], group)
+                    registered.append(block)
+        self._new.update(registered)
+        return registered
+
+    def free_old(self, state: RequestState) -> None:
+        """Free the states that no step that is still to be scheduled goes on from."""
+        end = max(0, state.least_computed - 1) // self._block_size
+        for group in self.groups if state.blocks else ():
+            blocks, start = state.blocks[group], state.first_columns[group]
+            if end > start:
+                kept = blocks[end:]
+                self._manager.release([block for block in different(blocks[start:end]) if block not in kept])
+                blocks[start:end] = [0] * (end - start)
+                state.first_columns[group] = end
+
+    def release(self, state: RequestState) -> None:
+        """Give all of a request's states back."""
+        for group in self.groups:
+            self._manager.release(different(state.blocks[group]))
+
+    def _allocate(self) -> list[int]:
+        blocks = self._manager.allocate(len(self.groups))
+        assert blocks is not None, "there was room"
+        return blocks
+
+    def _worth_keeping(self, state: RequestState) -> Iterator[int]:
+        """Yield the columns of a prompt whose states others may go on from, beside those that its chunks end in."""
+        if self._manager.enable_prefix_caching:
+            last = (state.num_prompt - 1) // self._block_size - 1
+            yield last
+            yield min(state.num_found_blocks - 1, last)
+
+    def check_integrity(self, state: RequestState) -> None:
+        """Assert that a request has the states that it goes on from."""
+        for group in self.groups:
+            assert state.first_columns[group] <= max(0, state.least_computed - 1) // self._block_size, "freed too early"
+            assert state.blocks[group][max(0, state.num_computed - 1) // self._block_size], "nothing to go on from"
+
+
+def different(blocks: Iterable[int]) -> list[int]:
+    """Return the blocks that there are, each once."""
+    return list(dict.fromkeys(filter(None, blocks)))

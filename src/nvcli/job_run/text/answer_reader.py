@@ -1,0 +1,221 @@
+"""AnswerReader: takes the answer to a conversation apart into its thought, its text and its tool calls.
+
+Rows that are no conversations have no reader: their answers are texts. What is read depends on the answer, its prompt
+and the tools of its row alone.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from nvcli.job_run.text.reasoning import HARMONY_MARKS, PromptState, ReasoningParser, find_reasoning_format
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.job_run.text.tool_calls import BadToolCall, FoundCall, FoundCalls, ToolFormat, find_tool_format, harmony_call
+from nvcli.jobs.job import FunctionCall, ToolCall
+
+HARMONY = "harmony"
+
+_ID_CHARS = 9
+"""Mistral's chat templates refuse ids of another length."""
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers to one row are to be read."""
+
+    reader: AnswerReader
+    state: PromptState
+    """How the prompt leaves the answer's thought."""
+    tools: Sequence[Mapping[str, Any]]
+    """The tools that the answer may call; empty: calls are not looked for."""
+
+    @property
+    def tells_thoughts(self) -> bool:
+        """Whether the tokens of thoughts are counted."""
+        return self.reader.reasoning is not None
+
+    @property
+    def digest(self) -> bytes:
+        """Bytes that are equal for rows whose equal answers are read alike."""
+        return b"%d" % self.state.value + msgspec.json.encode(self.tools)
+
+
+class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer that was taken apart."""
+
+    text: str
+    """What is neither thought nor call."""
+    reasoning: str | None = None
+    """The thought; None: there is none."""
+    num_reasoning_tokens: int = 0
+    """The tokens of the thought, with those of its marks."""
+    calls: list[FoundCall] = []
+    problem: str = ""
+    """Why something that looks like a tool call is none, so that it is part of the text; empty: nothing does."""
+
+
+class AnswerReader:
+    """Reads the answers of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, *, reasoning_parser: str, tool_parser: str) -> None:
+        """`reasoning_parser` and `tool_parser` are `job.reasoning_parser` and `job.tool_parser`."""
+        template = tokenizer.chat_template
+        form = find_reasoning_format(reasoning_parser, template)
+        self._tokenizer = tokenizer
+        self.reasoning = None if form is None else ReasoningParser(form, tokenizer)
+        """Finds thoughts; None: they are part of the text."""
+        choices = (reasoning_parser, tool_parser)
+        writes_harmony = all(mark in template for mark in HARMONY_MARKS)
+        self._is_harmony = HARMONY in choices or (writes_harmony and "auto" in choices)
+        self._tool_format: ToolFormat | None = None
+        self._finds_calls = tool_parser != "none"
+        if not self._is_harmony:
+            self._tool_format = find_tool_format(tool_parser, template)
+            self._finds_calls = self._tool_format is not None
+
+    def reading(
+        self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], last_message: str | None
+    ) -> Reading | None:
+        """Return how the answers to a prompt are to be read; None: they are texts.
+
+        `last_message` is the message that the answer goes on with; None: it begins a new one.
+        """
+        tools = tools if self._finds_calls else []
+        state = PromptState.CLOSED
+        if self.reasoning is not None:
+            state = self.reasoning.state_of(prompt_ids, last_message)
+        if state is PromptState.CLOSED and not tools:
+            return None
+        return Reading(reader=self, state=state, tools=tools)
+
+    def read(
+        self, ids: array[int], reading: Reading, *, text_before_stop: str | None, skip_special_tokens: bool
+    ) -> ReadAnswer:
+        """Take an answer apart. `text_before_stop` is its text if a stop string ended it, else None."""
+        num_cut = 0
+        if text_before_stop is not None:
+            whole = self._tokenizer.decode_one(ids, skip_special_tokens=skip_special_tokens)
+            num_cut = max(0, len(whole) - len(text_before_stop))
+        if self._is_harmony:
+            return self._read_harmony(ids, reading, num_cut)
+        count = None if self.reasoning is None else self.reasoning.split(ids, reading.state)
+        rest = ids[count or 0 :]
+        text = self._tokenizer.decode_one(rest, skip_special_tokens=skip_special_tokens)
+        text, num_cut = _cut(text, num_cut)
+        reasoning = None
+        if count is not None:
+            assert self.reasoning is not None
+            reasoning, _ = _cut(self.reasoning.text_of(ids[:count]), num_cut)
+            text = text.lstrip("\n")
+        found, problem = self._find_calls(text if text_before_stop is not None else None, rest, reading)
+        return ReadAnswer(
+            text=text if found is None else found.text,
+            reasoning=reasoning,
+            num_reasoning_tokens=count or 0,
+            calls=[] if found is None else found.calls,
+            problem=problem,
+        )
+
+    def _find_calls(self, cut: str | None, ids: Sequence[int], reading: Reading) -> tuple[FoundCalls | None, str]:
+        """Find the calls in an answer's tokens behind its thought, or in its text where a stop string has `cut` it."""
+        if not reading.tools or self._tool_format is None:
+            return None, ""
+        text = self._tokenizer.decode_one(ids, skip_special_tokens=False) if cut is None else cut
+        try:
+            return self._tool_format(text, reading.tools), ""
+        except BadToolCall as error:
+            return None, str(error)
+
+    def _read_harmony(self, ids: array[int], reading: Reading, num_cut: int) -> ReadAnswer:
+        """Read the messages of an answer by their channels and recipients."""
+        thoughts: list[str] = []
+        texts: list[str] = []
+        calls: list[FoundCall] = []
+        problem, num_reasoning_tokens = "", 0
+        for message in _messages(ids, self._tokenizer, self._tokenizer.token_id("<|start|>")):
+            if message.function is not None and reading.tools:
+                try:
+                    calls.append(harmony_call(message.function, message.body))
+                    continue
+                except BadToolCall as error:
+                    problem = problem or str(error)
+            if message.is_thought and self.reasoning is not None:
+                thoughts.append(message.body)
+                num_reasoning_tokens += message.num_tokens
+            else:
+                texts.append(message.body)
+        text, num_cut = _cut("\n".join(texts), num_cut)
+        reasoning, _ = _cut("\n".join(thoughts), num_cut)
+        return ReadAnswer(
+            text=text,
+            reasoning=reasoning if thoughts else None,
+            num_reasoning_tokens=num_reasoning_tokens,
+            calls=calls,
+            problem=problem,
+        )
+
+
+class _Message(msgspec.Struct, frozen=True):
+    """A message of an answer in the harmony format."""
+
+    is_thought: bool
+    function: str | None
+    """The function that it calls; None: none."""
+    body: str
+    num_tokens: int
+
+
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.\-]+)")
+_END = re.compile(r"<\|(?:end|return|call)\|>")
+
+
+def _messages(ids: array[int], tokenizer: Tokenizer, start_id: int | None) -> Iterator[_Message]:
+    """Yield the messages of an answer, which begins behind the role of its first one; `start_id` begins the others."""
+    at = 0
+    while at < len(ids):
+        rest = ids[at + 1 :]
+        end = at + 1 + (len(rest) if start_id is None or start_id not in rest else rest.index(start_id))
+        text = tokenizer.decode_one(ids[at:end], skip_special_tokens=False)
+        header, found, body = text.partition("<|message|>")
+        if found:
+            channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+            yield _Message(
+                is_thought=channel is not None and channel[1] == "analysis",
+                function=None if recipient is None else recipient[1],
+                body=_END.sub("", body),
+                num_tokens=end - at,
+            )
+        at = end
+
+
+def _cut(text: str, num_chars: int) -> tuple[str, int]:
+    """Cut so many characters from the end of a text, and return how many are left to be cut before it."""
+    kept = max(0, len(text) - num_chars)
+    return text[:kept], num_chars - (len(text) - kept)
+
+
+def tool_calls_of(calls: Sequence[FoundCall], prompt_ids: bytes, choice: int) -> list[ToolCall]:
+    """Return calls in OpenAI's form. Their ids follow from the prompt, the number of the choice and the call alone."""
+    return [
+        ToolCall(
+            id=_call_id(prompt_ids, choice, number),
+            function=FunctionCall(name=call.name, arguments=call.arguments),
+        )
+        for number, call in enumerate(calls)
+    ]
+
+
+def _call_id(prompt_ids: bytes, choice: int, number: int) -> str:
+    digest = int.from_bytes(blake2b(b"%d:%d:%b" % (choice, number, prompt_ids), digest_size=8).digest())
+    chars = []
+    for _ in range(_ID_CHARS):
+        digest, place = divmod(digest, len(_ALPHABET))
+        chars.append(_ALPHABET[place])
+    return "".join(chars)

@@ -1,0 +1,124 @@
+"""GrammarMaker: what rows ask their answers to look like, to grammars, in a process that can be ended.
+
+Equal ones are made once; the latest are kept, refusals too, within a bound of bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from nvcli.errors import RowError
+from nvcli.job_run.text.grammar_process import MadeGrammar
+from nvcli.job_run.text.guarded_process import GuardedProcess, NoAnswer
+from nvcli.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, Structured
+
+MAX_SECONDS = 5.0
+"""The most seconds for one grammar. Ordinary ones take a millisecond."""
+
+MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""The most bytes of grammars, and of what rows asked for, that are kept."""
+
+_ENTRY_BYTES = 500
+"""Roughly what a kept grammar takes beside its text."""
+_BYTES_PER_CHAR = 10
+"""Roughly what a schema takes as objects, for each character of its JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The grammar of what rows ask for. Rows that ask for the same share it."""
+
+    text: str
+    """The grammar in llguidance's own form."""
+    wanted: Structured
+    """The object of the first row that asked for it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what both take in memory."""
+        return _ENTRY_BYTES + (1 + _BYTES_PER_CHAR) * len(self.text)
+
+
+class GrammarMaker:
+    """Makes grammars for one model. The process starts with the first row that asks for one.
+
+    Used by one thread; `close` may be called by any.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        max_seconds: float = MAX_SECONDS,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        """`vocab_size` is the number of the model's logits, `end_ids` its end-of-sequence ids."""
+        self._max_kept_bytes = max_kept_bytes
+        self._kept: OrderedDict[bytes, Grammar | RowError] = OrderedDict()
+        """Grammars, or errors, by what was asked for; the least recently used first."""
+        self._kept_bytes = 0
+        self._encode = msgspec.json.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(MadeGrammar).decode
+        self.worker = GuardedProcess(
+            "nvcli.job_run.text.grammar_process:main",
+            # Which ids end an answer is all the same for whether a grammar can be made, but there must be one.
+            (model_path, vocab_size, list(end_ids[:MAX_END_IDS]) or [vocab_size - 1]),
+            name="grammar process",
+            max_seconds=max_seconds,
+        )
+
+    def grammar(self, wanted: Structured, *, name: str) -> Grammar:
+        """Return the grammar of what a row asks for.
+
+        `name` is what the row calls it, for messages. Raises RowError, and WorkerError if no process can be started.
+        """
+        key = self._encode(wanted)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._make(wanted, key)
+        else:
+            self._kept.move_to_end(key)
+        if isinstance(found, Grammar):
+            return found
+        raise RowError(found.type, f"{name} {found.message}")
+
+    def close(self) -> None:
+        """End the process, even while it works. May be called again."""
+        self.worker.close()
+
+    def _make(self, wanted: Structured, key: bytes) -> Grammar | RowError:
+        """Make a grammar, or the end of the sentence that says why there is none, and keep it."""
+        if len(key) > MAX_GRAMMAR_BYTES:
+            return RowError("invalid_structured", f"takes {len(key):,} bytes; allowed: {MAX_GRAMMAR_BYTES:,}")
+        made = self._ask(wanted, key)
+        if not isinstance(made, RowError) or made.type != "aborted":
+            self._keep(key, made)
+        return made
+
+    def _ask(self, wanted: Structured, key: bytes) -> Grammar | RowError:
+        answer = self.worker.ask(key)
+        if isinstance(answer, NoAnswer):
+            if not answer.reason:
+                return RowError("aborted", "is not looked at: the run ends")
+            return RowError("invalid_structured", f"cannot be made a grammar: the process for it {answer.reason}")
+        made = self._decode(answer)
+        if made.error:
+            return RowError("invalid_structured", f"cannot be used: {made.error}")
+        return Grammar(made.grammar, wanted)
+
+    def _keep(self, key: bytes, made: Grammar | RowError) -> None:
+        self._kept[key] = made
+        self._kept_bytes += _num_bytes(key, made)
+        while self._kept_bytes > self._max_kept_bytes:
+            self._kept_bytes -= _num_bytes(*self._kept.popitem(last=False))
+
+
+def _num_bytes(key: bytes, made: Grammar | RowError) -> int:
+    return len(key) + (made.num_bytes if isinstance(made, Grammar) else _ENTRY_BYTES + len(made.message))
