@@ -271,3 +271,9 @@ def test_blocks_that_would_be_cut_are_refused(
         model.check_tensor_parallel(size)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert dataclasses.replace(model, quantization="none").divides_by(size)
+
+
+def test_rows_are_as_wide_as_the_units_read(original: Path) -> None:
+    model = dataclasses.replace(load_model_config(original), hidden_size=200).keeping("fp8")
+    with pytest.raises(ConfigError, match="200 of the hidden size are not multiples of 16 in FP8"):
+        model.check_tensor_parallel(1)

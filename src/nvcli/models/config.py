@@ -191,6 +191,8 @@ class ModelConfig:
         what = (
             f"blocks of {FP8_BLOCK} × {FP8_BLOCK}" if self.fp8_scaling == "block" else f"multiples of {FP8_ALIGNMENT}"
         )
+        if self.fp8_scaling == "channel":
+            lengths["the hidden size"] = self.hidden_size
         for name, length in lengths.items():
             if length % unit:
                 yield f"each rank's {length:,} of {name} are not {what} in FP8"
