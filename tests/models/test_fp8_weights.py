@@ -172,6 +172,7 @@ def test_random_weights_are_of_a_usual_size(original: Path) -> None:
     init_random_weights(model, CPU)
     layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
     values = dequantise_weight(layer.weight, layer.weight_scale)
+    assert all(parameter.float().isfinite().all() for parameter in model.parameters())
     assert 0.019 < float(values.std()) < 0.021
 
 
