@@ -239,7 +239,7 @@ def with_list(path: Path, target: Path, names: list[str], **model: Any) -> Model
         (["qkv_proj"], {f"{layer}.self_attn.{name}_proj" for layer in "01" for name in "qkv"}),
         (["lm_head", "model.norm", "layers.0.mlp.down", "model.layers.10"], set()),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, list) else "",
 )
 def test_listed_layers_stay_plain(names: list[str], plain: set[str], blocks: tuple[Path, Path], tmp_path: Path) -> None:
     tensors = model_tensors(with_list(blocks[0], tmp_path / "model", names), "bfloat16")
