@@ -51,6 +51,20 @@ def write_quantised(
     return quantised, decoded
 
 
+def unstack_experts(path: Path) -> Path:
+    """Give each expert of a checkpoint of one file tensors of its own, as published files do."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".mlp.experts." in name and tensors[name].dim() == 3]:
+        parent, _, last = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        for expert, matrix in enumerate(tensors.pop(name)):
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                tensors[f"{parent}.{expert}.{part}.weight"] = rows.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
 def _fp8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales [blocks, blocks], and the weight that they stand for."""
     rows, columns = weight.shape

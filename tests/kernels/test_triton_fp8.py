@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 
+from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton import fp8
-from nvcli.kernels.triton.fp8_linear import block_linear, choose_launch
+from nvcli.kernels.triton.fp8_linear import choose_launch, fp8_linear
 from nvcli.kernels.weight_formats import FP8Scaling
 
 HAS_UNITS = HAS_GPU and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [*MARKS, pytest.mark.skipif(HAS_GPU and not HAS_UNITS, reason="needs a GPU with FP8 units")]
+__all__ = ["exact_conversions"]
+
 SCALINGS = pytest.mark.parametrize("scaling", ["channel", "block"])
 SIZES = [16, 96, 128, 1000, 1024, 4096, 12288] if HAS_GPU else [16, 200, 1280]
-
-
-@pytest.fixture(autouse=True)
-def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter rounds to 8 bits wrongly (a mantissa that overflows, small numbers, NaN); torch does it."""
-    if HAS_GPU:
-        return
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        codes = tl.float8e4nv
-        if codes not in (source, target):
-            return convert(values, source, target, rounding)
-        numbers = torch.from_numpy(np.ascontiguousarray(values))
-        if source == codes:
-            wider = numbers.view(torch.uint8).view(torch.float8_e4m3fn)
-            return wider.to(torch.float16).view(torch.int16).numpy().view(np.uint16)
-        return numbers.view(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -117,17 +94,18 @@ def test_zeros_and_what_is_not_finite(scaling: FP8Scaling) -> None:
     assert torch.equal(codes[3], expected.codes[3].float())
 
 
+@SCALINGS
 @pytest.mark.parametrize("num_rows", [1, 16, 33, 100, 300] if not HAS_GPU else [1, 7, 64, 65, 256, 1000, 8191])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (1024, 3072)] if HAS_GPU else [(256, 128), (80, 400)])
-def test_block_linear(shape: tuple[int, int], num_rows: int) -> None:
+def test_products(shape: tuple[int, int], num_rows: int, scaling: FP8Scaling) -> None:
     in_features = shape[1]
     x = rand(num_rows, in_features, dtype=DTYPES[-1] if HAS_GPU else torch.float32)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * in_features**-0.5
-    codes, scales = quantise_weight(weight, "block")
-    rows = reference.quantise(x, "block")
+    codes, scales = quantise_weight(weight, scaling)
+    rows = reference.quantise(x, scaling)
     expected = reference.fp8_linear(rows, codes, scales, None, None)
     moved = QuantisedRows(rows.codes.to(DEVICE), rows.scales.to(DEVICE), rows.dtype)
-    found = block_linear(moved, codes.to(DEVICE), scales.to(DEVICE))
+    found = fp8_linear(moved, codes.to(DEVICE), scales.to(DEVICE))
     assert found.dtype == expected.dtype
     tolerance = 2e-2 if HAS_GPU else 1e-4
     norm = expected.float().norm(dim=1, keepdim=True)
@@ -142,13 +120,13 @@ def test_every_tile_is_computed_whatever_the_order() -> None:
     moved = QuantisedRows(rows.codes.to(DEVICE), rows.scales.to(DEVICE), rows.dtype)
     for together in (1, 2, 3):
         launch = choose_launch(16)._replace(rows_together=together)
-        found = block_linear(moved, codes.to(DEVICE), scales.to(DEVICE), launch=launch).cpu()
+        found = fp8_linear(moved, codes.to(DEVICE), scales.to(DEVICE), launch=launch).cpu()
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=2e-2)
 
 
 @pytest.mark.gpu
 @SCALINGS
-@pytest.mark.parametrize("num_rows", [0, 1, 17, 256, 3000])
+@pytest.mark.parametrize("num_rows", [0, 1, 17, 64, 65, 256, 3000])
 def test_products_on_fp8_units(num_rows: int, scaling: FP8Scaling) -> None:
     """Whatever multiplies, it gives what plain torch gives, with a bias and into memory that is there."""
     generator = torch.Generator(DEVICE).manual_seed(0)

@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from batches import RequestState, make_batch
-from checkpoints import reference_model, write_tiny_model
+from checkpoints import reference_logits, reference_model, write_tiny_model
+from family_shapes import SHAPES
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError
+from nvcli.kernels import fp8
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
@@ -30,7 +32,7 @@ from nvcli.models.geometry import model_tensors
 from nvcli.models.loader import init_random_weights, load_weights
 from nvcli.models.registry import build_model
 from nvcli.sizing.weights import weight_bytes
-from quantised_checkpoints import FORMATS, fp8_blocks, write_quantised
+from quantised_checkpoints import FORMATS, fp8_blocks, unstack_experts, write_quantised
 
 SIZES = {
     "hidden_size": 256,
@@ -53,10 +55,11 @@ def blocks(original: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return write_quantised(original, tmp_path_factory.mktemp("blocks"), fp8_blocks((128, 128)))
 
 
-def load(path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> CausalLM:
+def load(path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE, *, expert_parallel: bool = False) -> CausalLM:
     group = TensorParallelGroup.single()
     group.rank, group.size = rank, size
-    model = build_model(load_model_config(path).keeping("fp8"), group, torch.float32, stage=stage)
+    config = load_model_config(path, expert_parallel=expert_parallel).keeping("fp8")
+    model = build_model(config, group, torch.float32, stage=stage)
     load_weights(model, path, CPU)
     return model
 
@@ -154,6 +157,29 @@ def test_logits(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
     assert F.cosine_similarity(found, exact, dim=-1).min() > 0.97
 
 
+@pytest.mark.parametrize("name", ["qwen 3-next", "gemma 3", "glm 4", "cohere 2", "seed-oss", "mixtral"])
+def test_nothing_is_lost_but_by_rounding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With activations that are scaled and not rounded, the logits are those of a plain model of the same weights:
+    mixtures of experts, hybrids, norms behind blocks, reordered rows, parallel blocks and biases."""
+    family, sizes = SHAPES[name]
+    path = write_tiny_model(tmp_path / "model", family, **sizes)
+    plain, kept = ModelDriver(path), ModelDriver(path, quantization="fp8")
+    parameters = dict(kept.model.named_parameters())
+    for parameter, values in plain.model.named_parameters():
+        if parameters[parameter].dtype == FP8:
+            is_of_experts = ".experts." in parameter
+            scales = parameters[parameter.replace("_proj", "_scale") if is_of_experts else f"{parameter}_scale"]
+            values.data.copy_(parameters[parameter].float() * scales.unsqueeze(-1))
+
+    def scaled(values: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        scales = largest.clamp(min=1e-6)
+        return values.float() / scales, scales
+
+    monkeypatch.setattr(fp8, "_encode", scaled)
+    (expected,), (found,) = (driver.step((RequestState(), IDS)) for driver in (plain, kept))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
 def test_stages_give_the_logits_of_one(blocks: tuple[Path, Path]) -> None:
     (expected,) = ModelDriver(blocks[0], quantization="fp8").step((RequestState(), IDS))
     stages = [ModelDriver(blocks[0], stage=Stage(index, 2), quantization="fp8") for index in range(2)]
@@ -170,16 +196,51 @@ def test_random_weights_are_of_a_usual_size(original: Path) -> None:
     init_random_weights(model, CPU)
     layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
     values = dequantise_weight(layer.weight, layer.weight_scale)
+    assert all(parameter.float().isfinite().all() for parameter in model.parameters())
     assert 0.019 < float(values.std()) < 0.021
 
 
-def test_experts_and_what_decays_are_made_of_stay_plain(tmp_path: Path) -> None:
-    path = write_tiny_model(
-        tmp_path / "moe", "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-    )
-    tensors = model_tensors(load_model_config(path).keeping("fp8"), "bfloat16")
-    kept = {tensor.name.split(".")[-2] for tensor in tensors if tensor.scaling is not None}
-    assert kept == {"q_proj", "k_proj", "v_proj", "o_proj"}
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A mixture of experts, with blocks of 128 and plain."""
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    path = unstack_experts(write_tiny_model(folder / "model", "Qwen3Moe", **{**SIZES, **sizes}))
+    quantised, decoded = write_quantised(path, folder, fp8_blocks((128, 128)), skip=("gate.weight",))
+    return {"blocks": quantised, "decoded": decoded, "plain": path}
+
+
+@pytest.mark.parametrize("name", ["blocks", "plain"])
+def test_experts(name: str, experts: dict[str, Path]) -> None:
+    """Each rank has its part of the checkpoint's codes, and of scales; sizes are counted so; logits are near."""
+    for rank, size, shares in ((0, 1, False), (1, 2, False), (1, 2, True)):
+        model = load(experts[name], rank, size, expert_parallel=shares)
+        counted = weight_bytes(model.config, "float32", tensor_parallel_size=size)
+        assert model.weight_bytes() == counted
+        share = 0.65 if name == "blocks" else 0.3  # the second layer is listed as left alone
+        assert counted["experts"] < share * weight_bytes(load_model_config(experts[name]), "float32")["experts"]
+    if name == "blocks":
+        stored = load_file(experts[name] / "model.safetensors")
+        layer: Any = load(experts[name], 1, 2).get_submodule("model.layers.0.mlp.experts")
+        path = "model.layers.0.mlp.experts.3.down_proj.weight"
+        assert torch.equal(layer.down_proj[3].float(), stored[path][:, 128:].float())
+        assert torch.equal(layer.down_scale[3], stored[f"{path}_scale_inv"][:, 1:])
+        up = "model.layers.0.mlp.experts.2.up_proj.weight"
+        assert torch.equal(layer.gate_up_proj[2, 128:].float(), stored[up][128:].float())
+        assert torch.equal(layer.gate_up_scale[2, 1:], stored[f"{up}_scale_inv"][1:])
+    (found,) = ModelDriver(experts[name], quantization="fp8").step((RequestState(), IDS))
+    exact = reference_logits(experts["decoded" if name == "blocks" else "plain"], IDS)
+    assert 0 < (found - exact).abs().mean() < 0.2 * exact.std()
+
+
+def test_routers_and_what_decays_are_made_of_stay_plain(experts: dict[str, Path], tmp_path: Path) -> None:
+    hybrid = write_tiny_model(tmp_path / "hybrid", "Qwen3Next", **SHAPES["qwen 3-next"][1])
+    found = {}
+    for name, path in (("experts", experts["plain"]), ("hybrid", hybrid)):
+        tensors = model_tensors(load_model_config(path).keeping("fp8"), "bfloat16")
+        found[name] = {tensor.name.split(".")[-2] for tensor in tensors if tensor.scaling is not None}
+    assert found["experts"] == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert found["hybrid"] == {*found["experts"], "out_proj"}
 
 
 def with_list(path: Path, target: Path, names: list[str], **model: Any) -> ModelConfig:
@@ -235,3 +296,9 @@ def test_blocks_that_would_be_cut_are_refused(
         model.check_tensor_parallel(size)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert dataclasses.replace(model, quantization="none").divides_by(size)
+
+
+def test_rows_are_as_wide_as_the_units_read(original: Path) -> None:
+    model = dataclasses.replace(load_model_config(original), hidden_size=200).keeping("fp8")
+    with pytest.raises(ConfigError, match="200 of the hidden size are not multiples of 16 in FP8"):
+        model.check_tensor_parallel(1)

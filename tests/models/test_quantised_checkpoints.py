@@ -22,7 +22,7 @@ from nvcli.errors import LoadError
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
-from quantised_checkpoints import FORMATS, compressed, write_quantised
+from quantised_checkpoints import FORMATS, compressed, unstack_experts, write_quantised
 
 Checkpoints = tuple[Path, Path]
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -75,24 +75,12 @@ def test_experts_and_fused_projections(tmp_path: Path) -> None:
     arguments = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 64}
     for family, more in (("Qwen3Moe", arguments), ("Phi3", SIZES)):
         plain = write_tiny_model(tmp_path / family, family, **more)
-        _unstack_experts(plain / "model.safetensors")
+        unstack_experts(plain)
         for name in ("fp8, small blocks", "awq", "gptq, act-order"):
             folder = tmp_path / f"{family}, {name}"
             found, expected = (load(path) for path in write_quantised(plain, folder, FORMATS[name], skip=()))
             for parameter, values in expected.items():
                 torch.testing.assert_close(found[parameter], values, atol=1e-7, rtol=1e-6, msg=parameter)
-
-
-def _unstack_experts(file: Path) -> None:
-    """Give each expert tensors of its own, as published files do."""
-    tensors = load_file(file)
-    for name in [name for name in tensors if ".mlp.experts." in name and tensors[name].dim() == 3]:
-        parent, _, last = name.rpartition(".")
-        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-        for expert, matrix in enumerate(tensors.pop(name)):
-            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
-                tensors[f"{parent}.{expert}.{part}.weight"] = rows.contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def edit(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:

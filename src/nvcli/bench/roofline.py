@@ -96,7 +96,7 @@ def _matrix_work(costs: MatrixCosts, rows: int) -> Work:
 
 
 def _expert_work(costs: ExpertCosts, rows: int) -> Work:
-    return Work(round(costs.read_bytes(rows)), 2 * costs.weights_per_token * rows)
+    return Work(round(costs.read_bytes(rows)), costs.operations_per_token * rows)
 
 
 def _prefill_shares(step: StepRecord) -> dict[str, float]:

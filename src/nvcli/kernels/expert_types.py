@@ -34,3 +34,12 @@ class ExpertWeights(NamedTuple):
     """The number of the first of these experts among all that tokens are routed to."""
     num_others: int = 0
     """How many experts other ranks hold. What tokens choose of them gives zeros here."""
+
+
+class ExpertScales(NamedTuple):
+    """The scales of experts' weights in FP8, float32, contiguous (`kernels/fp8.py`)."""
+
+    gate_up: Tensor
+    """[E, 2 I], or for blocks [E, 2 I / 128, H / 128]."""
+    down: Tensor
+    """[E, H], or for blocks [E, H / 128, I / 128]. Numbers of blocks are rounded up."""

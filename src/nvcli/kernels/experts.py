@@ -60,13 +60,13 @@ def apply_experts(
             continue
         token, choice = pairs // experts_per_token, pairs % experts_per_token
         gate_up = F.linear(x[token], weights.gate_up[expert], _of_expert(weights.gate_up_bias, expert))
-        down = F.linear(_activate(gate_up, activation), weights.down[expert], _of_expert(weights.down_bias, expert))
+        down = F.linear(activate(gate_up, activation), weights.down[expert], _of_expert(weights.down_bias, expert))
         out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
     return out
 
 
-def _activate(gate_up: Tensor, activation: GatedActivation) -> Tensor:
-    """[T, 2 I] → [T, I]."""
+def activate(gate_up: Tensor, activation: GatedActivation) -> Tensor:
+    """Compute what an expert makes of its gate and up projections: [T, 2 I] → [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if activation.kind == "silu":
         return F.silu(gate) * up

@@ -184,10 +184,15 @@ class ModelConfig:
             lengths["out_proj"] = layer.attention.value_size // size
         if layer.dense_mlp is not None:
             lengths["gate_proj, up_proj and down_proj"] = layer.dense_mlp.intermediate_size // size
+        if isinstance(layer.mlp, ExpertsConfig):
+            parts = 1 if self.expert_parallel else size
+            lengths["the experts' gate_proj, up_proj and down_proj"] = layer.mlp.intermediate_size // parts
         unit = FP8_BLOCK if self.fp8_scaling == "block" else FP8_ALIGNMENT
         what = (
             f"blocks of {FP8_BLOCK} × {FP8_BLOCK}" if self.fp8_scaling == "block" else f"multiples of {FP8_ALIGNMENT}"
         )
+        if self.fp8_scaling == "channel":
+            lengths["the hidden size"] = self.hidden_size
         for name, length in lengths.items():
             if length % unit:
                 yield f"each rank's {length:,} of {name} are not {what} in FP8"

@@ -17,14 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvcli.kernels.expert_types import ExpertWeights, Routes
+from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes
 from nvcli.kernels.experts import apply_experts
+from nvcli.kernels.fp8_experts import apply_fp8_experts
 from nvcli.kernels.routing import route, router_logits
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.geometry import TensorSpec
 from nvcli.models.layer_config import ExpertsConfig, MLPConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
+from nvcli.models.weights import ScaleTarget, WeightModule, WeightSource, empty_parameter, length
 
 
 class MixtureOfExperts(nn.Module):
@@ -109,6 +111,9 @@ class Experts(WeightModule):
     """[E, 2 I, H]."""
     down_proj: nn.Parameter
     """[E, H, I]."""
+    gate_up_scale: nn.Parameter
+    down_scale: nn.Parameter
+    """Only where the weights are in FP8: those of `ExpertScales`."""
     gate_up_bias: nn.Parameter | None
     """[E, 2 I]."""
     down_bias: nn.Parameter | None
@@ -129,6 +134,10 @@ class Experts(WeightModule):
         num_experts, size, hidden = gate.kept_shape(self.size)
         self.gate_up_proj = empty_parameter(gate, num_experts, 2 * size, hidden)
         self.down_proj = empty_parameter(down, *down.kept_shape(self.size))
+        self.scaling = gate.scaling
+        if gate.scaling is not None:
+            self.gate_up_scale = _empty_scales(self.gate_up_proj, gate.scaling)
+            self.down_scale = _empty_scales(self.down_proj, gate.scaling)
         self.gate_up_bias = empty_parameter(gate, num_experts, 2 * size) if config.bias else None
         self.down_bias = empty_parameter(down, num_experts, hidden) if config.bias else None
 
@@ -138,20 +147,43 @@ class Experts(WeightModule):
             first = length(rows) if name.startswith("up_proj") else 0
             write = (slice(first, first + length(rows)), *(slice(0, length(part)) for part in columns))
             for expert in range(experts.start, experts.stop):
-                yield WeightSource(
+                source = WeightSource(
                     tensor=tensor,
                     expert=expert,
                     read=(rows, *columns),
                     parameter=_PARAMETERS[name],
                     write=(expert - experts.start, *write),
                 )
+                yield source if self.scaling is None else _with_scales(source, self.scaling)
 
     def forward(self, x: Tensor, routes: Routes, out: Tensor) -> None:
         bias = self.down_bias if self.rank == 0 or self.num_others else None
         weights = ExpertWeights(
             self.gate_up_proj, self.down_proj, self.gate_up_bias, bias, self.held.start, self.num_others
         )
-        apply_experts(x, routes, weights, self.activation, out)
+        if self.scaling is None:
+            apply_experts(x, routes, weights, self.activation, out)
+        else:
+            scales = ExpertScales(self.gate_up_scale, self.down_scale)
+            apply_fp8_experts(x, routes, weights, scales, self.activation, out)
+
+
+def _empty_scales(weight: nn.Parameter, scaling: FP8Scaling) -> nn.Parameter:
+    """The scales of [E, out, in]: [E, out] or, for blocks, [E, out / 128, in / 128], rounded up."""
+    experts, rows, columns = weight.shape
+    shape = (experts, rows) if scaling == "channel" else (experts, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+
+
+def _with_scales(source: WeightSource, scaling: FP8Scaling) -> WeightSource:
+    """Say where the scales of an expert's weight go."""
+    expert, rows = source.write[:2]
+    assert isinstance(rows, slice)
+    if scaling == "block":  # ModelConfig.check_tensor_parallel comes first
+        assert rows.start % FP8_BLOCK == 0, "blocks of gate and up must not overlap"
+        rows = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
+    parameter = source.parameter.replace("_proj", "_scale")
+    return source.with_scales(ScaleTarget(parameter=parameter, write=(expert, rows), scaling=scaling))
 
 
 class SharedGate(WholeTensors):

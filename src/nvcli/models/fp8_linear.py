@@ -46,7 +46,7 @@ class Fp8LinearMethod(PlainLinearMethod):
             rows, columns = source.write
             assert isinstance(rows, slice)
             assert isinstance(columns, slice)
-            place: tuple[slice, ...] = (rows,)
+            place: tuple[int | slice, ...] = (rows,)
             if self.scaling == "block":
                 place = (slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK)), slice(None))
                 # ModelConfig.check_tensor_parallel comes first

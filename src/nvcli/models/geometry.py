@@ -48,6 +48,10 @@ _FP8_LAYERS = (*FUSED.values(), ("o_proj",), ("down_proj",), ("out_proj",))
 fuses small projections, which make decays, with the others."""
 
 
+_EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
+"""The projections of an expert, which are kept in FP8 together."""
+
+
 class Cut(Enum):
     """How the ranks of a tensor-parallel group share a tensor."""
 
@@ -131,7 +135,9 @@ class TensorSpec:
         num_bytes = math.prod(shape) * DTYPE_BYTES[self.dtype]
         if self.scaling is None:
             return num_bytes
-        num_scales = shape[0] if self.scaling == "channel" else math.prod(-(-length // FP8_BLOCK) for length in shape)
+        *outer, rows, columns = shape
+        blocks = -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+        num_scales = math.prod(outer) * (rows if self.scaling == "channel" else blocks)
         return num_bytes + num_scales * DTYPE_BYTES["float32"]
 
     @property
@@ -166,15 +172,19 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _in_fp8(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
-    """Have ranks keep the weights of linear layers in FP8, but for those that the checkpoint left alone, and experts. A
-    layer that fuses projections keeps all of them alike."""
+    """Have ranks keep the weights of linear layers in FP8, but for those that the checkpoint left alone, and experts
+    with biases. A layer that fuses projections keeps all of them alike, and so does a mixture of experts."""
     names = {tensor.name for tensor in tensors}
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         parent, _, last = module.rpartition(".")
-        fused = next((projections for projections in _FP8_LAYERS if last in projections), ())
+        layers = (_EXPERT_LAYERS,) if tensor.is_of_experts else _FP8_LAYERS
+        fused = next((projections for projections in layers if last in projections), ())
         parts = [f"{parent}.{one}" for one in fused if f"{parent}.{one}.{kind}" in names]
-        if kind != "weight" or tensor.is_of_experts or not parts or any(map(config.leaves_alone, parts)):
+        is_biased = tensor.is_of_experts and f"{module}.bias" in names
+        if tensor.is_of_experts:  # files name each expert
+            parts = [part.replace(f".{EXPERTS}.", f".{EXPERTS}.0.") for part in parts]
+        if kind != "weight" or is_biased or not parts or any(map(config.leaves_alone, parts)):
             yield tensor
         else:
             yield replace(tensor, dtype="float8_e4m3fn", scaling=config.fp8_scaling)

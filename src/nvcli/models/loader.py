@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nvcli.errors import LoadError
-from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.fp8_values import read_fp8, reorder_rows
@@ -136,9 +136,11 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dtype == FP8:
-                for first in range(0, len(parameter), _RANDOM_ROWS):
-                    rows = parameter[first : first + _RANDOM_ROWS]
-                    rows.copy_(torch.empty(rows.shape, device=device).normal_(0.0, _FP8_STD, generator=generator))
+                flat = parameter.flatten(0, -2)
+                for first in range(0, len(flat), _RANDOM_ROWS):
+                    rows = flat[first : first + _RANDOM_ROWS]
+                    values = torch.empty(rows.shape, device=device).normal_(0.0, _FP8_STD, generator=generator)
+                    rows.copy_(values.clamp_(-FP8_MAX, FP8_MAX))  # what is larger would be NaN
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:

@@ -22,7 +22,7 @@ class ScaleTarget:
     """Where the scales of FP8 codes go, in the module that declares the source of the codes."""
 
     parameter: str
-    write: tuple[slice, ...]
+    write: tuple[int | slice, ...]
     scaling: FP8Scaling
 
 

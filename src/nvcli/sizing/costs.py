@@ -40,11 +40,19 @@ class ExpertCosts:
     num_weights: int
     """Of all the experts."""
     num_bytes: int
+    num_fp8_weights: int = 0
+    """So many of them are multiplied in FP8."""
 
     @property
     def weights_per_token(self) -> int:
         """The weights of the experts that one row is multiplied with."""
         return self.num_weights * self.experts_per_token // self.num_experts
+
+    @property
+    def operations_per_token(self) -> int:
+        """Operations for one row, as `MatrixCosts.operations_per_row` counts them."""
+        fp8_weights = self.num_fp8_weights * self.experts_per_token // self.num_experts
+        return 2 * self.weights_per_token - fp8_weights
 
     def read_bytes(self, num_rows: float) -> float:
         """The bytes of the experts that are read for so many rows: of those that at least one row has, when every row
@@ -95,7 +103,7 @@ class ModelCosts:
     @property
     def operations_per_token(self) -> int:
         """The operations of the layers' matrices for one row, as `MatrixCosts.operations_per_row` counts them."""
-        return self.layers.operations_per_row + (0 if self.experts is None else 2 * self.experts.weights_per_token)
+        return self.layers.operations_per_row + (0 if self.experts is None else self.experts.operations_per_token)
 
     def matrix_read_bytes(self, num_rows: float) -> float:
         """The weights of the layers that are read for so many rows."""
@@ -155,6 +163,7 @@ def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel
         experts_per_token=routing.experts_per_token,
         num_weights=experts.num_weights,
         num_bytes=experts.num_bytes,
+        num_fp8_weights=experts.num_fp8_weights,
     )
 
 

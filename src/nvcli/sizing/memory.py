@@ -79,7 +79,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
         mlp = _mlp_elements(layer.mlp, model, size)
         if model.quantization == "fp8":
             attention += _code_elements(model.hidden_size)
-            mlp += _gated_fp8_elements(layer.dense_mlp, model.hidden_size, size)
+            mlp += _fp8_elements(layer.mlp, model, size)
         most = max(most, attention, mlp)
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
@@ -115,13 +115,15 @@ def _code_elements(size: int) -> int:
     return -(-size // 2)
 
 
-def _gated_fp8_elements(mlp: MLPConfig | None, hidden_size: int, tensor_parallel_size: int) -> int:
-    """The elements that an MLP of FP8 weights takes for one token beside those of a plain one: its input's codes, and
-    gate and up with the codes of what is made of them, which are not computed in one kernel."""
-    if mlp is None:
-        return 0
-    size = mlp.intermediate_size // tensor_parallel_size
-    return _code_elements(hidden_size) + size + _code_elements(size)
+def _fp8_elements(mlp: MLPConfig | ExpertsConfig, model: ModelConfig, tensor_parallel_size: int) -> int:
+    """The elements that an MLP of FP8 weights takes for one token beside those of a plain one: codes of its input and
+    of what gate and up make, and in a dense one gate and up, which are not computed in one kernel with that."""
+    codes = _code_elements(model.hidden_size)
+    if isinstance(mlp, MLPConfig):
+        size = mlp.intermediate_size // tensor_parallel_size
+        return codes + size + _code_elements(size)
+    parts = 1 if model.expert_parallel else tensor_parallel_size
+    return codes + _code_elements(mlp.routing.experts_per_token * mlp.intermediate_size // parts)
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:

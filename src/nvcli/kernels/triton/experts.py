@@ -75,7 +75,7 @@ def _has_large_shared_memory(x: Tensor) -> bool:
 
 
 @triton.jit
-def _activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def activate_gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """See `GatedActivation`. float32."""
     if KIND == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -137,7 +137,7 @@ def _gate_up_kernel(
         up += tl.load(bias_ptrs + OUT_FEATURES, mask=has_feature, other=0.0).to(tl.float32)[None, :]
     # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    result = _activate(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, ALPHA, LIMIT)
+    result = activate_gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, ALPHA, LIMIT)
     target = out_ptr + (first_row + rows)[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
     tl.store(target, result.to(dtype), mask=has_row[:, None] & has_feature[None, :])
 

@@ -1,9 +1,10 @@
-"""Products of FP8 activations and FP8 weights with scales by blocks: x Wᵀ.
+"""Products of FP8 activations and FP8 weights: x Wᵀ.
 
-A program multiplies a tile of rows by a tile of features, 128 input features at a time, for which every row has one
-scale and the features of the tile have another. FP8 units add up these 128 products; the sums are scaled and added up
-in float32. Few rows take narrow tiles, so that enough programs read the weight; tiles that run at the same time share
-rows and weights, which are then found in the L2 cache.
+A program multiplies a tile of rows by a tile of features, 128 input features at a time. FP8 units add up these 128
+products, and the sums are added up in float32. With scales by blocks, every row has one for these 128 features and the
+features of the tile have another, and each sum is scaled; scales of rows are applied to the whole. Few rows take narrow
+tiles, so that enough programs read the weight; tiles that run at the same time share rows and weights, which are then
+found in the L2 cache.
 
 The number of rows is an argument for which nothing is specialised: no other number compiles anew, but for the size of
 the tiles. Shapes: T rows, `in` and `out` features, G = in / 128, rounded up.
@@ -50,15 +51,16 @@ def choose_launch(num_rows: int) -> Launch:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _block_linear_kernel(
+def _fp8_linear_kernel(
     x_ptr,  # [T, IN_FEATURES] e4m3
-    x_scales_ptr,  # [T, G] float32
+    x_scales_ptr,  # [T] float32, or BY_BLOCKS [T, G]
     weight_ptr,  # [OUT_FEATURES, IN_FEATURES] e4m3
-    weight_scales_ptr,  # [OUT_FEATURES / 128, rounded up, G] float32
+    weight_scales_ptr,  # [OUT_FEATURES] float32, or BY_BLOCKS [OUT_FEATURES / 128, rounded up, G]
     out_ptr,  # [T, OUT_FEATURES], written
     num_rows,
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
+    BY_BLOCKS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
     ROWS_TOGETHER: tl.constexpr,
@@ -92,17 +94,22 @@ def _block_linear_kernel(
             is_inside = (start + inner < IN_FEATURES)[None, :]
             x = tl.load(x_ptrs + start, mask=is_row[:, None] & is_inside, other=0.0)
             weight = tl.load(weight_ptrs + start, mask=is_feature[:, None] & is_inside, other=0.0)
-        scales = tl.load(x_scale_ptrs + group, mask=is_row, other=0.0) * tl.load(weight_scale_ptr + group)
-        total += tl.dot(x, weight.T) * scales[:, None]
+        if BY_BLOCKS:
+            scales = tl.load(x_scale_ptrs + group, mask=is_row, other=0.0) * tl.load(weight_scale_ptr + group)
+            total += tl.dot(x, weight.T) * scales[:, None]
+        else:
+            total = tl.dot(x, weight.T, total, max_num_imprecise_acc=GROUP)
+    if not BY_BLOCKS:
+        row_scales = tl.load(x_scales_ptr + rows, mask=is_row, other=0.0)
+        total *= row_scales[:, None] * tl.load(weight_scales_ptr + features, mask=is_feature, other=0.0)[None, :]
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_feature[None, :])
 
 
-def block_linear(
+def fp8_linear(
     x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor | None = None, launch: Launch | None = None
 ) -> Tensor:
-    """See `nvcli.kernels.fp8.fp8_linear`, for scales by blocks and without a bias. Without `launch` that of
-    `choose_launch` is taken."""
+    """See `nvcli.kernels.fp8.fp8_linear`, without a bias. Without `launch` that of `choose_launch` is taken."""
     num_rows, in_features = x.codes.shape
     out_features = weight.shape[0]
     if out is None:
@@ -116,7 +123,7 @@ def block_linear(
     assert out.is_contiguous()
     num_tiles = triton.cdiv(num_rows, launch.row_tile) * triton.cdiv(out_features, launch.out_tile)
     if num_tiles:
-        _block_linear_kernel[(num_tiles,)](
+        _fp8_linear_kernel[(num_tiles,)](
             x.codes,
             x.scales,
             weight,
@@ -125,6 +132,7 @@ def block_linear(
             num_rows,
             OUT_FEATURES=out_features,
             IN_FEATURES=in_features,
+            BY_BLOCKS=x.scaling == "block",
             ROW_TILE=launch.row_tile,
             OUT_TILE=launch.out_tile,
             ROWS_TOGETHER=launch.rows_together,

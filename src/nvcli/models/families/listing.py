@@ -9,10 +9,16 @@ from collections.abc import Iterable
 from nvcli.models.families.family import Family
 
 _WIDTH = 120
+_QUANTISED = (
+    "Quantised checkpoints of all families but gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, and compressed-tensors' "
+    "W4A16, W8A16, W8A8 and FP8. They are loaded as plain weights. --quantization fp8 keeps weights in 8 bits; it has "
+    "not run on a GPU yet."
+)
 
 
 def format_families(families: Iterable[Family]) -> str:
-    """Write a table: the family, then what sets it apart, its architectures in config.json, and example ids."""
+    """Write a table: the family, then what sets it apart, its architectures in config.json, and example ids. Behind it
+    stand the formats of quantised checkpoints."""
     families = tuple(families)
     width = max(len(family.name) for family in families) + 2
     wrap = textwrap.TextWrapper(
@@ -24,7 +30,7 @@ def format_families(families: Iterable[Family]) -> str:
         right = [line for fact in facts for line in wrap(fact)]
         left = [family.name, *[""] * (len(right) - 1)]
         lines += [f"{name:{width}}{line}" for name, line in zip(left, right, strict=True)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *textwrap.wrap(_QUANTISED, _WIDTH)])
 
 
 def format_families_json(families: Iterable[Family]) -> str:
