@@ -15,7 +15,7 @@ from enum import IntEnum
 import msgspec
 
 from nvcli.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
-from nvcli.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, MAX_START_IDS
+from nvcli.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, MAX_MARK_IDS
 
 MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
 """The most ids that a request may stop on: its own and the model's end-of-sequence ids."""
@@ -102,6 +102,8 @@ class SlotConstraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """`Constraint.end_ids`."""
     starts_after: list[int] = []
     """`Constraint.starts_after`."""
+    opens_with: list[int] = []
+    """`Constraint.opens_with`."""
     stop_ids: list[int] = []
     """Ids that must not be chosen before `SlotSampling.min_tokens`, unless the grammar allows no others."""
 
@@ -299,7 +301,7 @@ def max_step_input_bytes(
     `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans
     of tokens, 4 where its slot was freed before, and 32 where its prompt is read, beside the targets.
     """
-    num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + MAX_START_IDS
+    num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
     block_bytes = 4 * 4 * max_blocks_per_seq
     per_seq = new_slot_bytes + block_bytes + 12 * 4 + 32

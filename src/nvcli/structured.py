@@ -13,8 +13,8 @@ import msgspec
 MAX_GRAMMAR_BYTES = 512 * 1024
 """Most bytes of a schema, regex, list of choices or grammar, once it is written as a grammar of llguidance."""
 
-MAX_START_IDS = 64
-"""Most tokens of the mark behind which a constraint begins; bounds the size of a step's input."""
+MAX_MARK_IDS = 64
+"""Most tokens of a mark around the free part of an answer; bounds the size of a step's input."""
 
 MAX_END_IDS = 64
 """Most end-of-sequence ids of a constraint; bounds the size of a step's input."""
@@ -64,4 +64,8 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The model's end-of-sequence ids: one of them ends an answer that is complete. From 1 to `MAX_END_IDS`."""
     starts_after: list[int] = []
     """The tokens of the mark behind which the constraint begins, such as the end of the model's reasoning: tokens up to
-    it are free. At most `MAX_START_IDS`; empty: it begins with the answer."""
+    it are free. At most `MAX_MARK_IDS`; empty: the constraint begins with the answer."""
+    opens_with: list[int] = []
+    """The tokens of the mark that begins the free part, where that is for the answer to do: an answer that begins with
+    another token is constrained from there on. At most `MAX_MARK_IDS`; empty: the answer begins inside the free
+    part."""

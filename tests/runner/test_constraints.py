@@ -96,6 +96,36 @@ def test_a_constraint_begins_behind_its_mark(vocabulary: Vocabulary) -> None:
     assert any(tokens[:2] != MARK for tokens, _ in found.values())
 
 
+def test_an_answer_may_begin_its_free_part_or_not(vocabulary: Vocabulary) -> None:
+    """With the first mark it is free up to the last one; without, it is constrained from its first token on."""
+    constraint = Constraint(
+        grammar=vocabulary.compile(Structured(choice=["95"])), end_ids=END_IDS, starts_after=MARK, opens_with=[410, 411]
+    )
+    opens = {410: 100.0, **dict.fromkeys(MARK, 100.0)}
+    requests = [
+        make_request(
+            number,
+            [5, 6, 7],
+            300,
+            stop_ids=END_IDS,
+            sampling=SamplingParams(temperature=10.0 if number else 0.0, logit_bias=opens if number else {}),
+            constraint=constraint,
+        )
+        for number in range(6)
+    ]
+    found, _ = run_here(requests)
+    answer = vocabulary.tokenizer.greedy_tokenize("95")
+    assert found[0][0][:-1] == answer
+    for number in range(1, 6):
+        tokens, _ = found[number]
+        assert tokens[:2] == [410, 411]
+        at = next(i for i in range(len(tokens)) if tokens[i : i + 2] == MARK)
+        assert tokens[at + 2 : -1] == answer
+    again, scheduler = run_here(requests, num_blocks=10)
+    assert scheduler.stats.num_preemptions > 0
+    assert again == found
+
+
 @pytest.mark.parametrize(
     ("circumstance", "config"),
     [

@@ -48,19 +48,36 @@ class _Answer:
     min_tokens: int
     end_ids: frozenset[int]
     is_free: bool
-    """Whether the mark behind which the constraint begins has not come yet."""
+    """Whether it is in its free part: the mark behind which the constraint begins is still to come."""
+    num_opening: int | None
+    """The tokens of the mark that begins the free part that have come; None: that is decided."""
     num_tokens: int = 0
     is_over: bool = False
     """Whether it has ended; what is still chosen for it is dropped."""
     last_ids: deque[int] = field(default_factory=deque)
     """While it is free, the last tokens, as many as the mark has."""
 
-    def take_free(self, token: int) -> None:
-        """Take a token that comes before the mark or ends it."""
+    @property
+    def next_opening(self) -> int | None:
+        """The token that begins the free part, or goes on with beginning it; None: no token does now."""
+        return None if self.num_opening is None else self.constraint.opens_with[self.num_opening]
+
+    def take_free(self, token: int) -> bool:
+        """Take a token that belongs to the free part or to the marks around it; False: it does not."""
+        if self.num_opening is not None:
+            if token != self.next_opening:
+                self.num_opening = None
+                return False
+            self.num_opening += 1
+            if self.num_opening == len(self.constraint.opens_with):
+                self.num_opening, self.is_free = None, True
+            return True
+        if not self.is_free:
+            return False
         self.last_ids.append(token)
-        if list(self.last_ids) == self.constraint.starts_after:
-            self.is_free = False
+        self.is_free = list(self.last_ids) != self.constraint.starts_after
         self.is_over = token in self.end_ids
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +181,8 @@ class Constraints:
                     prompt_len=new.sampling.prompt_len,
                     min_tokens=new.sampling.min_tokens,
                     end_ids=frozenset(constraint.end_ids),
-                    is_free=bool(constraint.starts_after),
+                    is_free=bool(constraint.starts_after) and not constraint.opens_with,
+                    num_opening=0 if constraint.starts_after and constraint.opens_with else None,
                     last_ids=deque(maxlen=len(constraint.starts_after)),
                 )
         while len(self._compiled) > _MAX_COMPILED:
@@ -217,9 +235,7 @@ class Constraints:
             if answer.is_over or answer.matcher is None or token < 0:  # NOT_FINITE
                 continue
             answer.num_tokens += 1
-            if answer.is_free:
-                answer.take_free(token)
-            else:
+            if not answer.take_free(token):
                 answer.is_over = token in answer.end_ids
                 going.append((answer, token))
         if going:
@@ -235,12 +251,15 @@ class Constraints:
         masks = self._host_masks(len(answers))
         words = masks.numpy().view(np.uint32)
         matchers: list[tuple[LLMatcher, int]] = []
+        opening: list[int] = []
         short: list[int] = []
         for row, answer in enumerate(answers):
             if answer.matcher is None or answer.is_free:
                 words[row] = _ALL
             else:
                 matchers.append((answer.matcher, row))
+            if answer.num_opening is not None:
+                opening.append(row)
             if answer.num_tokens < answer.min_tokens:
                 short.append(row)
         if matchers:
@@ -249,6 +268,8 @@ class Constraints:
             if matcher.is_error():
                 answers[row].matcher = None
                 words[row] = _ALL
+        for row in opening:
+            _let_open(words[row], answers[row])
         for row in short:
             _hold_back(words[row], answers[row].constraint.stop_ids)
         return masks[:, : self._num_words]
@@ -268,6 +289,15 @@ def with_failures(ids: np.ndarray, failed_rows: Sequence[int]) -> np.ndarray:
     ids = ids.copy()
     ids[list(failed_rows)] = CONSTRAINT_FAILED
     return ids
+
+
+def _let_open(mask: np.ndarray, answer: _Answer) -> None:
+    """Allow the token that begins the free part in a mask of uint32 words, in place; and no other once it has begun."""
+    token = answer.next_opening
+    assert token is not None
+    if answer.num_opening:
+        mask[:] = 0
+    mask[token >> 5] |= np.uint32(1 << (token & 31))
 
 
 def _hold_back(mask: np.ndarray, token_ids: Sequence[int]) -> None:
