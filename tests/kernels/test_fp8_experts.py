@@ -67,7 +67,7 @@ def test_as_near_as_eight_bits_allow(scaling: FP8Scaling) -> None:
 
 @SCALINGS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 33, 200] if not HAS_GPU else [1, 16, 200, 3000])
+@pytest.mark.parametrize("num_tokens", [1, 33, 140] if not HAS_GPU else [1, 16, 200, 3000])
 def test_kernels(num_tokens: int, shape: tuple[int, int, int, int], scaling: FP8Scaling) -> None:
     x, routes, weights, scales = make(shape, num_tokens, scaling)
     expected = reference(x, routes, weights, scales)
