@@ -181,7 +181,7 @@ class Layers:
         heads = torch.randn((self.batch.num_tokens, num_heads + 2 * NUM_KV_HEADS, HEAD_DIM), device=DEVICE).to(DTYPE)
         self.q = heads[:, :num_heads]
         self.k, self.v = heads[:, num_heads:].chunk(2, dim=1)
-        self.count = self.batch.kv_cache.spec.layers_per_block
+        self.count = len(self.batch.kv_cache.spec.group_layers[0])
 
     def __call__(self) -> None:
         for layer in range(self.count):

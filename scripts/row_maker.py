@@ -66,6 +66,16 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
         {"choice": [5]},
         "a",
     ),
+    "best_of": (None, 4, 3, 0, 1025, "2"),
+    "rank_by": ("mean", "sum", "max", 1),
+    "echo": (False, True, 0),
+    "include_stop_str_in_output": (True, False, "true"),
+    "skip_special_tokens": (False, True, 1),
+    "allowed_token_ids": (None, [5, 6, 7], [640], [], [-1], "5"),
+    "bad_words": ([], ["x"], ["No way", " y "], [""], ["x" * 200], "x", [1]),
+    "truncate_prompt_tokens": (None, 3, -1, 1000, 0, -2, "3"),
+    "stop_repetition": (True, False, {"min_count": 2}, {"min_count": 1}, {"odd": 1}, 3),
+    "thinking_budget": (None, 5, -1, "5"),
 }
 
 

@@ -27,8 +27,11 @@ _NATIVE_OUTPUT = ("id", "index", "choices", "usage", "error")
 _OPENAI_OUTPUT = ("id", "index", "custom_id", "response", "error")
 _SHARED = (
     *("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "echo"),
+    *("include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"),
+    *("stop_repetition", "thinking_budget"),
 )
+_RANKING = ("best_of", "rank_by")
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
 _HARMLESS = {"stream": False, "tools": []}
 _FORMS = {"json_schema": dict, "regex": str, "choice": list}
@@ -48,13 +51,16 @@ _NUMBERS = {
     "frequency_penalty": (False, lambda value: -2 <= value <= 2),
     "repetition_penalty": (False, lambda value: 0 < value <= 100),
     "logprobs": (True, lambda value: 0 <= value <= 20),
+    "best_of": (True, lambda value: 1 <= value <= 1024),
+    "truncate_prompt_tokens": (True, lambda value: value == -1 or 1 <= value in INT64),
+    "thinking_budget": (True, lambda value: 0 <= value in INT64),
 }
 _NO_VARIABLES = (
     *("messages", "conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 _PLACE = re.compile(r"\{(\w+)\}")
-_MAY_BE_NULL = ("max_tokens", "seed", "logprobs")
+_MAY_BE_NULL = ("max_tokens", "seed", "logprobs", "best_of", "truncate_prompt_tokens", "thinking_budget")
 _MAX_DIGITS = 4300
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _MAY_BE_TOO_LARGE = re.compile(r"[eE]|\d{300}")
@@ -92,6 +98,7 @@ class Expected:
     """The keys that go under `input`, likewise."""
     prompt_tokens: int | None = None
     num_choices: int = 1
+    is_conversation: bool = False
 
 
 class _Bad(ValueError):
@@ -234,7 +241,7 @@ class Oracle:
             *(
                 ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
                 if is_chat
-                else ("prompt",)
+                else ("prompt", *_RANKING)
             ),
         )
         if given.pop("response_format", {"type": "text"}) != {"type": "text"}:
@@ -247,7 +254,7 @@ class Oracle:
                 expected.errors.add("unsupported_parameter")
         if not isinstance(given.get("model", ""), str):
             expected.errors.add("invalid_value")
-        sampling = {key: given[key] for key in _SHARED if key in given}
+        sampling = {key: given[key] for key in (*_SHARED, *(() if is_chat else _RANKING)) if key in given}
         if is_chat:
             if "max_completion_tokens" in given:
                 if given.get("max_tokens", given["max_completion_tokens"]) != given["max_completion_tokens"]:
@@ -296,6 +303,7 @@ class Oracle:
                 expected.errors.add("unsupported_content")
             return None
         text = ""
+        expected.is_conversation = True
         system = self._facts.system
         if system is not None and all(message["role"] not in ("system", "developer") for message in value):
             value = [{"role": "system", "content": system}, *value]
@@ -327,8 +335,21 @@ class Oracle:
             biased += ids
             if len(ids) != 1:
                 expected.errors.add("invalid_sampling")
-        if any(token >= facts.vocab_size for token in (*biased, *sampling.get("stop_token_ids", ()))):
+        allowed = sampling.get("allowed_token_ids") or ()
+        if any(token >= facts.vocab_size for token in (*biased, *sampling.get("stop_token_ids", ()), *allowed)):
             expected.errors.add("token_out_of_vocabulary")
+        for word in sampling.get("bad_words", ()):
+            text = word.strip()
+            if any(len(self._tokenizer.encode(spelled).ids) > 32 for spelled in (text, f" {text}")):
+                expected.errors.add("invalid_sampling")
+        if sampling.get("echo") and expected.is_conversation:
+            expected.errors.add("invalid_sampling")
+        if sampling.get("thinking_budget") is not None:
+            expected.errors.add("unsupported_parameter")  # the built-in model does not think
+        cut = sampling.get("truncate_prompt_tokens")
+        on_too_long = "truncate-left" if cut == -1 else facts.on_too_long
+        if cut is not None and cut > 0:
+            num_tokens = min(num_tokens, cut)
         asked = sampling.get("max_tokens")
         most = facts.max_model_len
         answer = asked if asked is not None else max(1, most - num_tokens)
@@ -336,7 +357,7 @@ class Oracle:
         if not num_tokens:
             expected.errors.add("empty_prompt")
         elif num_tokens + (asked or 1) > most:
-            if facts.on_too_long == "error":
+            if on_too_long == "error":
                 expected.errors.add("prompt_too_long" if num_tokens >= most else "max_tokens_too_large")
             else:
                 answer = asked if asked is not None else max(1, most // 4)
@@ -544,7 +565,7 @@ def _has_other_part(message: Any) -> bool:
 
 
 def _native_sampling() -> set[str]:
-    return {*_SHARED, "return_token_ids", "structured"}
+    return {*_SHARED, *_RANKING, "return_token_ids", "structured"}
 
 
 def _is_structured(value: Any) -> bool:
@@ -563,7 +584,24 @@ def _is_sound(sampling: Mapping[str, Any]) -> bool:
             continue
         if not (_is_integer(value) if is_integer else _is_number(value)) or not is_allowed(value):
             return False
-    flags = (sampling.get(name, False) for name in ("ignore_eos", "return_token_ids"))
+    flags = (
+        sampling.get(name, False)
+        for name in ("ignore_eos", "return_token_ids", "echo", "include_stop_str_in_output", "skip_special_tokens")
+    )
+    words, allowed = sampling.get("bad_words", []), sampling.get("allowed_token_ids")
+    best_of, loops = sampling.get("best_of"), sampling.get("stop_repetition", False)
+    if not isinstance(words, list) or not (allowed is None or (isinstance(allowed, list) and allowed)):
+        return False
+    if not all(isinstance(word, str) and word for word in words):
+        return False
+    if not all(_is_integer(token) and token >= 0 for token in allowed or ()):
+        return False
+    if sampling.get("rank_by", "mean") not in ("mean", "sum") or loops not in (True, False, {"min_count": 2}):
+        return False
+    if _is_number(loops) or (best_of is not None and best_of < sampling.get("n", 1)):
+        return False
+    if sampling.get("echo") and sampling.get("logprobs") is not None:
+        return False
     stops = sampling.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
     stop_ids, bias = sampling.get("stop_token_ids", []), sampling.get("logit_bias", {})
@@ -576,6 +614,6 @@ def _is_sound(sampling: Mapping[str, Any]) -> bool:
         and (isinstance(stop_ids, list) and all(_is_integer(token) and token >= 0 for token in stop_ids))
         and isinstance(bias, dict)
         and all(_is_number(value) and -100 <= value <= 100 for value in bias.values())
-        and len(bias) + len(stop_ids) <= 1024
+        and len(bias) + len(stop_ids) + len(words) + len(allowed or ()) <= 1024
         and (max_tokens is None or min_tokens <= max_tokens)
     )

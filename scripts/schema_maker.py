@@ -21,6 +21,15 @@ def make_schemas(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
     return list(made.values())
 
 
+def make_endless_schemas(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Make so many different schemas of lists that have more items than any answer has tokens."""
+    endless = []
+    for schema in make_schemas(count, seed=seed):
+        item = {key: value for key, value in schema.items() if key != "$defs"}
+        endless.append({"$defs": schema.get("$defs", {}), "type": "array", "items": item, "minItems": 100_000})
+    return endless
+
+
 def _any(rng: random.Random, levels: int) -> dict[str, Any]:
     kinds: list[Callable[[random.Random, int], dict[str, Any]]] = [_text, _integer, _number, _enum, _simple, _pattern]
     if levels > 0:

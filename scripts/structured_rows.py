@@ -1,11 +1,13 @@
 """Answer rows under many different JSON schemas, and check that every answer parses and that its schema allows it.
 
-usage: structured_rows.py [--rows 2000] [--schemas 200] [--model demo] [--seed 0] [--max-num-seqs 256] [--tp 1]
+usage: structured_rows.py [--rows 2000] [--schemas 200] [--tokens N] [--model demo] [--seed 0] [--max-num-seqs 256]
+                          [--tp 1]
 
 The rows are questions for the built-in model, which knows nothing of JSON: what it writes follows from the schema
 alone. The same rows are then answered without schemas, each with as many tokens, and both speeds are shown; the first
 schema of a run also loads llguidance, so a short run comes before. Exits with 1 if an answer is wrong. Answers that
-`max_tokens` cut are counted, and only have to begin as JSON does. Needs `jsonschema`.
+`max_tokens` cut are counted, and are not checked. With `--tokens` the schemas are of lists that never end, so that
+every answer has so many tokens: that is for speed alone. Without it, `jsonschema` is needed.
 """
 
 from __future__ import annotations
@@ -18,24 +20,27 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jsonschema
-
 from nvcli import LLM
-from schema_maker import make_schemas
+from schema_maker import make_endless_schemas, make_schemas
 
 MAX_TOKENS = 800
 
 
-def make_rows(num_rows: int, schemas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make rows that take the schemas in turn, greedy and sampled, with and without penalties."""
+def make_rows(
+    num_rows: int, schemas: Sequence[dict[str, Any]], *, num_tokens: int | None = None
+) -> list[dict[str, Any]]:
+    """Make rows that take the schemas in turn, greedy and sampled, with and without penalties.
+
+    With `num_tokens` all are sampled alike, and answers have so many tokens.
+    """
     samplings = ({"temperature": 0}, {}, {"temperature": 1.5, "top_k": 40}, {"presence_penalty": 0.5}, {"top_p": 0.9})
     return [
         {
             "prompt": f"What is {number} + {number % 7}?\n",
             "sampling": {
-                "max_tokens": MAX_TOKENS,
+                "max_tokens": num_tokens or MAX_TOKENS,
                 "structured": {"json_schema": schemas[number % len(schemas)]},
-                **samplings[number // len(schemas) % len(samplings)],
+                **({"temperature": 1.0} if num_tokens else samplings[number // len(schemas) % len(samplings)]),
             },
         }
         for number in range(num_rows)
@@ -49,6 +54,8 @@ def describe_fault(answer: dict[str, Any], schema: dict[str, Any]) -> str:
     choice = answer["choices"][0]
     if choice["finish_reason"] == "length":
         return ""
+    import jsonschema
+
     try:
         jsonschema.Draft202012Validator(schema).validate(json.loads(choice["text"]))
     except ValueError as error:
@@ -70,13 +77,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--tokens", type=int)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--tp", type=int, default=1)
     options = parser.parse_args()
-    schemas = make_schemas(options.schemas, seed=options.seed)
-    rows = make_rows(options.rows, schemas)
+    make = make_endless_schemas if options.tokens else make_schemas
+    schemas = make(options.schemas, seed=options.seed)
+    rows = make_rows(options.rows, schemas, num_tokens=options.tokens)
     with LLM(options.model, max_num_seqs=options.max_num_seqs, tensor_parallel_size=options.tp) as llm:
         answer(llm, rows[:8])
         answers, num_tokens, seconds = answer(llm, rows)

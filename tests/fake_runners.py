@@ -20,7 +20,16 @@ from nvcli.engine.protocol import EngineStart
 from nvcli.errors import LoadError
 from nvcli.executor import executor
 from nvcli.executor.child_process import ChildProcess
-from nvcli.messages import EngineReady, SlotSampling, StepInput, StepOutput, pack, unpack
+from nvcli.messages import (
+    EngineReady,
+    PromptRead,
+    PromptReading,
+    SlotSampling,
+    StepInput,
+    StepOutput,
+    pack,
+    unpack,
+)
 from nvcli.runner.interface import RankContext, Runner
 
 BLOCK_SIZE = 4
@@ -167,6 +176,7 @@ class HashingRunner(CountingRunner):
         self.apply(step)
         self.states_read.clear()
         self.states_written.clear()
+        starts = [self.lens[slot] for slot, _, _ in rows_of(step)]
         tokens: list[int] = []
         counts: list[int] = []
         bounds = unpack(step.seq_lens)
@@ -181,8 +191,25 @@ class HashingRunner(CountingRunner):
         if not self.is_output_rank:
             return None
         return Output(
-            StepOutput(step_id=step.step_id, token_ids=pack(tokens), counts=pack(counts) if self.accept else b"")
+            StepOutput(
+                step_id=step.step_id,
+                token_ids=pack(tokens),
+                counts=pack(counts) if self.accept else b"",
+                readings=[self.read(step, starts, read) for read in step.reads],
+            )
         )
+
+    def read(self, step: StepInput, starts: list[int], read: PromptRead) -> PromptReading:
+        """What a real rank reads of some positions depends on all tokens up to each of them, and on its target."""
+        slot, num_tokens, _ = rows_of(step)[read.row]
+        assert read.row >= step.num_decodes
+        assert 0 <= read.start < read.start + read.count <= num_tokens
+        first = starts[read.row] + read.start
+        hashes = [self.kv[self.place(0, slot, first + i)].hash % 1000 for i in range(read.count)]
+        if not read.targets:
+            return PromptReading(hidden_sum=pack([sum(hashes)]))
+        targets = unpack(read.targets)
+        return PromptReading(logprobs=pack([1000 * h + t for h, t in zip(hashes, targets, strict=True)]))
 
     def apply(self, step: StepInput) -> None:
         for slot in unpack(step.freed_slots):

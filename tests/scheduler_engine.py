@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.core import EngineCore
+from nvcli.engine.core import EngineCore, StepExecutor
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
@@ -28,15 +28,18 @@ class InstantExecutor:
     def collect(self) -> StepOutput:
         return self._outputs.popleft()
 
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        raise AssertionError("no step runs out of memory")
+
 
 class SchedulerEngine:
     """Takes a step with each poll. `num_blocks`: size of the KV cache."""
 
-    def __init__(self, config: EngineConfig, *, num_blocks: int) -> None:
+    def __init__(self, config: EngineConfig, *, num_blocks: int, executor: StepExecutor | None = None) -> None:
         limits = scheduler_limits(config)
         blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(limits, blocks)
-        self._core = EngineCore(self.scheduler, InstantExecutor(), max_in_flight=config.max_steps_in_flight)
+        self._core = EngineCore(self.scheduler, executor or InstantExecutor(), max_in_flight=config.max_steps_in_flight)
         self._ready = EngineReady(
             num_blocks=num_blocks,
             block_size=config.block_size,

@@ -12,6 +12,7 @@ import typer.main
 from nvcli.cli.main import app
 from nvcli.config import FLAG_KEYS, JobConfig, RunConfig
 from nvcli.sampling_params import SamplingParams
+from nvcli.task_config import EmbedConfig, ScoreConfig
 
 ROOT = Path(__file__).parent.parent
 MAIN = ROOT / "README.md"
@@ -25,8 +26,12 @@ PLACES = {
     "generate": (MAIN, "## Commands"),
     "chat": (LLM, "## `nvcli chat`"),
     "merge": (JOBS, "### Joining the shards"),
+    "score": (JOBS, "## `nvcli score`"),
+    "embed": (JOBS, "## `nvcli embed`"),
 }
 """The page and the heading of commands whose usage is not in scripts/README.md."""
+LIKE_GENERATE = ("check", "score", "embed")
+"""Commands that have options of `generate` too."""
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -54,10 +59,13 @@ def rows_of(text: str) -> dict[str, str]:
 
 
 def test_every_key_is_documented_and_no_other() -> None:
-    keys = [key for key in RunConfig.__struct_fields__ if key != "job"]
+    keys = [key for key in RunConfig.__struct_fields__ if key not in ("job", "score", "embed")]
     assert sorted(first_column(section(CONFIGS, "## Keys"))) == sorted(keys)
     job_keys = [f"job.{key}" for key in JobConfig.__struct_fields__]
     assert sorted(first_column(section(CONFIGS, "## Keys of the `job` section"))) == sorted(job_keys)
+    task_keys = [f"score.{key}" for key in ScoreConfig.__struct_fields__]
+    task_keys += [f"embed.{key}" for key in EmbedConfig.__struct_fields__]
+    assert sorted(first_column(section(CONFIGS, "## Keys of the `score` and `embed` sections"))) == sorted(task_keys)
 
 
 def test_every_sampling_key_is_documented_and_no_other() -> None:
@@ -66,7 +74,8 @@ def test_every_sampling_key_is_documented_and_no_other() -> None:
 
 
 def test_flags_stand_beside_the_keys_that_they_set() -> None:
-    keys = rows_of(section(CONFIGS, "## Keys") + section(CONFIGS, "## Keys of the `job` section"))
+    headings = ("## Keys", "## Keys of the `job` section", "## Keys of the `score` and `embed` sections")
+    keys = rows_of("".join(section(CONFIGS, heading) for heading in headings))
     sampling = section(JOBS, "### The `sampling` object")
     missing = [
         flag
@@ -83,7 +92,7 @@ def test_every_command_is_documented_and_no_other() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_in_the_usage_of_its_command(command: str) -> None:
-    usage = usage_of(command) + (usage_of("generate") if command == "check" else "")  # which has its options too
+    usage = usage_of(command) + (usage_of("generate") if command in LIKE_GENERATE else "")
     options = [parameter for parameter in COMMANDS[command].params if parameter.param_type_name == "option"]
     shown = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", usage))
     assert [option.opts for option in options if shown.isdisjoint(option.opts) and "--help" not in option.opts] == []

@@ -43,7 +43,7 @@ def test_names_of_sampling(name: str, meant: str | None) -> None:
         ("tp_size", "tensor_parallel_size"),
         ("max_length", "max_model_len"),
         ("gpu_mem_utilization", "gpu_memory_utilization"),
-        ("kv_cache_dtype", None),
+        ("worker_cls", None),
         ("load_in_8bit", None),
     ],
 )

@@ -17,6 +17,7 @@ from msgspec import Meta
 from nvcli.chat_template import reserved_variable
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import MAX_INT, SamplingParams
+from nvcli.task_config import EmbedConfig, ScoreConfig, Task
 from nvcli.text_template import TextTemplate
 from nvcli.validation import InvalidValue, convert, join_path, show
 
@@ -99,6 +100,14 @@ FLAG_KEYS = {
     "--id-field": "job.id_field",
     "--keep-input": "job.keep_input",
     "--text-field": "job.text_field",
+    "--normalize": "score.normalize",
+    "--token-logprobs": "score.token_logprobs",
+    "--continuation-field": "score.continuation_field",
+    "--choices-field": "score.choices_field",
+    "--answer-field": "score.answer_field",
+    "--pooling": "embed.pooling",
+    "--dimensions": "embed.dimensions",
+    "--encoding": "embed.encoding",
 }
 """Flags that are short for a key."""
 
@@ -220,6 +229,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     sampling: dict[str, Any] = {}
     """Defaults of every row's `sampling` object; holds the keys that were set and no others."""
     job: JobConfig = JobConfig()
+    task: Task = "generate"
+    """What is made of the rows; a command sets its own."""
+    score: ScoreConfig = ScoreConfig()
+    embed: EmbedConfig = EmbedConfig()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +277,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     than what is free now leaves them."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
+    embedding_size: int = 0
+    """The size of the model's hidden states, where requests ask for these instead of tokens: the model then needs no LM
+    head. 0: requests ask for tokens and their probabilities."""
 
     @property
     def kv_dtype(self) -> KVDtype:
@@ -393,7 +409,7 @@ def _in_its_section(error: InvalidValue) -> str | None:
     if not error.unknown_key or len(error.path) != 1:
         return None
     key = error.path[0]
-    sections = {"sampling": SamplingParams, "job": JobConfig}
+    sections = {"sampling": SamplingParams, "job": JobConfig, "score": ScoreConfig, "embed": EmbedConfig}
     section = next((name for name, kind in sections.items() if key in kind.__struct_fields__), None)
     return section and f"unknown key `{key}`; did you mean `{section}.{key}`?"
 
@@ -429,11 +445,12 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             fail(path, f"`{join_path(path)}` is {show(size)}; {error}")
     job = run.job
     keys = [job.prompt_field, job.messages_field, job.id_field, "prompt_token_ids", "sampling", "chat_template_kwargs"]
+    fields = "`prompt_field`, `messages_field`, `id_field`"
+    if run.task == "score":
+        keys += [run.score.continuation_field, run.score.choices_field, run.score.answer_field]
+        fields += ", `score.continuation_field`, `score.choices_field`, `score.answer_field`"
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        fail(
-            ("job",),
-            f"the key `{twice}` of a row cannot be two things: see `prompt_field`, `messages_field`, `id_field`",
-        )
+        fail(("job",), f"the key `{twice}` of a row cannot be two things: see {fields}")
     if job.text_field in RESERVED_KEYS:
         fail(
             ("job", "text_field"),

@@ -21,7 +21,7 @@ from nvcli.regular_file import read_regular
 from nvcli.validation import Path as KeyPath
 from nvcli.validation import is_text, shorten, show
 
-_SECTIONS = ("sampling", "job")
+_SECTIONS = ("sampling", "job", "score", "embed")
 """Keys that hold keys."""
 
 

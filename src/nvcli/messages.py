@@ -117,6 +117,23 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """None: the answer may be anything."""
 
 
+class PromptRead(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a step is to report of some consecutive tokens of one prefill chunk: the log-probabilities of given next
+    tokens, or the sum of their hidden states."""
+
+    row: int
+    """The number of the chunk's row in the batch."""
+    start: int
+    """The first of the tokens, counted from the first token of the chunk."""
+    count: int
+    """The number of the tokens, at least 1."""
+    targets: bytes = b""
+    """The packed ids of the `count` tokens whose log-probabilities are wanted, each behind one of the tokens that are
+    read. Empty: the hidden states are wanted."""
+    num_top: int = 0
+    """The number of likeliest next tokens that are wanted beside each target."""
+
+
 class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One step for every rank: what changed since the last step, and the batch as rows (slot, num_tokens, num_logits).
 
@@ -159,6 +176,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The grammars that the constraints of new slots name, each once; together at most `MAX_STEP_GRAMMAR_BYTES`."""
     restarts: bool = False
     """Whether this is the first step after one that did not run: every slot is freed, and requests enter slots anew."""
+    reads: list[PromptRead] = []
+    """What is wanted of the prompts beside the rows' own logits; at most one for each prefill chunk."""
 
     @property
     def num_rows(self) -> int:
@@ -183,6 +202,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     top_logprobs: list[float]
 
 
+class PromptReading(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a step found for one `PromptRead`. Packed numbers are in native byte order."""
+
+    logprobs: bytes = b""
+    """[count] packed float32, the log-probability of each target under the unmodified distribution."""
+    best_ids: bytes = b""
+    """[count] packed int32, the likeliest next tokens."""
+    top_ids: bytes = b""
+    """[count, num_top] packed int32, the likeliest next tokens, the likeliest first."""
+    top_logprobs: bytes = b""
+    """[count, num_top] packed float32, their log-probabilities."""
+    hidden_sum: bytes = b""
+    """[hidden size] packed float32, the sum of the hidden states behind the final norm."""
+
+
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The tokens that a step gave: `counts[i]` tokens for each row with logits, in batch order."""
 
@@ -203,6 +237,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     out_of_memory: str = ""
     """The reason for which this step, or the one before it, did not run; empty if it ran. Nothing else in the output of
     such a step counts, and no step runs until one that `restarts`."""
+    readings: list[PromptReading] = []
+    """One entry for each of the step's `reads`, in their order."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -261,17 +297,19 @@ def max_step_input_bytes(
     biased ids and those of its constraint (5 bytes an id, 9 a float). Allowed ids and bad words take the place of
     biased ids, and less room. Cached prefixes that travel for penalties, bad words and grammars are together held under
     `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans
-    of tokens, and 4 where its slot was freed before.
+    of tokens, 4 where its slot was freed before, and 32 where its prompt is read, beside the targets.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + MAX_START_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
     block_bytes = 4 * 4 * max_blocks_per_seq
-    per_seq = new_slot_bytes + block_bytes + 12 * 4
+    per_seq = new_slot_bytes + block_bytes + 12 * 4 + 32
     grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
-    return 1024 + grammar_bytes + max_num_seqs * per_seq + 4 * (2 * max_num_batched_tokens + max_model_len)
+    return 1024 + grammar_bytes + max_num_seqs * per_seq + 4 * (3 * max_num_batched_tokens + max_model_len)
 
 
-def max_step_output_bytes(*, max_num_seqs: int) -> int:
+def max_step_output_bytes(*, max_num_seqs: int, max_num_batched_tokens: int, hidden_size: int = 0) -> int:
     """Compute the size in bytes of the largest encoded StepOutput: one token a request, with `MAX_LOGPROBS`
-    alternatives each."""
-    return 1024 + max_num_seqs * (2 * 4 + 32 + MAX_LOGPROBS * (5 + 9))
+    alternatives each, and as many for each token of the step that is read. `hidden_size` is that of the hidden states
+    that requests may ask for; 0: they may not."""
+    per_seq = 2 * 4 + 32 + MAX_LOGPROBS * (5 + 9) + 32 + 4 * hidden_size
+    return 1024 + max_num_seqs * per_seq + max_num_batched_tokens * 8 * (1 + MAX_LOGPROBS)

@@ -95,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Special tokens do not show in the text."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     """Only so many of the prompt's last tokens are kept; -1: as many as leave room for the answer."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probability of each token of the prompt and of this many alternatives; null: none."""
 
     @property
     def stop_strings(self) -> list[str]:

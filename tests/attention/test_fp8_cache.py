@@ -16,7 +16,8 @@ from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_kv import FP8
 
-Bench = partial(AnyBench, device=str(DEVICE))
+# Compiled kernels multiply in bfloat16, and the interpreter has float32 alone.
+Bench = partial(AnyBench, device=str(DEVICE), dtype=torch.bfloat16 if HAS_GPU else torch.float32, kv_dtype=FP8)
 pytestmark = MARKS
 
 
@@ -44,7 +45,11 @@ def test_shapes(backend: type[AttentionBackend], head_dim: int, num_kv_heads: in
     """Head sizes, and blocks that hold whole tiles of keys, parts of them, or one token; what an earlier owner left
     must not count, scales that are NaN included."""
     bench = Bench(
-        backend, num_kv_heads=num_kv_heads, ratio=ratio, head_dim=head_dim, block_size=block_size, kv_dtype=FP8
+        backend,
+        num_kv_heads=num_kv_heads,
+        ratio=ratio,
+        head_dim=head_dim,
+        block_size=block_size,
     )
     if not bench.backend.reads_behind_rows:
         bench.leave_garbage(float("nan"))
@@ -60,7 +65,6 @@ def test_windows_soft_caps_and_sinks(backend: type[AttentionBackend]) -> None:
         soft_cap=0.7,
         has_sinks=True,
         num_tokens=2000,
-        kv_dtype=FP8,
     )
     run_all_kinds_of_steps(bench)
 
@@ -68,7 +72,12 @@ def test_windows_soft_caps_and_sinks(backend: type[AttentionBackend]) -> None:
 def test_groups_of_other_head_sizes(backend: type[AttentionBackend]) -> None:
     """A block of one shape, scales included, lies where one of another shape would."""
     bench = Bench(
-        backend, num_kv_heads=2, ratio=2, windows=(40, None), head_dims=(32, 64), num_tokens=2000, kv_dtype=FP8
+        backend,
+        num_kv_heads=2,
+        ratio=2,
+        windows=(40, None),
+        head_dims=(32, 64),
+        num_tokens=2000,
     )
     assert not bench.kv_cache.spec.is_uniform
     run_all_kinds_of_steps(bench)

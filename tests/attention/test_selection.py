@@ -12,10 +12,11 @@ from attention_setup import Bench, History
 from nvcli.attention import selection
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.hybrid import HybridBackend
-from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend
+from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend, why_not
 from nvcli.attention.spec import AttentionCase, AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.errors import ConfigError
+from nvcli.kernels.fp8_kv import FP8
 
 CASE = AttentionCase(
     device=torch.device("cpu"),
@@ -150,6 +151,33 @@ def test_a_hybrid_reads_new_keys_where_its_prefill_half_does() -> None:
 
     assert HybridBackend(TorchBackend(CASE), FromCache(CASE)).reads_new_keys
     assert not HybridBackend(FromCache(CASE), TorchBackend(CASE)).reads_new_keys
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "kv_dtype", "words"),
+    [
+        ("flash-attn", (9, 0), torch.bfloat16, FP8, "fp8 keeps a scale for each token and head"),
+        ("flashinfer", (9, 0), torch.bfloat16, FP8, "fp8 keeps a scale for each token and head"),
+        ("flashinfer", (9, 0), torch.float16, torch.bfloat16, "is kept in bfloat16, and it reads the model's float16"),
+        ("triton", (8, 6), torch.bfloat16, FP8, "fp8 needs compute capability 8.9, and this GPU has 8.6"),
+        ("triton", (8, 9), torch.bfloat16, FP8, None),
+        ("triton", (8, 0), torch.bfloat16, torch.bfloat16, None),
+        ("torch", (7, 0), torch.bfloat16, FP8, None),
+    ],
+)
+def test_who_reads_which_cache(
+    name: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    specs = (replace(CASE.specs[0], head_dim=64),)
+    case = replace(CASE, device=torch.device("cuda"), dtype=dtype, kv_dtype=kv_dtype, specs=specs, block_size=256)
+    reasons = why_not(name, case)
+    assert (reasons == []) if words is None else any(words in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("name", sorted(BACKENDS))

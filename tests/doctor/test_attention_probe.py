@@ -38,6 +38,10 @@ def test_the_model_s_windows_are_asked_for() -> None:
     assert check("cpu", kinds=kinds)["choice"].level == Level.OK
 
 
+def test_the_type_of_the_cache_is_asked_for() -> None:
+    assert check("cpu", kv_dtype="fp8")["choice"].level == Level.OK
+
+
 def test_a_choice_that_cannot_serve() -> None:
     finding = check("cpu", choice="triton")["choice"]
     assert finding.level == Level.PROBLEM

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
-from nvcli.engine.request import Request, RequestOutput, ThoughtLimit
+from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.messages import StepInput, unpack
 from nvcli.sampling_params import SamplingParams, StopRepetition
 from rank_in_process import RankInProcess, make_core, random_count
@@ -38,6 +38,8 @@ class Case:
     rank: RankInProcess
     num_blocks: int
     requests: list[Request]
+    read: Tokens = field(default_factory=dict)
+    """What was read of each prompt: a number for each position, or one sum."""
 
 
 def random_requests(rng: random.Random, number: int) -> list[Request]:
@@ -62,10 +64,19 @@ def random_requests(rng: random.Random, number: int) -> list[Request]:
             ends=[[100 + rng.randrange(50) for _ in range(rng.randint(1, 2))]],
             forced_ids=FORCED[: rng.randint(1, 3)],
         )
-        fields: dict[str, Any] = {"stop_ids": stop_ids, "sampling": sampling, "stream": rng.random() < 0.2}
-        requests.append(
-            make_request(i, prompt, max_tokens, thought_limit=thought if rng.random() < 0.3 else None, **fields)
-        )
+        reads = [
+            None,
+            PromptScoring(first=rng.randint(1, len(prompt)), next_id=7),
+            Pooling(position=rng.choice(["first", "last", "all"])),
+        ]
+        fields: dict[str, Any] = {
+            "read": rng.choice(reads),
+            "stop_ids": stop_ids,
+            "sampling": sampling,
+            "stream": rng.random() < 0.2,
+            "thought_limit": thought if rng.random() < 0.3 else None,
+        }
+        requests.append(make_request(i, prompt, max_tokens, **fields))
     return requests
 
 
@@ -130,6 +141,11 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
         for output in core.step():
             assert output.request_id not in done
             tokens[output.request_id] += unpack(output.token_ids)
+            for reading in output.readings:
+                found = case.read.setdefault(output.request_id, [])
+                found += unpack(reading.logprobs)
+                if reading.hidden_sum:
+                    found[:] = [sum([*found, *unpack(reading.hidden_sum)])]
             if output.finish_reason is not None:
                 done[output.request_id] = output
         scheduler.check_integrity()
@@ -140,12 +156,13 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
     return done, tokens
 
 
-def expected_answers(requests: list[Request]) -> dict[int, tuple[list[int], str | None]]:
-    """One token at a time, one group that keeps all, and room for everything."""
+def expected_answers(requests: list[Request]) -> dict[int, tuple[list[int], str | None, list[int] | None]]:
+    """The tokens, the reason for their end and what is read of the prompt, by request: one token at a time, one group
+    that keeps all, and room for everything."""
     plain = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=MAX_MODEL_LEN, block_size=4)
     case = Case(random.Random(0), plain, RankInProcess(plain), 1000, requests)
     done, tokens = run_at_random(case, hold_back=0, abort=0)
-    return {i: (tokens[i], output.finish_reason) for i, output in done.items()}
+    return {i: (tokens[i], output.finish_reason, case.read.get(i)) for i, output in done.items()}
 
 
 def blocks_needed(num_tokens: int, limits: SchedulerLimits) -> int:
@@ -178,7 +195,7 @@ def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGro
     done, tokens = run_at_random(case, hold_back=case.rng.choice([0, 0.3]), abort=case.rng.choice([0, 0.02]))
     for request in case.requests:
         i = request.request_id
-        answer, reason = expected[i]
+        answer, reason, read = expected[i]
         num_computed = len(unpack(request.prompt_ids)) + len(answer) - 1
         num_computed -= len(answer) - len([*dropwhile(FORCED.__contains__, reversed(answer))])  # at its end
         if done[i].finish_reason == "abort":
@@ -189,5 +206,6 @@ def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGro
             assert num_tokens <= num_computed
             assert blocks_needed(num_tokens, case.limits) * case.limits.block_size > num_slots
         else:
-            assert (tokens[i], done[i].finish_reason) == (answer, reason)
+            assert (tokens[i], done[i].finish_reason, case.read.get(i)) == (answer, reason, read)
+            assert (read is None) == (request.read is None)
             assert case.rank.failed or blocks_needed(num_computed, case.limits) <= case.num_blocks

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +27,7 @@ from nvcli.sampling_params import SamplingParams
 HARMONY = [f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call")]
 SPECIAL = ["<|im_end|>", *HARMONY, "[THINK]", "[/THINK]", "[TOOL_CALLS]", "<|channel>", "<channel|>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+WORDS = ["analysis", "final", "commentary", "thought", " to=functions.look", "so", "{", '{"name": "look"}', "[ARGS]{}"]
 TEMPLATES = {
     "think": "{{ tools }}{{ messages }}<think></think><tool_call>",
     "harmony": "{{ tools }}{{ messages }}<|channel|>analysis<|message|>",
@@ -285,3 +288,25 @@ def test_rows_that_are_read_in_other_ways_have_other_answers(backend: Backend) -
     other = {**TOOL, "function": {**TOOL["function"], "parameters": {}}}  # type: ignore[dict-item]
     assert key(tools=[TOOL]) == key(tools=[TOOL])
     assert len({key(), key(tools=[TOOL]), key(tools=[other]), key(thinking_budget=3)}) == 4
+
+
+@given(
+    template=st.sampled_from(sorted(TEMPLATES)),
+    parts=st.lists(st.sampled_from([*SPECIAL, *ADDED, *WORDS]) | st.text(max_size=3), max_size=12),
+    state=st.sampled_from(["x", "x<think>\n", "x<think></think>"]),
+    stop=st.sampled_from([None, "o", "so", "{"]),
+    reason=st.sampled_from(["stop", "length", "repetition"]),
+)
+def test_whatever_a_model_writes_is_an_answer(
+    backend: Backend, template: str, parts: list[str], state: str, stop: str | None, reason: str
+) -> None:
+    model = Model(backend, template)
+    result = model.result(
+        "".join(parts), state, reason=reason, tools=[TOOL], **({} if stop is None else {"stop": stop})
+    )
+    for form in (RowForm.NATIVE, RowForm.CHAT):
+        place = msgspec.structs.replace(result.place, form=form)
+        msgspec.json.encode(output_row(msgspec.structs.replace(result, place=place), OutputForm()))
+    (choice,) = result.choices
+    assert (choice.finish_reason == "tool_calls") <= bool(choice.tool_calls)
+    assert result.usage.reasoning_tokens in (msgspec.UNSET, *range(result.usage.completion_tokens + 1))

@@ -54,6 +54,15 @@ def test_weights_in_fp8_give_other_answers() -> None:
     assert "quantization" not in plain, "outputs of earlier versions are continued"
 
 
+def test_another_type_of_keys_and_values_makes_another_job() -> None:
+    def facts(kv_cache_dtype: str) -> dict[str, object]:
+        config = engine_config(model_path=demo_path(), dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
+        return dict(job_facts(RunConfig(model="demo"), config, {}, model_path=demo_path()))
+
+    assert facts("fp8").items() - facts("auto").items() == {("kv_cache_dtype", "fp8")}
+    assert facts("bf16") == facts("auto")  # the model's own type
+
+
 def change_byte(file: Path, place: int) -> None:
     with file.open("r+b") as stream:
         stream.seek(place)

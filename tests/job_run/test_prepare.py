@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 
 from nvcli.config import OnTooLong
+from nvcli.demo import demo_path
 from nvcli.errors import RowError
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.long_text import encode_long
 from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -17,6 +20,7 @@ from nvcli.jobs.job import Job, JobResult, Place, RowForm
 from nvcli.jobs.rows.parser import MAX_LEVELS, RowParser
 from nvcli.messages import pack
 from nvcli.sampling_params import MAX_INT, SamplingParams
+from nvcli.structured import Structured
 
 LIMITS = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
 
@@ -234,3 +238,31 @@ def test_stop_ids_that_leave_no_token_before_min_tokens(tokenizer: Tokenizer) ->
     assert "`sampling.min_tokens` is 1" in row.error.message
     assert isinstance(fine, PreparedRow)
     assert isinstance(also_fine, PreparedRow)
+
+
+def test_rows_that_ask_for_the_same_share_its_grammar_and_its_objects() -> None:
+    """Of many rows with one schema only the first takes its memory. Without a maker of grammars such rows are
+    refused."""
+    tokenizer = Tokenizer.load(demo_path())
+    limits = ModelLimits(max_model_len=64, vocab_size=640, eos_token_ids=(0, 2))
+    schema = {"type": "object", "properties": {f"property {i}": {"type": "integer"} for i in range(50)}}
+    rows = [job(index=i, seed=1, structured=Structured(json_schema=dict(schema))) for i in range(3)]
+    with closing(GrammarMaker(demo_path(), vocab_size=640, end_ids=(0, 2))) as grammars:
+        prepared = Preparer(tokenizer, limits, lambda conversations: [], grammars).prepare([*rows, job()])
+    first, *others, free = [row for row in prepared if isinstance(row, PreparedRow)]
+    assert first.constraint is not None
+    assert first.constraint.end_ids == [0, 2]
+    assert all(row.sampling == first.sampling and row.answer_key == first.answer_key for row in others)
+    assert all(row.sampling.structured is first.sampling.structured for row in others)
+    assert all(row.constraint == first.constraint for row in others)
+    assert first.num_bytes > 10_000 > others[0].num_bytes
+    assert free.constraint is None
+    (refused,) = Preparer(tokenizer, limits, lambda conversations: []).prepare(rows[:1])
+    assert isinstance(refused, JobResult)
+    assert refused.error is not None
+    assert "`sampling.structured.json_schema` is not supported here" in refused.error.message
+    limits = msgspec.structs.replace(limits, eos_token_ids=(900,))
+    (refused,) = Preparer(tokenizer, limits, lambda conversations: [], grammars).prepare(rows[:1])
+    assert isinstance(refused, JobResult)
+    assert refused.error is not None
+    assert "needs an end-of-sequence token, and the model has none" in refused.error.message

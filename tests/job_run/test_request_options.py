@@ -127,6 +127,8 @@ def test_the_best_answers_come_first(tokenizer: Tokenizer) -> None:
     assert all(choice.logprobs is None for choice in found)
     by_sum = choices(tokenizer, sound(tokenizer, best_of=3, rank_by="sum"), *answers, logprobs=logprobs)
     assert [(choice.text, choice.score) for choice in by_sum] == [("a", -2.0)]
+    echoed = choices(tokenizer, sound(tokenizer, best_of=2, echo=True), "a", "b", logprobs=[-2.0, -1.0])
+    assert [choice.text for choice in echoed] == ["abcb"]
     (plain,) = choices(tokenizer, sound(tokenizer, best_of=1), "a")
     assert plain.score is None
 

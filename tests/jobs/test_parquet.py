@@ -97,7 +97,8 @@ def test_an_output_is_written_at_the_end_and_can_be_continued_until_then(tmp_pat
     rows = pyarrow.parquet.read_table(path).to_pylist()
     assert [row["index"] for row in rows] == list(range(9))
     assert rows[3]["choices"][0]["text"] == "ünswer 3\n"
-    assert rows[3]["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 0}
+    usage = {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 0}
+    assert rows[3]["usage"] == {**usage, "reasoning_tokens": None}
     assert rows[3]["error"] is None
     again = open_job(path)
     assert again.finished is not None

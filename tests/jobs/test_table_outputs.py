@@ -82,7 +82,7 @@ def test_an_output_without_rows(tmp_path: Path) -> None:
     assert path.read_text() == "id,index,choices,usage,error\n"
 
 
-@pytest.mark.parametrize("form", RowForm)
+@pytest.mark.parametrize("form", [RowForm.NATIVE, RowForm.CHAT, RowForm.COMPLETION])
 def test_the_text_of_the_first_choice(form: RowForm) -> None:
     result = result_of(1, form=form)
     second = Choice(index=1, text="other", finish_reason="stop")

@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from nvcli.kernels.fp8 import (
-    FP8,
-    FP8_MAX,
     activate_and_quantise,
     dequantise_weight,
     fp8_linear,
@@ -16,6 +14,7 @@ from nvcli.kernels.fp8 import (
     quantise,
     quantise_weight,
 )
+from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.weight_formats import FP8Scaling
 

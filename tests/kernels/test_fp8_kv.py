@@ -118,7 +118,7 @@ def test_the_store_kernel(head_dims: tuple[int, ...], static: bool) -> None:
     for part in range(2):
         numbers, expected_numbers = read(found, part), read(expected, part)
         # Kernel and reference may round to neighbours where they differ in float32's last places.
-        torch.testing.assert_close(numbers, expected_numbers, rtol=1 / 7, atol=1e-6)
+        torch.testing.assert_close(numbers, expected_numbers, rtol=1 / 7, atol=3e-5)
         assert (numbers != expected_numbers).float().mean() < 0.01
         expected_scales = expected.scales(0)[part]  # type: ignore[index]
         torch.testing.assert_close(found.scales(0)[part].cpu(), expected_scales, rtol=1e-2, atol=0)  # type: ignore[index]

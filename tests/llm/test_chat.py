@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from held_engine import MakeLLM
+from nvcli.config import JobConfig
 from nvcli.errors import ConfigError
 from nvcli.llm.answer import Answer
 from nvcli.llm.chat import HELP, Chat, run_chat
@@ -117,3 +118,11 @@ def test_a_model_without_a_chat_template(make_llm: MakeLLM, tmp_path: Path) -> N
     assert not make_llm().has_chat_template
     with pytest.raises(ConfigError, match=r"has no chat template, so it cannot hold a conversation; .* --raw -p TEXT"):
         make_llm(needs_chat_template=True)
+
+
+def test_what_was_thought_is_not_said_again(make_llm: MakeLLM, tmp_path: Path) -> None:
+    path = tmp_path / "thinking.jinja"
+    path.write_text("{# <think></think> #}{{ messages[-1].content }}")
+    made, seen = chat(make_llm(job=JobConfig(chat_template=str(path))), "<think>mm</think>hello"[::-1])
+    assert seen == ["<think>mm</think>hello"]
+    assert made.messages[-1] == {"role": "assistant", "content": "hello"}

@@ -410,3 +410,31 @@ def test_calls_that_come_and_go_at_random(make_llm: MakeLLM, monkeypatch: pytest
     loop._planner.check_integrity()
     assert loop._duplicates is not None
     assert (loop._duplicates.num_rows, loop._duplicates._followers) == (0, {})
+
+
+def thinking_template(folder: Path) -> str:
+    """A template that names the marks of thoughts, and adds nothing to one message."""
+    path = folder / "thinking.jinja"
+    path.write_text("{# <think></think> #}{% for m in messages %}{{ m.content }}{% endfor %}")
+    return str(path)
+
+
+def test_a_thought_is_shown_as_it_comes_and_told_apart_in_the_answer(make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm(job=JobConfig(chat_template=thinking_template(tmp_path)), engine={"tokens_per_poll": 3})
+    said = "<think>mm</think>\nhello"
+    messages = [{"role": "user", "content": said[::-1]}]
+    stream = llm.stream(messages)
+    assert "".join(stream) == said
+    (answer,) = llm.generate([messages])
+    for each in (stream.answer, answer):
+        assert (each.text, each.reasoning_content, each.tool_calls) == ("hello", "mm", [])
+    body = {"messages": [{"role": "user", "content": said[:-5][::-1]}]}
+    (openai,) = llm.generate([{"custom_id": "a", "url": "/v1/chat/completions", "body": body}])
+    assert (openai.text, openai.reasoning_content) == ("", "mm")
+    (failed,) = llm.generate([{"messages": []}])
+    assert (failed.reasoning_content, failed.tool_calls) == (None, [])
+
+
+def test_an_echo_does_not_show_twice(make_llm: MakeLLM) -> None:
+    stream = make_llm().stream("abc", sampling={"echo": True})
+    assert ("".join(stream), stream.answer.text) == ("cba", "abccba")

@@ -21,7 +21,8 @@ from checkpoints import reference_model, write_tiny_model
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError
-from nvcli.kernels.fp8 import FP8, dequantise_weight, quantise, quantise_weight
+from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
+from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig, load_model_config
@@ -201,7 +202,7 @@ def with_list(path: Path, target: Path, names: list[str], **model: Any) -> Model
         (["qkv_proj"], {f"{layer}.self_attn.{name}_proj" for layer in "01" for name in "qkv"}),
         (["lm_head", "model.norm", "layers.0.mlp.down", "model.layers.10"], set()),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, list) else "",
 )
 def test_listed_layers_stay_plain(names: list[str], plain: set[str], blocks: tuple[Path, Path], tmp_path: Path) -> None:
     tensors = model_tensors(with_list(blocks[0], tmp_path / "model", names), "bfloat16")

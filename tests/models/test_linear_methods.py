@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from checkpoints import write_tiny_model
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.activation import Activation
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
@@ -32,14 +34,17 @@ class DoublingMethod(PlainLinearMethod):
             if source.parameter == "weight":
                 yield WeightSource(tensor=source.tensor, read=source.read, parameter="copy", write=source.write)
 
-    def apply(self, layer: ShardedLinear, x: Tensor, *, with_bias: bool) -> Tensor:
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
+        assert isinstance(x, Tensor)
         assert isinstance(layer.copy, Tensor)
         return x @ ((layer.weight + layer.copy) / 2).float().t()
 
-    def apply_gated(self, layer: ShardedLinear, x: Tensor, activation: Activation) -> Tensor:
+    def apply_gated(
+        self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
+    ) -> Activations:
         return LinearMethod.apply_gated(self, layer, x, activation)
 
-    def apply_for_sum(self, layer: ShardedLinear, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
         return LinearMethod.apply_for_sum(self, layer, x, residual)
 
 

@@ -124,6 +124,24 @@ def test_advice_keeps_its_word(tmp_path: Path) -> None:
         assert advice.requests == pytest.approx(advice.tokens / 4096)
 
 
+def test_an_fp8_cache_holds_nearly_twice_as_many_tokens(tmp_path: Path) -> None:
+    """The advice gives the plan's own numbers, and is not given where it is followed or cannot be."""
+    config, model = setting(tmp_path)
+    use = estimate(config, model, 40 * GIB)
+
+    def advised(**changes: Any) -> list[str]:
+        changed = msgspec.structs.replace(config, **changes)
+        return [one.change for one in advise(changed, model, use, request_len=4096, longest=None)]
+
+    fp8 = msgspec.structs.replace(config, kv_cache_dtype="fp8")
+    assert block_bytes(fp8, model) == 36 * 2 * 8 * (128 + 2) * 64
+    most = [one for one in advise(config, model, use, request_len=4096, longest=None) if "kv_cache" in one.change]
+    assert [one.change for one in most] == ["--set kv_cache_dtype=fp8"]
+    tokens = estimate(config, model, 40 * GIB).planned["KV cache"] // block_bytes(config, model) * config.block_size
+    assert 1.9 * tokens < most[0].tokens < 2 * tokens
+    assert "--set kv_cache_dtype=fp8" not in advised(kv_cache_dtype="fp8") + advised(attention_backend="flashinfer")
+
+
 def test_more_slots_are_advised_where_the_cache_has_room(tmp_path: Path) -> None:
     config, model = setting(tmp_path, "qwen3-0.6b", max_model_len=2048)
     (advice,) = advise(config, model, estimate(config, model, 80 * GIB), request_len=500, longest=None)

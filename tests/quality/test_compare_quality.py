@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from checkpoints import reference_logits, write_tiny_qwen3
 from fake_runners import engine_config
-from nvcli.config import load_run_config
+from nvcli.cli.main import app
+from nvcli.config import RunConfig, load_run_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError, NvcliError
+from nvcli.quality import compare
 from nvcli.quality.answers import agreement
 from nvcli.quality.compare import compare_quality
 from nvcli.quality.logits import compare_logits
@@ -110,6 +113,18 @@ def test_passages_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
             torch.testing.assert_close(found, reference_logits(path, ids), atol=1e-4, rtol=1e-4)
 
 
+def test_weights_in_fp8_are_compared(tmp_path: Path) -> None:
+    path = write_tiny_qwen3(tmp_path)
+    found = []
+    for kept in ("none", "fp8"):
+        config = engine_config(model_path=path, max_model_len=64, block_size=4, quantization=kept)
+        with torch.inference_mode():
+            reader = PassageReader(config, TensorParallelGroup.single(), max_tokens=5, say=print)
+            tokens = torch.tensor([7, 3, 50, 96, 2], dtype=torch.int32)
+            found.append(reader.model.compute_logits(reader.read_chunk(tokens, 0)))
+    assert 0 < (found[0] - found[1]).abs().mean() < 0.2
+
+
 def test_agreement_of_answers() -> None:
     a = [array("i", [1, 2, 3]), array("i", [1, 2]), None, array("i", [9])]
     b = [array("i", [1, 2, 3]), array("i", [1, 2, 4, 5]), array("i", [1]), array("i", [8])]
@@ -156,6 +171,31 @@ def test_a_text_over_two_ranks_without_answers(tmp_path: Path) -> None:
     assert (report.passages, found.tokens, list(report.predictions)) == (2, 140, ["all"])
     assert (found.mean_kl, found.top1_agreement) == (0.0, 1.0)
     assert found.perplexity_a == found.perplexity_b > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "a", "b"),
+    [
+        (["--tp", "1", "--set-b", "tensor_parallel_size=2"], 1, 2),
+        (["--tp", "2", "--set", "seed=3", "--set-b", "seed=4"], 2, 2),
+    ],
+    ids=["its own", "shared"],
+)
+def test_what_is_set_for_b_goes_over_the_flags(
+    arguments: list[str], a: int, b: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[RunConfig] = []
+
+    def take(run_a: RunConfig, run_b: RunConfig, input_file: str, **options: object) -> None:
+        compared.extend((run_a, run_b))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(compare, "compare_quality", take)
+    result = CliRunner().invoke(app, ["compare-quality", "x.txt", "-m", "demo", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert [run.tensor_parallel_size for run in compared] == [a, b]
+    assert [run.model for run in compared] == ["demo", "demo"]
+    assert compared[0] != compared[1]
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,15 @@ def completes(word: list[int], tokens: list[int], prompt_len: int) -> int | None
     return word[-1] if len(answer) >= len(begun) and answer[len(answer) - len(begun) :] == begun else None
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(5))
-def test_the_token_that_completes_a_word_is_forbidden_and_no_other(seed: int) -> None:
+def test_the_token_that_completes_a_word_is_forbidden_and_no_other(seed: int, device: str) -> None:
     rng = random.Random(seed)
     num_slots = 6
-    table = SlotTable(engine_config(max_num_seqs=num_slots), 1, CPU)
+    table = SlotTable(engine_config(max_num_seqs=num_slots), 1, torch.device(device))
     sampler = Sampler(table, TensorParallelGroup.single(), VOCAB)
     for _ in range(8):  # slots are filled again, and the table grows meanwhile
         kinds: list[dict[str, Any]] = []
@@ -67,10 +71,11 @@ def test_the_token_that_completes_a_word_is_forbidden_and_no_other(seed: int) ->
                     expected[row, token] += FORBIDDEN
             if kind["allowed_ids"]:
                 expected[row, [token for token in range(VOCAB) if token not in kind["allowed_ids"]]] = -torch.inf
-        slots = torch.tensor(order)
-        needs = sampler.needs(slots.numpy())
+        slots = torch.tensor(order, device=device)
+        needs = sampler.needs(slots.cpu().numpy())
         assert needs.is_simple == all(not any(kind.values()) for kind in kinds)
-        ids, _ = sampler.sample_fully(logits, slots, torch.tensor(lengths, dtype=torch.int32), needs, LEN)
+        positions = torch.tensor(lengths, dtype=torch.int32, device=device)
+        ids, _ = sampler.sample_fully(logits.to(device), slots, positions, needs, LEN)
         assert ids.tolist() == expected.argmax(dim=-1).tolist()
 
 
@@ -79,9 +84,11 @@ def test_a_batch_without_them_takes_no_memory_for_them() -> None:
     assert table.bad_words._table.numel() == 0
 
 
-def test_answers_of_the_built_in_model_keep_to_the_rules() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_answers_of_the_built_in_model_keep_to_the_rules(device: str) -> None:
     """Together with rows that have none, and after preemptions, when cached tokens are not computed again."""
-    runner = make_runner(demo_path(), "cpu", max_model_len=128, max_num_seqs=4, block_size=4)
+    size = 4 if device == "cpu" else 16
+    runner = make_runner(demo_path(), device, dtype="float32", max_model_len=128, max_num_seqs=4, block_size=size)
     tokenizer = Tokenizer.from_file(str(demo_path() / "tokenizer.json"))
 
     def ids(text: str) -> list[int]:
@@ -111,7 +118,7 @@ def test_answers_of_the_built_in_model_keep_to_the_rules() -> None:
     words = [[zero] * 4, [one] * 4]
     digit_rows = [make_request(i, prompt, 60, sampling=sampling, bad_words=words) for i in range(8)]
     roomy = run_requests(runner, digit_rows)
-    scheduler = make_scheduler(runner, num_blocks=30)  # not for two of them
+    scheduler = make_scheduler(runner, num_blocks=120 // size)  # not for two of them
     tight = run_requests(runner, digit_rows, scheduler)
     assert scheduler.stats.num_preemptions > 0
     assert tight == roomy

@@ -3,133 +3,41 @@ runs beside them, and on however many ranks. The model is the built-in one, with
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from pathlib import Path
 from typing import Any
 
 import pytest
+from constrained_requests import END_IDS, Answers, Rank, found_in, load_vocabulary, make_requests, run_here
 from generation import generate
 
 from nvcli.demo import demo_path
-from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
-from nvcli.engine.request import Request, RequestOutput
-from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.request import Request
 from nvcli.grammars import Vocabulary
-from nvcli.messages import StepInput, StepOutput, unpack
-from nvcli.runner.interface import PendingOutput
-from nvcli.runner.model_runner import ModelRunner
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Constraint, Structured
 from one_rank import make_runner, make_scheduler
 from requests_factory import make_request
 
-END_IDS = [0, 2]
-MAX_TOKENS = 40
 MARK = [400, 401]
 """The mark behind which a constraint begins."""
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "parts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
-        "kind": {"enum": ["red", "green", None]},
-    },
-    "required": ["name", "parts", "kind"],
-    "additionalProperties": False,
-}
-WANTED = [
-    Structured(json_schema=SCHEMA),
-    Structured(regex="[a-f]{4,9}(-[0-9]{2})?"),
-    Structured(choice=["95", "94 95", "game wind"]),
-    Structured(grammar='root ::= "(" [0-9]? [0-9]? root? ")"'),
-]
-SAMPLINGS = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=1.3),
-    SamplingParams(temperature=1.0, top_k=5, logprobs=2),
-    SamplingParams(temperature=0.9, top_p=0.9, presence_penalty=1.0, repetition_penalty=1.3),
-    SamplingParams(temperature=1.0, min_tokens=4),
-]
 
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
-    return Vocabulary.load(demo_path(), vocab_size=640, end_ids=END_IDS)
+    return load_vocabulary()
 
 
 @pytest.fixture(scope="module")
 def requests(vocabulary: Vocabulary) -> list[Request]:
-    """Constrained requests of all kinds, some of them samples of one row, some cut, and others between them."""
-    rng = random.Random(3)
-    common = [rng.randrange(3, 600) for _ in range(20)]
-    made = []
-    for number in range(18):
-        wanted = WANTED[number % len(WANTED)]
-        constraint = Constraint(grammar=vocabulary.compile(wanted), end_ids=END_IDS) if number % 6 < 5 else None
-        made.append(
-            make_request(
-                10 * number,
-                common[: rng.randrange(20)] + [rng.randrange(3, 600) for _ in range(rng.randrange(1, 20))],
-                3 if number == 8 else MAX_TOKENS,
-                stop_ids=END_IDS,
-                sampling=SAMPLINGS[number % len(SAMPLINGS)],
-                row=number,
-                n=3 if number % 7 == 3 else 1,
-                constraint=constraint,
-            )
-        )
-    return [sample for request in made for sample in request.samples()]
-
-
-class Rank:
-    """An executor around a runner in this process; outputs are collected when the engine wants them."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._pending: deque[PendingOutput] = deque()
-
-    def submit(self, step: StepInput) -> None:
-        pending = self._runner.launch(step)
-        assert pending is not None
-        self._pending.append(pending)
-
-    def collect(self) -> StepOutput:
-        return self._pending.popleft().result()
-
-    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-        return None
-
-
-def run_here(requests: list[Request], *, num_blocks: int | None = None, **config: Any) -> tuple[Any, Scheduler]:
-    runner = make_runner(demo_path(), "cpu", max_model_len=400, block_size=4, kv_cache_memory=64 << 20, **config)
-    scheduler = make_scheduler(runner)
-    if num_blocks is not None:
-        scheduler = Scheduler(scheduler.limits, BlockManager(num_blocks))
-    core = EngineCore(scheduler, Rank(runner), max_in_flight=runner.config.max_steps_in_flight)
-    core.add(requests)
-    outputs: dict[int, RequestOutput] = {}
-    while core.has_work:
-        outputs.update({output.request_id: output for output in core.step()})
-    scheduler.check_integrity()
-    assert not runner.constraints._answers or len(runner.constraints._answers) <= runner.config.max_num_seqs
-    return found_in(outputs), scheduler
-
-
-def found_in(outputs: dict[int, RequestOutput]) -> dict[int, tuple[list[int], str | None]]:
-    return {number: (unpack(each.token_ids).tolist(), each.finish_reason) for number, each in outputs.items()}
+    return make_requests(vocabulary)
 
 
 @pytest.fixture(scope="module")
-def answers(requests: list[Request]) -> dict[int, tuple[list[int], str | None]]:
-    return run_here(requests, max_num_seqs=40)[0]  # type: ignore[no-any-return]
+def answers(requests: list[Request]) -> Answers:
+    return run_here(requests, max_num_seqs=40)[0]
 
 
-def test_answers_are_complete_or_cut(
-    requests: list[Request], answers: dict[int, tuple[list[int], str | None]], vocabulary: Vocabulary
-) -> None:
+def test_answers_are_complete_or_cut(requests: list[Request], answers: Answers, vocabulary: Vocabulary) -> None:
     """Every answer leads through its grammar, and ends where the grammar is complete or the tokens are used up."""
     reasons = []
     for request in requests:
@@ -198,14 +106,14 @@ def test_a_constraint_begins_behind_its_mark(vocabulary: Vocabulary) -> None:
     ],
 )
 def test_answers_do_not_depend_on_the_steps(
-    requests: list[Request], answers: dict[int, Any], circumstance: str, config: dict[str, Any]
+    requests: list[Request], answers: Answers, circumstance: str, config: dict[str, Any]
 ) -> None:
     found, scheduler = run_here(requests, **config)
     assert found == answers
     assert (scheduler.stats.num_preemptions > 0) == (circumstance == "preempted")
 
 
-def test_answers_do_not_depend_on_the_ranks(requests: list[Request], answers: dict[int, Any]) -> None:
+def test_answers_do_not_depend_on_the_ranks(requests: list[Request], answers: Answers) -> None:
     """Two stages with several steps in flight, and in each two ranks with masked shards; some requests preempted."""
     some = requests[:10]
     done, stats = generate(
@@ -221,7 +129,7 @@ def test_answers_do_not_depend_on_the_ranks(requests: list[Request], answers: di
     assert stats.num_preemptions > 0
 
 
-def test_a_grammar_that_cannot_be_followed_ends_its_own_row(tmp_path: Path, vocabulary: Vocabulary) -> None:
+def test_a_grammar_that_cannot_be_followed_ends_its_own_row(vocabulary: Vocabulary) -> None:
     """Here it is none at all, which the parent would have found out."""
     good = Constraint(grammar=vocabulary.compile(Structured(choice=["95"])), end_ids=END_IDS)
     bad = Constraint(grammar="start: nothing", end_ids=END_IDS)

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from generation import generate, greedy_answers, requests
 
 from checkpoints import write_tiny_model
@@ -47,4 +48,27 @@ def test_whole_experts_do_not_change_the_answers(checkpoint: Path) -> None:
     )
     assert stats.num_preemptions > 0
     assert stats.cached_tokens > 0
+    assert [unpack(done[number].token_ids).tolist() for number in range(len(expected))] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_gpus(checkpoint: Path, expert_parallel: bool, enforce_eager: bool) -> None:
+    """In float32, with parts of every expert and with whole experts, in graphs and eagerly."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    expected = greedy_answers(checkpoint)
+    done, _ = generate(
+        checkpoint,
+        requests()[: len(expected)],
+        device="cuda",
+        dtype="float32",
+        tensor_parallel_size=2,
+        enable_expert_parallel=expert_parallel,
+        enforce_eager=enforce_eager,
+        block_size=16,
+        max_num_batched_tokens=48,
+        max_num_seqs=16,
+    )
     assert [unpack(done[number].token_ids).tolist() for number in range(len(expected))] == expected

@@ -42,22 +42,25 @@ class Rank:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @torch.inference_mode()
 def test_nothing_waits_and_the_tokens_are_the_cpus() -> None:
-    entering = entering_step([slot_sampling(i * 7, **KINDS[i % len(KINDS)]) for i in range(NUM_SLOTS)])
+    constrained = range(0, NUM_SLOTS, 5)
+    entering = entering_step([slot_sampling(i * 7, **KINDS[i % len(KINDS)]) for i in range(NUM_SLOTS)], constrained)
+    size = (len(constrained), -(-VOCAB_SIZE // 32))
+    masks = torch.randint(-(2**31), 2**31, size, generator=torch.Generator().manual_seed(2)).int()
     logits = torch.randn(NUM_SLOTS, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
     host_slots = np.arange(NUM_SLOTS)[::-1].copy()
     ids: dict[str, list[int]] = {}
     logprobs: dict[str, list[TokenLogprobs | None]] = {}
     for name in ("cpu", "cuda", "cuda"):  # the first round on the GPU compiles
         rank = Rank(torch.device(name))
-        here, slots = logits.to(rank.device), torch.from_numpy(host_slots).to(rank.device)
-        positions = slots.int()
+        here, slots = logits.to(rank.device, copy=True), torch.from_numpy(host_slots).to(rank.device)
+        positions, own_masks = slots.int(), masks.to(rank.device)
         try:
             if name in ids:
                 torch.cuda.set_sync_debug_mode("error")
             rank.slots.apply(entering)
             needs = rank.sampler.needs(host_slots)
             assert not needs.is_simple
-            found, pending = rank.sampler.sample_fully(here, slots, positions, needs, NUM_SLOTS)
+            found, pending = rank.sampler.sample_fully(here, slots, positions, needs, NUM_SLOTS, own_masks)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

@@ -42,6 +42,15 @@ def test_a_row_as_text() -> None:
     assert Page(is_coloured=False).format(row, "p\r", prompt_keys=("prompt",)) == (
         ' 3  id r3  stop  5 + 2,000 tokens \np␍\n→ answer 0 (stop)\na␛[2Jb\n→ answer 1 (stop)\nc\ntopic: "x\\u009b"\n\n'
     )
+    parts = {
+        "reasoning_content": "so\x07",
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+    }
+    thinking = read_shown_row(
+        line(5, choices=[{"index": 0, "text": "", "finish_reason": "tool_calls", **parts}]).encode()
+    )
+    assert thinking is not None
+    assert Page(is_coloured=False).format(thinking, None).endswith(" tokens \nso␇\ncalls look({})\n\n")
     coloured = Page(is_coloured=True).format(row, None)
     assert "\x1b[1;7m 3  id r3" in coloured
     assert "\x1b[2J" not in coloured

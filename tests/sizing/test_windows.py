@@ -14,11 +14,10 @@ from fake_runners import engine_config
 from nvcli.bench.roofline import work_of
 from nvcli.bench.shapes import write_shape
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables, KVGroup
-from nvcli.engine.prompt import Prompt
+from nvcli.engine.core import EngineCore
+from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import StepRecord
-from nvcli.engine.state import RequestState
-from nvcli.engine.step_draft import StepDraft
+from nvcli.engine.scheduler import Scheduler
 from nvcli.messages import ForwardMode
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import kv_groups
@@ -26,6 +25,7 @@ from nvcli.sizing.costs import AttentionCosts, model_costs
 from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, max_blocks, tokens_in
 from nvcli.sizing.memory import estimate
 from requests_factory import make_request
+from scheduler_engine import InstantExecutor
 
 LENGTH, BLOCK_SIZE, WINDOW = 256, 8, 32
 
@@ -95,23 +95,16 @@ def test_gemma_3_at_32k_tokens_holds_a_fifth_of_what_full_attention_would(tmp_pa
     room = 80 << 30
     assert 5.0 < tokens_in(room, config, model) / (room / full_bytes * 32768) < 5.3
 
-    groups = [KVGroup(group.window, group.is_state) for group in kv_groups(model)]
-    manager = BlockManager(num_blocks=held)
-    tables = BlockTables(manager, groups, 64)
-    request = make_request(0, [5] * 32000, 768)
-    state = RequestState(request, Prompt(request))
-    assert tables.enter(state, 8192, reserve=0)
-    state.slot, most = 0, 0
-    while state.num_computed < 32768:
-        tables.begin_step()
-        most = max(most, manager.num_used) if state.num_computed >= 32000 else 0
-        num_tokens = min(8192, state.num_uncomputed) or 1
-        if state.num_computed + num_tokens > state.capacity:
-            num_tokens = tables.grow(state, num_tokens, StepDraft(), least=1)
-            assert num_tokens > 0, "what the plan says is enough"
-        state.num_computed += num_tokens
-        state.generated.extend([5] * (state.num_computed + 1 - state.num_tokens))
-    assert held - 7 <= most <= held, "and it is needed"
+    windows = [group.window for group in kv_groups(model)]
+    scheduler = Scheduler(scheduler_limits(config, windows), BlockManager(held))
+    core = EngineCore(scheduler, InstantExecutor(), max_in_flight=2)
+    core.add([make_request(0, [6] * 32000, 768)])
+    most = 0
+    while core.has_work:
+        core.step()
+        most = max(most, scheduler.block_manager.num_used) if core.stats.generated_tokens else 0
+    assert core.stats.generated_tokens == 768, "what the plan says is enough"
+    assert held - len(windows) <= most <= held, "and it is needed"
 
 
 def test_attention_reads_the_window_alone(mixed: ModelConfig) -> None:

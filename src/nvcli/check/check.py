@@ -204,7 +204,7 @@ class _Reading:
         """Report on the rows that were read."""
         job, tally, warnings = self._job, self._tally, self._reader.warnings
         estimated = self.estimate(options)
-        settings = sampling_settings(job.run, job.model.generation_defaults, source.setter)
+        settings = sampling_settings(job.run, job.model.generation_defaults, source.setter) if job.task is None else []
         return CheckReport(
             inputs=list(job.inputs),
             model=job.run.model,

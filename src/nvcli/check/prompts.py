@@ -53,7 +53,7 @@ def show_prompt(row: PreparedRow, tokenizer: Tokenizer) -> ShownPrompt:
         index=place.index,
         place=place.line,
         tokens=len(ids),
-        max_answer_tokens=row.max_tokens,
+        max_answer_tokens=row.max_tokens if row.task is None else 0,
         pieces=pieces,
     )
 

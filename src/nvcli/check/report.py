@@ -45,10 +45,9 @@ def _prompt(prompt: ShownPrompt) -> Text:
             text.append(f"\n… {piece.left_out:,} tokens are not shown …\n", style="dim")
         else:
             text.append(harmless(piece.text), style=_SPECIAL if piece.special else "")
-    title = (
-        f"{prompt.place}, id {one_line(str(prompt.id), 60)}: {_count(prompt.tokens, 'token')}, and an answer of up to "
-        f"{prompt.max_answer_tokens:,}"
-    )
+    title = f"{prompt.place}, id {one_line(str(prompt.id), 60)}: {_count(prompt.tokens, 'token')}"
+    if prompt.max_answer_tokens:
+        title += f", and an answer of up to {prompt.max_answer_tokens:,}"
     shown = Text.assemble((title, "bold"))
     for line in text.split("\n", allow_blank=True):
         shown.append("\n")

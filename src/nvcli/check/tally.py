@@ -73,7 +73,7 @@ class Tally:
         sampling = row.sampling
         self.lengths[row.num_prompt_tokens] += 1
         self.samples += sampling.num_samples
-        if sampling != self._defaults:
+        if row.task is None and sampling != self._defaults:
             self.rows_with_own_sampling += 1
         key = row.answer_key if self._finds_equal_rows else None
         is_new = self._keys.add(key or blake2b(row.prompt_ids, digest_size=8, person=b"prompt").digest())
@@ -83,11 +83,17 @@ class Tally:
         self.repeated_prompts += not is_new
         self.computed_rows += 1
         self.computed_prompt_tokens += row.num_prompt_tokens
+        if row.task is None:
+            self._add_answers(row)
+        if self.blocks is not None:
+            self.blocks.add(row.prompt_ids)
+
+    def _add_answers(self, row: PreparedRow) -> None:
+        """Add the answers of a row that is computed."""
+        sampling = row.sampling
         nothing_ends_it = not row.stop_ids and not sampling.stop
         least = row.max_tokens if nothing_ends_it else max(1, sampling.min_tokens)
         self.answers[least, row.max_tokens] += sampling.num_samples
-        if self.blocks is not None:
-            self.blocks.add(row.prompt_ids)
 
     @property
     def rows_failed(self) -> int:

@@ -350,7 +350,7 @@ def generate(
     )
     showing = ShownProgress(
         name=progress_name,
-        verbosity=_verbosity(verbose=verbose, quiet=quiet),
+        verbosity=chosen_verbosity(verbose=verbose, quiet=quiet),
         progress_file=progress_file,
         report=report,
         notes=notes,
@@ -358,7 +358,7 @@ def generate(
     raise typer.Exit(answer_files(run, source, files, showing))
 
 
-def _verbosity(*, verbose: bool, quiet: bool) -> Verbosity:
+def chosen_verbosity(*, verbose: bool, quiet: bool) -> Verbosity:
     """Return how much is shown. Raises ConfigError where both flags are given."""
     from nvcli.errors import ConfigError
 

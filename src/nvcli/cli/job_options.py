@@ -38,7 +38,7 @@ def job_flags(options: dict[str, Any]) -> dict[str, Any]:
 
     flags: dict[str, Any] = {}
     for name, parameter in _job_parameters().items():
-        flag, value = _flag(parameter), options.get(name)
+        flag, value = flag_of(parameter), options.get(name)
         if flag in _OBJECTS:
             flags[flag] = json_object(flag, value)
         elif isinstance(value, str) and flag not in _TEXTS:
@@ -51,10 +51,10 @@ def job_flags(options: dict[str, Any]) -> dict[str, Any]:
 def _job_parameters() -> dict[str, inspect.Parameter]:
     """Return the parameters of `generate` whose option sets a key, by name."""
     parameters = inspect.signature(generate, eval_str=True).parameters
-    return {name: parameter for name, parameter in parameters.items() if _flag(parameter) in FLAG_KEYS}
+    return {name: parameter for name, parameter in parameters.items() if flag_of(parameter) in FLAG_KEYS}
 
 
-def _flag(parameter: inspect.Parameter) -> str:
+def flag_of(parameter: inspect.Parameter) -> str:
     """Return the first name of a parameter's option; empty where it has none."""
     if get_origin(parameter.annotation) is not Annotated:
         return ""

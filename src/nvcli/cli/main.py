@@ -17,12 +17,14 @@ from nvcli.cli.chat import chat
 from nvcli.cli.check import check
 from nvcli.cli.compare_quality import compare_quality
 from nvcli.cli.doctor import doctor
+from nvcli.cli.embed import embed
 from nvcli.cli.generate import generate
 from nvcli.cli.help import GroupedCommand
 from nvcli.cli.merge import merge
 from nvcli.cli.messages import Interrupted, OutputGone, say, say_error, say_failure
 from nvcli.cli.models import models
 from nvcli.cli.profile_memory import profile_memory
+from nvcli.cli.score import score
 from nvcli.cli.show import show
 from nvcli.end_signals import handle_end_signals
 from nvcli.standard_streams import secure_standard_streams
@@ -55,6 +57,10 @@ app.command(cls=GroupedCommand, short_help="Answer every row of files with a mod
     generate
 )
 app.command(cls=GroupedCommand, short_help="Chat with a model.")(chat)
+app.command(cls=GroupedCommand, short_help="Say how likely given texts are to a model.", epilog=_GENERATE_EXIT_CODES)(
+    score
+)
+app.command(cls=GroupedCommand, short_help="Make an embedding of every row.", epilog=_GENERATE_EXIT_CODES)(embed)
 app.command(
     cls=GroupedCommand,
     short_help="Say what a job will do, before it takes hours.",

@@ -89,6 +89,8 @@ class BlockTables:
         num_tokens = state.num_tokens
         # The last token is always computed: its logits are wanted.
         num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
+        if state.reads is not None and (unread := state.reads.first_unread) is not None:
+            num_reusable = min(num_reusable, unread // block_size)
         self._match(state, state.hash_blocks(0, num_reusable, block_size))
         num_cached = len(state.blocks[0])
         state.num_computed = num_cached * block_size

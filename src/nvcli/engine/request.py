@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.messages import ForwardMode, TokenLogprobs
+from nvcli.messages import ForwardMode, PromptReading, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Constraint
 
@@ -24,6 +24,24 @@ class ThoughtLimit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Sequences of ids, each of which ends the thought."""
     forced_ids: list[int]
     """The ids that end a thought which has had all of its tokens."""
+
+
+class PromptScoring(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """A wish for the log-probabilities of the prompt's tokens from one position on."""
+
+    first: int
+    """The position of the first token that is scored, at least 1: nothing is known before the first token."""
+    next_id: int | None = None
+    """The id of one more token, which would follow the prompt and is scored too; None: there is none."""
+    num_top: int = 0
+    """The number of likeliest tokens that are wanted at each position, at most `MAX_LOGPROBS`."""
+
+
+class Pooling(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """A wish for the prompt's hidden states behind the final norm, summed up. The engine's configuration must have an
+    `embedding_size`."""
+
+    position: Literal["last", "first", "all"]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -60,6 +78,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
     constraint: Constraint | None = None
     """What the answer must look like; None: anything. `sampling` need not say it too."""
+    read: PromptScoring | Pooling | None = None
+    """What is wanted of the prompt itself; the first sample brings it."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -71,7 +91,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         if self.n == 1:
             return [self]
         return [
-            msgspec.structs.replace(self, request_id=self.request_id + number, sample=self.sample + number, n=1)
+            msgspec.structs.replace(
+                self,
+                request_id=self.request_id + number,
+                sample=self.sample + number,
+                n=1,
+                read=self.read if number == 0 else None,
+            )
             for number in range(self.n)
         ]
 
@@ -91,6 +117,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error_type: str = ""
     error: str = ""
     """The reason for finish_reason `error`, for the row's error object."""
+    readings: list[PromptReading] = []
+    """What was read of the prompt since the last output, where the request wishes it: consecutive parts."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

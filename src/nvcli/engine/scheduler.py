@@ -177,7 +177,7 @@ class Scheduler:
         self._freed_slots.clear()
         self._restarts = False
         registered, self._registered = self._registered, []
-        return ScheduledStep(step, sampling, registered)
+        return ScheduledStep(step, sampling, registered, draft.reading)
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
         """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.
@@ -192,6 +192,9 @@ class Scheduler:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
                 if logprobs is not None and not state.finished:
                     state.logprobs.append(logprobs)
+        for state, reading in zip(step.reading, output.readings, strict=True):
+            if not state.finished and state.reads is not None:
+                state.reads.take(reading)
         num_dropped = 0
         for state, token in zip(owners, unpack(output.token_ids), strict=True):
             # This loop runs for every token of the job, so it is flat.
@@ -273,6 +276,9 @@ class Scheduler:
         for step in steps:
             for state, num_logits in zip(step.sampling, step.num_logits, strict=True):
                 state.num_owed -= num_logits
+            for state, read in zip(step.reading, step.input.reads, strict=True):
+                assert state.reads is not None
+                state.reads.put_back(read.count)
             self.block_manager.unregister(step.registered)
         self.block_manager.unregister(self._registered)
         self._registered = []

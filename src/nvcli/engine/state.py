@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
 from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.prompt import Prompt
+from nvcli.engine.prompt_reads import PromptReads
 from nvcli.engine.request import FinishReason, Request, RequestOutput
 from nvcli.messages import TokenLogprobs
 
@@ -71,6 +72,8 @@ class RequestState:
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: bool = False
+    reads: PromptReads | None = field(init=False)
+    """What is to be read of the prompt; None: nothing."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -80,6 +83,7 @@ class RequestState:
         self._set_parks_at()
         self.stop_ids = self.prompt.stop_ids
         self.stream = request.stream
+        self.reads = None if request.read is None else PromptReads(request.read, self.prompt.token_ids)
 
     def _set_parks_at(self) -> None:
         self.parks_at = 0 if self.needs_last_token else min(self.max_len, self.barrier) - 1
@@ -189,4 +193,5 @@ class RequestState:
             logprobs=logprobs,
             error_type=error_type,
             error=error,
+            readings=self.reads.report() if self.reads is not None else [],
         )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
     FORBIDDEN,
     MAX_STEP_GRAMMAR_BYTES,
     NewSlot,
+    PromptRead,
     SlotConstraint,
     SlotSampling,
     StepInput,
@@ -27,6 +30,8 @@ class ScheduledStep:
     """The requests of the rows that have logits, in batch order."""
     registered: list[int]
     """Blocks registered for reuse since the step before. This step or the one before it fills them."""
+    reading: list[RequestState]
+    """The request of each of the step's `reads`."""
 
     @property
     def num_requests(self) -> int:
@@ -61,6 +66,10 @@ class StepDraft:
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
         """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
+        self._reads: list[PromptRead] = []
+        """What is read of the chunks; rows are counted from the first chunk."""
+        self.reading: list[RequestState] = []
+        """The request of each read."""
 
     @property
     def has_new_slots(self) -> bool:
@@ -131,7 +140,13 @@ class StepDraft:
     def add_chunk(self, state: RequestState, num_tokens: int, *, num_logits: int) -> None:
         """Add a prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""
         assert state.slot is not None
-        self.add_tokens(state, state.num_computed - num_tokens, num_tokens)
+        start = state.num_computed - num_tokens
+        self.add_tokens(state, start, num_tokens)
+        if state.reads is not None:
+            read = state.reads.read_chunk(len(self._chunks), start, state.num_computed)
+            if read is not None:
+                self._reads.append(read)
+                self.reading.append(state)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
 
     def finish(
@@ -173,6 +188,7 @@ class StepDraft:
             num_decodes=num_decodes,
             grammars=list(self._grammars),
             restarts=restarts,
+            reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 
 

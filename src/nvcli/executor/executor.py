@@ -89,7 +89,13 @@ class Executor:
             num_entries=num_entries,
         )
         outputs = ChannelSpec.create(
-            max_step_output_bytes(max_num_seqs=config.max_num_seqs), num_readers=1, num_entries=num_entries
+            max_step_output_bytes(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                hidden_size=config.embedding_size,
+            ),
+            num_readers=1,
+            num_entries=num_entries,
         )
         status_fd = StatusBoard.create(size)
         store_fd = create_store()

@@ -107,7 +107,7 @@ class Counts:
         """
         usage = result.usage
         self.rows_done += 1
-        self.outcomes.add(result, None if prepared is None else prepared.sampling)
+        self.outcomes.add(result, None if prepared is None or prepared.task is not None else prepared.sampling)
         if result.error is not None:
             self.errors[result.error.type] += 1
         if computed:

@@ -187,7 +187,9 @@ class _JobRun:
             rows=self._num_rows,
             errors=dict(self._opened.errors + counts.errors),
             counts=counts,
-            sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of),
+            sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of)
+            if self._job.task is None
+            else (),
             num_gpus=self._plan.num_gpus,
             limit=None if self._reader.all_read else self._job.limit,
             row_warnings=self._reader.warnings.totals(),

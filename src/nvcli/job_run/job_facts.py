@@ -16,6 +16,7 @@ import msgspec
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.errors import LoadError
 from nvcli.jobs.input.digests import digest_file
+from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.jobs.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
 
@@ -42,12 +43,14 @@ def job_facts(
     chat_template: str | None = None,
     weights: bool = True,
     shard: Shard | None = None,
+    task: TaskRows | None = None,
 ) -> dict[str, Fact]:
     """Return the facts of a job, under names that a user knows.
 
     `config` and `sampling_defaults` are what `run` and the checkpoint come to, `chat_template` is the text of the
-    template that the job brings, and `shard` the part of the rows that the output has; None: all. `weights` false:
-    facts of the weights are left out. Raises LoadError for a file of the checkpoint that cannot be read.
+    template that the job brings, `shard` the part of the rows that the output has, None: all, and `task` what is made
+    of the rows in place of answers. `weights` false: facts of the weights are left out. Raises LoadError for a file of
+    the checkpoint that cannot be read.
     """
     small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
     facts: dict[str, Fact] = {}
@@ -88,6 +91,9 @@ def job_facts(
         facts["job.text_field"] = run.job.text_field
     for name, value in sorted(sampling_defaults.items()):
         facts[f"sampling.{name}"] = _fact(value)
+    if task is not None:
+        facts["task"] = run.task
+        facts[run.task] = _fact(msgspec.to_builtins(task))
     if shard is not None:
         facts[SHARD_FACT] = str(shard)
     return facts

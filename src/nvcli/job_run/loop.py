@@ -198,7 +198,7 @@ class JobLoop:
             self._next_request_id += len(row.samples)
             ready[number].give(row)
             room[number] = ready[number].room
-            requests.setdefault(number, []).append(row.request(self._seed))
+            requests.setdefault(number, []).extend(row.requests(self._seed))
         for number, batch in requests.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
             try:
@@ -301,10 +301,12 @@ class JobLoop:
     def _take_output(self, replica: _Replica, row: OpenRow, output: RequestOutput) -> list[int]:
         """Add an output to its row. Return the requests that the engine need not go on with."""
         sample, is_complete = row.take(output, self._feeder.tokenizer)
-        if not is_complete:
-            caller = row.prepared.place.caller
-            if row.streams and sample is row.samples[0] and caller is not None and (text := sample.take_settled()):
+        caller = row.prepared.place.caller
+        if row.streams and sample is row.samples[0] and caller is not None:
+            text = row.take_rest(sample, self._feeder.tokenizer) if is_complete else sample.take_settled()
+            if text:
                 caller.take_text(text)
+        if not is_complete:
             return []
         replica.finish(row, output.request_id)
         if output.finish_reason is None:

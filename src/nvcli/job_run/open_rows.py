@@ -16,12 +16,13 @@ import msgspec
 
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError
+from nvcli.job_run.prompt_results import prompt_logprobs, prompt_scoring, task_requests, task_result
 from nvcli.job_run.text.answer_reader import ReadAnswer, tool_calls_of
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Choice, JobResult, Logprobs, Usage, failed
-from nvcli.messages import TokenLogprobs, unpack
+from nvcli.messages import PromptReading, TokenLogprobs, unpack
 from nvcli.sampling_params import SamplingParams
 
 
@@ -46,7 +47,8 @@ class OpenRow:
     def is_plain(self) -> bool:
         """Whether the texts of the row's answers are those of its tokens, and are made with those of other rows."""
         prepared = self.prepared
-        return self.error is None and prepared.reading is None and prepared.sampling.skip_special_tokens
+        is_answer = self.error is None and prepared.task is None
+        return is_answer and prepared.reading is None and prepared.sampling.skip_special_tokens
 
     @property
     def stop_strings(self) -> StopStrings | None:
@@ -60,6 +62,25 @@ class OpenRow:
         """Add an output of the engine to its sample, and return the sample and what `Sample.take` returns."""
         sample = self.samples[output.request_id - self.request_ids.start]
         return sample, sample.take(output, self, tokenizer)
+
+    def requests(self, run_seed: int) -> list[Request]:
+        """Return the requests of the row: one for all samples, or one for each text that is scored."""
+        task = self.prepared.task
+        if task is not None:
+            return task_requests(self.prepared, task, self.request_ids.start)
+        return [self.request(run_seed)]
+
+    def take_rest(self, sample: Sample, tokenizer: Tokenizer) -> str:
+        """Return the text of a complete sample that was not taken as it came, whole and not taken apart.
+
+        Bytes that have become no character are part of it. The row is one that streams.
+        """
+        sampling = self.prepared.sampling
+        text = sample.text_before_stop
+        if text is None:
+            ids = sample.text_ids(sampling)
+            text = tokenizer.decode_one(ids, skip_special_tokens=sampling.skip_special_tokens)
+        return text[sample.num_settled_chars :]
 
     def request(self, run_seed: int) -> Request:
         """Return the request for all samples of the row.
@@ -87,6 +108,7 @@ class OpenRow:
             n=sampling.num_samples,
             constraint=prepared.constraint,
             stream=bool(sampling.stop) or self.streams,
+            read=None if sampling.prompt_logprobs is None else prompt_scoring(prepared, sampling.prompt_logprobs),
         )
 
 
@@ -101,19 +123,32 @@ def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
     if prepared.rules is not None:
         changes |= {"logit_bias": prepared.rules.biases, "bad_words": []}
     if sampling.is_ranked and sampling.logprobs is None:
-        changes["logprobs"] = 0
+        changes |= {"logprobs": 0, "echo": False}  # of the answer alone
     return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 
 class Sample:
     """One answer of a row, as far as it has come."""
 
-    __slots__ = ("_detector", "finish_reason", "logprobs", "num_cached_tokens", "stopped_by_id", "token_ids")
+    __slots__ = (
+        "_detector",
+        "finish_reason",
+        "logprobs",
+        "num_cached_tokens",
+        "num_settled_chars",
+        "readings",
+        "stopped_by_id",
+        "token_ids",
+    )
 
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
+        self.readings: list[PromptReading] = []
+        """What was read of the prompt."""
         self.num_cached_tokens = 0
+        self.num_settled_chars = 0
+        """Characters of the text that `take_settled` has returned."""
         self.finish_reason = ""
         self.stopped_by_id = False
         self._detector: StopStringDetector | None = None
@@ -135,7 +170,9 @@ class Sample:
 
     def take_settled(self) -> str:
         """Return the text since the last call that no stop string can take back. The row is one that streams."""
-        return "" if self._detector is None else self._detector.take_settled()
+        text = "" if self._detector is None else self._detector.take_settled()
+        self.num_settled_chars += len(text)
+        return text
 
     def take(self, output: RequestOutput, row: OpenRow, tokenizer: Tokenizer) -> bool:
         """Add an output of the engine to this sample of `row`.
@@ -145,6 +182,8 @@ class Sample:
         self.token_ids.frombytes(output.token_ids)
         if output.logprobs:
             self.logprobs += output.logprobs
+        if output.readings:
+            self.readings += output.readings
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
@@ -188,6 +227,9 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
     sampling = prepared.sampling
     if row.error is not None:
         return failed(prepared.place, row.error)
+    if prepared.task is not None:
+        cached = min(sample.num_cached_tokens for sample in row.samples)
+        return task_result(prepared, [sample.readings for sample in row.samples], tokenizer, num_cached_tokens=cached)
     answers = [(sample, _read(row, sample, texts, tokenizer)) for sample in row.samples]
     if sampling.is_ranked:
         answers.sort(key=lambda answer: -answer[0].score(sampling))
@@ -213,7 +255,11 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
         cached_tokens=min(sample.num_cached_tokens for sample in row.samples),
         reasoning_tokens=sum(answer.num_reasoning_tokens for _, answer in answers) if tells_thoughts else msgspec.UNSET,
     )
-    return JobResult(place=prepared.place, choices=choices, usage=usage)
+    num_top = prepared.sampling.prompt_logprobs
+    of_prompt = (
+        None if num_top is None else prompt_logprobs(prepared.prompt_ids, row.samples[0].readings, num_top, tokenizer)
+    )
+    return JobResult(place=prepared.place, choices=choices, usage=usage, prompt_logprobs=of_prompt)
 
 
 def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokenizer) -> ReadAnswer:

@@ -11,6 +11,7 @@ import msgspec
 
 from nvcli.job_run.answer_lengths import bin_of
 from nvcli.jobs.job import ErrorInfo, JobId, JobResult
+from nvcli.jobs.tasks import ScoreAnswer
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import shorten
 
@@ -29,6 +30,32 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of its answer, or the error's message: at most `MAX_EXAMPLE_CHARS` characters."""
 
 
+class ScoreTotals:
+    """Sums over the rows that were scored."""
+
+    def __init__(self) -> None:
+        self.rows_with_answer = 0
+        """Rows that say which of their choices is right."""
+        self.rows_correct = 0
+        self.prompts = 0
+        """Rows whose prompt was scored itself."""
+        self.prompt_tokens = 0
+        """The scored tokens of these rows."""
+        self.prompt_logprob = 0.0
+        """The log-probability of all these tokens."""
+
+    def add(self, answer: ScoreAnswer) -> None:
+        """Count the answer of a row."""
+        if answer.correct is not None:
+            self.rows_with_answer += 1
+            self.rows_correct += answer.correct
+        (first, *others) = answer.choices
+        if not others and first.text is msgspec.UNSET:
+            self.prompts += 1
+            self.prompt_tokens += first.num_tokens
+            self.prompt_logprob += first.logprob
+
+
 class Outcomes:
     """The outcomes of the rows that a run finished."""
 
@@ -45,6 +72,7 @@ class Outcomes:
         """Rows with an answer by the bin of their prompt's tokens (`answer_lengths.bin_of`)."""
         self.prompt_tokens = 0
         """The prompt tokens of these rows together."""
+        self.scores = ScoreTotals()
         self.own_sampling: Counter[str] = Counter()
         """Rows by each sampling parameter for which they brought another value than the default."""
 
@@ -55,6 +83,8 @@ class Outcomes:
         else:
             self.prompt_lengths[bin_of(result.usage.prompt_tokens)] += 1
             self.prompt_tokens += result.usage.prompt_tokens
+            if isinstance(result.answer, ScoreAnswer):
+                self.scores.add(result.answer)
             for choice in result.choices:
                 self.finish_reasons[choice.finish_reason] += 1
                 _keep(self.answer_examples, choice.finish_reason, result, choice.text)

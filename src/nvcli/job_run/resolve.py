@@ -20,6 +20,7 @@ from nvcli.config import AttentionBackends, EngineConfig, JobConfig, KeptWeights
 from nvcli.errors import ConfigError
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.planning.layout import Layout, choose_layout
+from nvcli.job_run.task import task_rows
 from nvcli.job_run.text.prepare import ModelLimits
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
@@ -35,6 +36,7 @@ from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import as_json
 from nvcli.jobs.rows.row_digest import InputRows
+from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
@@ -60,6 +62,8 @@ class ResolvedModel:
     """The defaults that lie under a row's own `sampling`."""
     chat_template: str | None
     """The text of the chat template that takes the place of the checkpoint's own; None: there is none."""
+    task: TaskRows | None
+    """What is made of the rows in place of answers; None: answers."""
 
     @property
     def model_limits(self) -> ModelLimits:
@@ -72,6 +76,7 @@ class ResolvedModel:
             special_tokens=self.run.job.special_tokens,
             reasoning_parser=self.run.job.reasoning_parser,
             tool_parser=self.run.job.tool_parser,
+            hidden_size=self.model.hidden_size,
         )
 
 
@@ -99,7 +104,7 @@ class ResolvedJob(ResolvedModel):
 
         `digests` takes the digests of the rows.
         """
-        parser = make_parser(self.run.job, self.sampling_defaults)
+        parser = make_parser(self.run.job, self.sampling_defaults, task=self.task)
         return RowReader(
             self.inputs,
             parser,
@@ -143,7 +148,9 @@ def resolve_job(
     can_continue = is_repeatable(names)
     if can_continue and run.job.check_columns:
         check_first_rows(
-            names if limit is None else names[:1], lambda: make_parser(run.job, resolved.sampling_defaults), limit=limit
+            names if limit is None else names[:1],
+            lambda: make_parser(run.job, resolved.sampling_defaults, task=resolved.task),
+            limit=limit,
         )
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
@@ -158,6 +165,7 @@ def resolve_job(
             chat_template=resolved.chat_template,
             weights=weights,
             shard=shard,
+            task=resolved.task,
         ),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
@@ -183,6 +191,7 @@ def resolve_settings(
     """
     model_path = resolve_model(run.model, weights=weights)
     model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel).keeping(kept_weights(run))
+    task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
     if weights:
         check_weight_files(model_path)
@@ -192,7 +201,8 @@ def resolve_settings(
         model=model,
         chat_template=own_chat_template(run.job),
         config=resolve_engine_config(run, model_path, model, found_device=found_device),
-        sampling_defaults=sampling_defaults(run, model),
+        sampling_defaults=sampling_defaults(run, model) if task is None else {},
+        task=task,
     )
 
 
@@ -239,9 +249,10 @@ def resolve_engine_config(
         kv_cache_dtype=run.kv_cache_dtype,
         attention_backend=attention_backend,
         enable_prefix_caching=run.enable_prefix_caching,
-        enforce_eager=run.enforce_eager,
+        enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
         quantization=kept_weights(run),
+        embedding_size=model.hidden_size if run.task == "embed" else 0,
     )
 
 
@@ -325,15 +336,18 @@ def make_parser(
     *,
     keep: Callable[[Any], Any] = as_json,
     caller: Caller | None = None,
+    task: TaskRows | None = None,
 ) -> RowParser:
-    """Make the parser of a job's rows. `keep` and `caller` are those of `RowParser`."""
+    """Make the parser of a job's rows. `keep`, `caller` and `task` are those of `RowParser`."""
     rules = PromptRules(
         prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
         messages_template=tuple((each.role, TextTemplate(each.content)) for each in job.messages_template),
         system=job.system,
         chat_template_kwargs=job.chat_template_kwargs,
     )
-    return RowParser(sampling_defaults, row_keys(job), rules, keep=keep, keep_input=job.keep_input, caller=caller)
+    return RowParser(
+        sampling_defaults, row_keys(job), rules, keep=keep, keep_input=job.keep_input, caller=caller, task=task
+    )
 
 
 def row_keys(job: JobConfig) -> RowKeys:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from nvcli.errors import RowError
+from nvcli.jobs.tasks import EmbedAnswer, PromptTask, ScoreAnswer
 from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
@@ -38,6 +39,17 @@ class RowForm(Enum):
     """A row of an OpenAI batch file for /v1/chat/completions."""
     COMPLETION = 3
     """A row of an OpenAI batch file for /v1/completions."""
+    SCORE = 4
+    """A row of nvcli's own form that is scored."""
+    EMBEDDING = 5
+    """A row of nvcli's own form of which a vector is made."""
+    OPENAI_EMBEDDING = 6
+    """A row of an OpenAI batch file for /v1/embeddings."""
+
+    @property
+    def is_openai(self) -> bool:
+        """Whether it is a form of OpenAI's."""
+        return self in (RowForm.CHAT, RowForm.COMPLETION, RowForm.OPENAI_EMBEDDING)
 
 
 class Caller(Protocol):
@@ -97,6 +109,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The tools that the answer may call; empty: tool calls are not looked for."""
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams
+    task: PromptTask | None = None
+    """What the row asks for in place of a generated answer; None: it asks for an answer."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +120,14 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     """The log-probabilities of each token's alternatives, by their text."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a prompt's tokens. Those of the first token, before which there is nothing, are None."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +192,10 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[Choice] = []
     usage: Usage = Usage()
     error: ErrorInfo | None = None
+    answer: ScoreAnswer | EmbedAnswer | None = None
+    """The answer of a row that is scored or embedded; it has no `choices` then."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log-probabilities of the prompt's tokens, where the row asks for them."""
 
 
 def failed(place: Place, error: RowError) -> JobResult:

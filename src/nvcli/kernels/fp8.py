@@ -9,43 +9,14 @@ float32. Shapes: T rows, `in` and `out` features, G = in / 128, rounded up.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-LEAST_MAX = 1e-6
-"""Values that share a scale are taken to be at least as large as this, so that no scale is zero."""
-
-
-class QuantisedRows(NamedTuple):
-    """Rows of activations in FP8, with the scales that their values have been divided by."""
-
-    codes: Tensor
-    """[T, in] e4m3, contiguous."""
-    scales: Tensor
-    """[T] float32, or for blocks [T, G]."""
-    dtype: torch.dtype
-    """The type of the values that the codes stand for, and of a product with them."""
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    @property
-    def scaling(self) -> FP8Scaling:
-        return "channel" if self.scales.dim() == 1 else "block"
-
-
-Activations = Tensor | QuantisedRows
-"""What a linear layer multiplies: [T, in]."""
 
 
 def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
@@ -82,7 +53,7 @@ def activate_and_quantise(gate_up: Tensor, activation: Activation, scaling: FP8S
     if gate_up.is_cuda:
         from nvcli.kernels.triton import fp8 as kernels
 
-        return kernels.activate_and_quantise(gate_up, activation, scaling)
+        return kernels.activate_and_quantise(gate_up, scaling, is_gelu=activation == "gelu_tanh")
     return quantise(ACTIVATE_AND_MUL[activation](gate_up), scaling)
 
 

@@ -145,7 +145,7 @@ class Call:
 
 def _num_bytes(result: JobResult) -> int:
     """Estimate what a result takes in memory."""
-    total = 1000
+    total = 1000 if result.answer is None else 1000 + result.answer.num_bytes
     for choice in result.choices:
         total += len(choice.text) + 40 * len(choice.token_ids or ())
         if choice.logprobs is not None:

@@ -21,17 +21,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from nvcli.config import Order, ParallelSize, RunConfig, load_run_config
 from nvcli.errors import ClosedError, ConfigError
 from nvcli.job_run.engines import StartEngine, start_engine
 from nvcli.jobs.job import JobResult
+from nvcli.jobs.rows.task_rows import ScoreRows
 from nvcli.llm.answer import Answer, make_answer
 from nvcli.llm.call import Call
 from nvcli.llm.rows import Row
 from nvcli.llm.session import Session
 from nvcli.process_limits import check_process
 from nvcli.sampling_params import MAX_INT
-from nvcli.validation import show
+from nvcli.task_config import Normalization, ScoreConfig, Task
+from nvcli.validation import InvalidValue, convert, show
 
 _ORDERS = ("completion", "input")
 
@@ -154,16 +158,60 @@ class LLM:
         A row that cannot be answered is an answer with an `error`. Raises ConfigError and ClosedError, and the error of
         an engine that has died.
         """
+        _check_seed(seed)
+        self._check_task("generate")
+        return self._answer(rows, order, sampling=dict(sampling or {}), seed=seed)
+
+    def score(
+        self,
+        rows: Iterable[Row] | str | Mapping[str, Any],
+        *,
+        order: Order | None = None,
+        normalize: Normalization | None = None,
+        token_logprobs: bool | None = None,
+    ) -> Answers:
+        """Score texts, and return an iterator over the answers: the rows that `nvcli score` writes.
+
+        A row is one of `generate` with a `continuation` or `choices`; a row without them has its prompt scored itself.
+        `normalize` and `token_logprobs` take the place of the configuration's (`ScoreConfig`). The other arguments and
+        the errors are those of `generate`.
+        """
+        self._check_task("score")
+        given = {"normalize": normalize, "token_logprobs": token_logprobs}
+        own = {key: value for key, value in given.items() if value is not None}
+        config = {**msgspec.to_builtins(self._session.run.score), **own}
+        try:
+            task = ScoreRows(convert(config, ScoreConfig, under=("score",)))
+        except InvalidValue as error:
+            raise ConfigError(error.message) from None
+        return self._answer(rows, order, task=task)
+
+    def embed(self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order | None = None) -> Answers:
+        """Make embeddings, and return an iterator over the answers: the rows that `nvcli embed` writes.
+
+        The LLM was made with `task="embed"`. A row is one of `generate`. The other arguments and the errors are those
+        of `generate`.
+        """
+        self._check_task("embed")
+        return self._answer(rows, order, task=self._session.task)
+
+    def _check_task(self, task: Task) -> None:
+        """Raise ConfigError unless the engines do what a method needs."""
+        makes_embeddings = self._session.run.task == "embed"
+        if makes_embeddings != (task == "embed"):
+            way_out = "leave `task` out" if makes_embeddings else 'make it with task="embed"'
+            what = "embeddings alone" if makes_embeddings else "no embeddings"
+            raise ConfigError(f"this LLM makes {what}: for `{task}`, {way_out}")
+
+    def _answer(self, rows: Iterable[Row] | str | Mapping[str, Any], order: Order | None, **options: Any) -> Answers:
+        """Open a call. `options` are those of `Session.open_call`. Raises what `generate` raises."""
         if order is not None and order not in _ORDERS:
             raise ConfigError(f"order={show(order)}: allowed: {' or '.join(_ORDERS)}")
-        _check_seed(seed)
         if isinstance(rows, str | Mapping):
             rows = [rows]
         elif isinstance(rows, bytes) or not isinstance(rows, Iterable):
             raise ConfigError(f"rows is {show(rows)}; give an iterable of rows, such as a list of dicts or texts")
-        call = self._session.open_call(
-            rows, order=order or self._session.run.job.order, sampling=dict(sampling or {}), seed=seed
-        )
+        call = self._session.open_call(rows, order=order or self._session.run.job.order, **options)
         return Answers(self, call)
 
     def stream(self, row: Row, *, sampling: Mapping[str, Any] | None = None, seed: int | None = None) -> AnswerStream:
@@ -173,6 +221,7 @@ class LLM:
         of `generate`.
         """
         _check_seed(seed)
+        self._check_task("generate")
         call = self._session.open_call([row], order="input", sampling=dict(sampling or {}), seed=seed, streams=True)
         return AnswerStream(self, call)
 
@@ -263,11 +312,7 @@ class AnswerStream(_Results):
         while (item := self._take()) is not None:
             if isinstance(item, JobResult):
                 self._answer = make_answer(item, self._llm._session.form)
-                # Bytes that were no whole character are shown at the end, if they have not become one.
-                # A text that is no longer than what was shown has lost its thought, or is another one (`best_of`).
-                text = item.choices[0].text if item.choices else ""
-                item = text.removeprefix(self.text) if text.startswith(self.text) else ""
-            if item:
+            else:
                 self._pieces.append(item)
                 return item
         raise StopIteration

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nvcli.chat_template import unknown_variables
@@ -28,6 +28,7 @@ from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import JobResult
 from nvcli.jobs.rows.output_row import OutputForm
 from nvcli.jobs.rows.row_warnings import RowWarnings
+from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.llm.call import Call
 from nvcli.llm.rows import Row, RowQueue, parse_row
 from nvcli.messages import EngineReady
@@ -105,6 +106,11 @@ class Session:
         return self._resolved.run
 
     @property
+    def task(self) -> TaskRows | None:
+        """What the configuration makes of rows in place of answers; None: answers."""
+        return self._resolved.task
+
+    @property
     def max_model_len(self) -> int:
         """The most tokens of a prompt and its answer together."""
         return self._resolved.config.max_model_len
@@ -120,16 +126,17 @@ class Session:
         rows: Iterable[Row],
         *,
         order: Order,
-        sampling: dict[str, Any],
-        seed: int | None,
+        sampling: Mapping[str, Any] | None = None,
+        seed: int | None = None,
         streams: bool = False,
+        task: TaskRows | None = None,
     ) -> Call:
         """Begin to read rows, in a thread of their own, and return the call that their results come to.
 
-        `sampling` goes over the defaults of the session. Raises ConfigError for it, and the error of a session that
-        has failed or is closed.
+        `sampling` goes over the defaults of the session, and `task` is what is made of the rows in place of answers.
+        Raises ConfigError for the sampling, and the error of a session that has failed or is closed.
         """
-        defaults = {**self._resolved.sampling_defaults, **sampling}
+        defaults = {**self._resolved.sampling_defaults, **(sampling or {})}
         try:
             convert(defaults, SamplingParams, under=("sampling",))
         except InvalidValue as error:
@@ -141,7 +148,7 @@ class Session:
             self._calls.add(call)
         job = self.run.job
         keys = row_keys(job)
-        parser = make_parser(job, defaults, keep=lambda value: value, caller=call)
+        parser = make_parser(job, defaults, keep=lambda value: value, caller=call, task=task)
 
         def read() -> None:
             error: BaseException | None = None

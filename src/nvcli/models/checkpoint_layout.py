@@ -51,11 +51,15 @@ class CheckpointLayout:
     """How the names of other tensors begin that are left on disk."""
     interleaves_experts: bool = False
     """Whether stacks of experts are those of `interleaved_experts.py`."""
+    is_headless: bool = False
+    """Whether the LM head is left on disk, and the decoder's names may lack `model.` in the files."""
 
     def decoder_name(self, stored: str) -> str | None:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
         name: str | None = stored
-        if self.is_part:
+        if self.is_headless:
+            name = None if stored.startswith("lm_head.") else "model." + stored.removeprefix("model.")
+        elif self.is_part:
             matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
             name = next(matches, None)
         if name is not None and name.startswith(self.left):

@@ -30,6 +30,8 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_EOS_IDS = 64
 """The most end-of-sequence ids; a message to the ranks has room for as many."""
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
+_HEADLESS, _WITH_HEAD = "Model", "ForCausalLM"
+"""The ends of an architecture's name for a decoder alone, and for the same with an LM head."""
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -57,6 +59,9 @@ class ModelConfig:
     """How the checkpoint's linear layers are quantised; None: they are not, or the family decodes them by itself."""
     quantization: Literal["none", "fp8"] = "none"
     """How ranks keep the weights of linear layers: in the run's type, or in FP8."""
+    has_head: bool = True
+    """Whether the checkpoint has an LM head. Where its architecture is that of a decoder alone, it makes embeddings and
+    no tokens."""
 
     @property
     def num_layers(self) -> int:
@@ -86,6 +91,12 @@ class ModelConfig:
             return False
         patterns = name_patterns(self.quantisation.left_alone)
         return any(map(patterns.match, self.decoder.layout.stored_modules(module)))
+
+    def headless(self) -> ModelConfig:
+        """Return the model as embeddings need it: what is in the files of the LM head is not looked at. The embedding
+        stands for it, which takes no memory."""
+        layout = replace(self.decoder.layout, is_headless=True)
+        return replace(self, tie_word_embeddings=True, decoder=replace(self.decoder, layout=layout))
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise ConfigError where the model cannot be cut over `size` ranks."""
@@ -211,6 +222,7 @@ def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConf
         generation_defaults=_generation_defaults(generation),
         expert_parallel=expert_parallel,
         quantisation=quantisation,
+        has_head=not architecture.endswith(_HEADLESS),
     )
 
 
@@ -221,6 +233,8 @@ def _family(config: JsonFile) -> tuple[str, Family]:
         raise config.error("architectures", f"{show(names)} names no architecture; {_LIST_OF_MODELS}")
     for name in names:
         family = find_family(name) if isinstance(name, str) else None
+        if family is None and isinstance(name, str) and name.endswith(_HEADLESS):
+            family = find_family(f"{name.removesuffix(_HEADLESS)}{_WITH_HEAD}")
         if family is not None:
             return name, family
     name = show(names[0]).strip('"')

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, StateSpec
 from nvcli.distributed.tensor_parallel import StageState
-from nvcli.kernels.fp8 import Activations
+from nvcli.kernels.fp8_types import Activations
 from nvcli.models.attention_specs import LayerSpec, layer_specs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig

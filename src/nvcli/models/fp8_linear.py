@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.kernels.activation import Activation
-from nvcli.kernels.fp8 import (
-    Activations,
-    QuantisedRows,
-    activate_and_quantise,
-    fp8_linear,
-    quantise,
-)
+from nvcli.kernels.fp8 import activate_and_quantise, fp8_linear, quantise
+from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.models.parallel import LinearMethod, PlainLinearMethod, ShardedLinear
 from nvcli.models.weights import ScaleTarget, WeightSource, empty_parameter, length

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nvcli.kernels.fp8 import FP8, quantise_weight
+from nvcli.kernels.fp8 import quantise_weight
+from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8_BLOCK
 from nvcli.models.quantised_values import ReadSlice, read_grid
 from nvcli.models.safetensors_header import TensorInfo

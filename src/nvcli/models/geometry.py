@@ -28,9 +28,9 @@ from nvcli.models.layer_config import (
     NormConfig,
 )
 
-ModelDtype = Literal["float32", "bfloat16", "float16"]
-StoredDtype = ModelDtype | Literal["float8_e4m3fn"]
-DTYPE_BYTES: dict[StoredDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+StoredDtype = Literal["float32", "bfloat16", "float16"]
+KeptDtype = StoredDtype | Literal["float8_e4m3fn"]
+DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of one element."""
 
 Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head"]
@@ -71,7 +71,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     """With `is_of_experts` [experts, out, in], or for biases [experts, out]."""
     cut: Cut
-    dtype: StoredDtype
+    dtype: KeptDtype
     """The type in which ranks keep it. The checkpoint may have another one."""
     part: Part
     max_shards: int | None = None

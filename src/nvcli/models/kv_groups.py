@@ -18,7 +18,7 @@ from nvcli.attention.state_size import STATE_ALIGNMENT, state_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.messages import MAX_KV_GROUPS
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES, ModelDtype
+from nvcli.models.geometry import DTYPE_BYTES, StoredDtype
 from nvcli.models.layer_config import DeltaNetConfig
 
 _FULL_PADDING_COST = 8
@@ -69,7 +69,7 @@ def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
 @lru_cache(maxsize=64)
 def block_bytes(
     config: ModelConfig,
-    dtype: ModelDtype,
+    dtype: StoredDtype,
     *,
     block_size: int,
     tensor_parallel_size: int = 1,
@@ -92,7 +92,7 @@ def block_bytes(
 @lru_cache(maxsize=64)
 def group_bytes(
     config: ModelConfig,
-    dtype: ModelDtype,
+    dtype: StoredDtype,
     *,
     block_size: int,
     tensor_parallel_size: int = 1,

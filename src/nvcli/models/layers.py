@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
-from nvcli.kernels.fp8 import Activations, norm_and_quantise
+from nvcli.kernels.fp8 import norm_and_quantise
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nvcli.errors import LoadError
-from nvcli.kernels.fp8 import FP8
+from nvcli.kernels.fp8_types import FP8
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.fp8_values import read_fp8, reorder_rows

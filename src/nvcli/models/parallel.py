@@ -22,7 +22,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.embedding import embed_part
-from nvcli.kernels.fp8 import Activations
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.geometry import StoredDtype, TensorSpec

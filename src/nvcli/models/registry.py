@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.models.geometry import DTYPE_BYTES, StoredDtype, model_tensors
+from nvcli.models.geometry import StoredDtype, model_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -54,4 +54,4 @@ def build_model(
 
 def _stored_dtype(dtype: torch.dtype) -> StoredDtype:
     """The name of a torch type, as the geometry spells it."""
-    return next(name for name in DTYPE_BYTES if str(dtype) == f"torch.{name}")
+    return next(name for name in get_args(StoredDtype) if str(dtype) == f"torch.{name}")

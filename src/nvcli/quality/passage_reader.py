@@ -37,7 +37,10 @@ class PassageReader:
     ) -> None:
         """`max_tokens` is the length of the longest passage. Raises LoadError, CapacityError and ConfigError."""
         device, dtype = group.device, getattr(torch, config.dtype)
-        self.config, self.device = load_model_config(config.model_path), device
+        self.config = load_model_config(config.model_path, expert_parallel=config.enable_expert_parallel).keeping(
+            config.quantization
+        )
+        self.device = device
         self.model = build_model(self.config, group, dtype, max_positions=config.max_model_len)
         check_weights_fit(sum(self.model.weight_bytes().values()), device)
         load_weights(self.model, config.model_path, device, say=say)

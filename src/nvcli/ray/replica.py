@@ -21,7 +21,7 @@ from nvcli.config import RunConfig
 from nvcli.errors import ClosedError, ConfigError, WorkerError
 from nvcli.job_run.engines import StartEngine, start_engine
 from nvcli.job_run.resolve import row_keys
-from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_choices
+from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row
 from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.jobs.rows.raw_values import without_nulls
 from nvcli.jobs.rows.row_warnings import RowWarnings
@@ -58,7 +58,7 @@ class Replica:
         rows = self._rows_of(table)
         answers = self._answers(rows)
         for answer in answers:
-            fit_choices(answer["choices"])
+            fit_row(answer)
         for name in COLUMNS:
             column = pyarrow.array([answer[name] for answer in answers], ANSWER_TYPES[name])
             table = table.append_column(name, column)

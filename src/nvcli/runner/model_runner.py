@@ -45,6 +45,7 @@ from nvcli.runner.memory import (
     peak_bytes,
     plan_memory,
 )
+from nvcli.runner.prompt_reader import PromptReader
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.step_clock import StepClock
@@ -129,6 +130,7 @@ class ModelRunner:
     def _build_model(self) -> None:
         with self._phase("build model"):
             config = load_model_config(self.config.model_path, expert_parallel=self.config.enable_expert_parallel)
+            config = config.headless() if self.config.embedding_size else config
             self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(
                 self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
@@ -281,6 +283,7 @@ class ModelRunner:
             self.backend,
             self.sampler,
             self.constraints,
+            PromptReader(self.model, self.group, self.device),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,

@@ -25,6 +25,7 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.constraints import Constraints, with_failures
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
+from nvcli.runner.prompt_reader import PendingReadings, PromptReader, ReadPlan
 from nvcli.runner.sampler import PendingLogprobs, Sampler
 from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
@@ -44,6 +45,8 @@ class StepLogits:
     ids: Tensor | None
     """[N] int32, in the slot table already, `NOT_FINITE` for none; None where the rows ask for more than
     `Sampler.sample` does."""
+    readings: PendingReadings | None = None
+    """What was read of prompts; None where nothing is wanted of them."""
 
     def unowned(self) -> StepLogits:
         return replace(self, logits=unowned(self.logits))
@@ -70,6 +73,7 @@ class PendingStep:
     logprobs: PendingLogprobs | None
     time: StepTime
     is_graph: bool
+    readings: PendingReadings | None = None
     failed_rows: Sequence[int] = ()
     """Sampled rows whose grammars cannot be followed any further."""
 
@@ -84,6 +88,7 @@ class PendingStep:
             seconds=self.time.seconds,
             idle_seconds=self.time.idle_seconds,
             is_graph=self.is_graph,
+            readings=[] if self.readings is None else self.readings.result(),
         )
 
 
@@ -99,6 +104,7 @@ class StepRunner:
         backend: AttentionBackend,
         sampler: Sampler,
         constraints: Constraints,
+        reader: PromptReader,
         link: StageLink,
         clock: StepClock,
         *,
@@ -108,7 +114,7 @@ class StepRunner:
         """`max_sampled` is the most tokens that a step gives."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
-        self._sampler, self._constraints = sampler, constraints
+        self._sampler, self._constraints, self._reader = sampler, constraints, reader
         self._link, self._clock = link, clock
         self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
         self._graph_batches: dict[BatchShape, StepBatch] = {}
@@ -142,7 +148,8 @@ class StepRunner:
         """Run one step, or queue it on the GPU: nothing here waits for the device. A stage that is not the last returns
         None."""
         shape = exact_shape(step)
-        padded = None if self._graphs is None else self._graphs.padded_shape(shape)
+        reads = self._reader.plan(step) if step.reads else None
+        padded = None if self._graphs is None or reads is not None else self._graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch)
         self._backend.plan(batch.forward)
@@ -155,7 +162,7 @@ class StepRunner:
         needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)
         if padded is None:
-            output = self._compute(batch, sample=needs.is_simple)
+            output = self._compute(batch, sample=needs.is_simple, reads=reads)
         else:
             assert self._graphs is not None
             output = self._graphs.replay(padded)
@@ -185,26 +192,31 @@ class StepRunner:
             self._constraints.chose(host_ids, needs.slots[constrained], constrained)
             failed_rows = self._constraints.failed_rows(needs.slots[constrained], constrained)
         self._clock.stop(step_time)
-        return PendingStep(step.step_id, host_ids, logprobs, step_time, padded is not None, failed_rows)
+        is_graph = padded is not None
+        return PendingStep(step.step_id, host_ids, logprobs, step_time, is_graph, output.readings, failed_rows)
 
-    def _compute(self, batch: StepBatch, *, sample: bool) -> StepLogits | StageOutput:
+    def _compute(self, batch: StepBatch, *, sample: bool, reads: ReadPlan | None = None) -> StepLogits | StageOutput:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
-        and puts them into the slot table."""
-        forward = batch.forward
+        and puts them into the slot table. `reads` is what it reads of prompts."""
+        forward = batch.forward if reads is None else replace(batch.forward, logits_rows=reads.kept)
         prepare_inputs(batch.rows, self._slots.state, batch.inputs)
         self._backend.plan_on_device(forward)
         hidden = self._model.forward(forward, self._link.received(forward.num_tokens))
         if isinstance(hidden, StageState):
             return StageOutput(hidden)
+        readings = None
+        if reads is not None:
+            readings = self._reader.read(hidden, reads)
+            hidden = hidden[reads.sampled]
         if len(hidden) == 0:  # chunks that end no prompt
-            return StepLogits(hidden, torch.empty(0, dtype=torch.int32, device=hidden.device))
+            return StepLogits(hidden, torch.empty(0, dtype=torch.int32, device=hidden.device), readings)
         logits = self._model.compute_logits(hidden)
         if not sample:
-            return StepLogits(logits, None)
+            return StepLogits(logits, None, readings)
         slots, positions = batch.inputs.sample_slots, batch.inputs.sample_positions
         ids = self._sampler.sample(logits, slots, positions)
         self._slots.keep(slots, positions, ids)
-        return StepLogits(logits, ids)
+        return StepLogits(logits, ids, readings)
 
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
         """Make views for a step without padding."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nvcli.config import EngineConfig
-from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
+from nvcli.messages import NewSlot, PromptRead, SlotSampling, StepInput, pack
 
 _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
 _MIDDLING_TOKENS = 512
@@ -15,8 +15,8 @@ _MIDDLING_TOKENS = 512
 
 def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int) -> Iterator[StepInput]:
     """Yield steps with `num_tokens` and with at most 512 prompt tokens, each in as few requests as possible, then one
-    that decodes `num_seqs` requests."""
-    yield _step(-3, _prompt_lens(config, num_tokens), num_decodes=0)
+    that decodes `num_seqs` requests. The first one also scores all of its tokens."""
+    yield _step(-3, _prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     if num_tokens > _MIDDLING_TOKENS:
         yield _step(-2, _prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
     # Slots filled again start at length 0: every request decodes its first token.
@@ -30,7 +30,7 @@ def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
     return [min(longest, num_tokens - i * longest) for i in range(num_prompts)]
 
 
-def _step(step_id: int, lens: list[int], *, num_decodes: int) -> StepInput:
+def _step(step_id: int, lens: list[int], *, num_decodes: int, is_scored: bool = False) -> StepInput:
     """The tokens come with the step, and each slot gets the null block, so that what takes them in is loaded too."""
     slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
@@ -49,4 +49,7 @@ def _step(step_id: int, lens: list[int], *, num_decodes: int) -> StepInput:
         num_logits=pack([1] * len(lens)),
         seq_lens=pack(lens),
         num_decodes=num_decodes,
+        reads=[PromptRead(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)]
+        if is_scored
+        else [],
     )

@@ -8,10 +8,13 @@ from typing import Any
 import msgspec
 
 from nvcli.jobs.rows.output_row import read_output_row
+from nvcli.jobs.rows.raw_values import is_null
 
-_OWN_KEYS = frozenset(("id", "index", "custom_id", "choices", "usage", "error", "response"))
+_OWN_KEYS = frozenset(("id", "index", "custom_id", "choices", "usage", "error", "response", "embedding"))
 _NESTED_KEYS = frozenset(("index", "choices", "usage", "error", "response"))
 """Keys whose values are no texts."""
+_EMBEDDING_CHARS = 100
+"""So much of an embedding is shown."""
 
 _decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -21,6 +24,10 @@ class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     finish_reason: str
+    reasoning: str = ""
+    """Its thought, where that is told apart."""
+    calls: list[str] = []
+    """The tools that it calls, such as `look({"at": 1})`."""
 
 
 class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,14 +54,29 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
 class _Message(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
     message: _Message | None = None
     finish_reason: str | None = None
+    logprob: float | None = None
+    """The log-probability of a text that was scored."""
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -93,6 +115,9 @@ def read_shown_row(line: bytes) -> ShownRow | None:
         elif "choices" in values:
             usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
             body = _Body(msgspec.json.decode(values["choices"], type=list[_Choice]), usage)
+        elif "embedding" in values:
+            usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
+            body = _Body([] if is_null(values["embedding"]) else [_embedding(values["embedding"])], usage)
         else:
             return None
         raw_id = values.get("custom_id") or values.get("id")
@@ -114,4 +139,18 @@ def read_shown_row(line: bytes) -> ShownRow | None:
 
 def _shown(choice: _Choice) -> ShownChoice:
     text = choice.text if choice.message is None else choice.message.content
-    return ShownChoice(text=text or "", finish_reason=choice.finish_reason or "")
+    parts = choice.message or choice
+    reason = choice.finish_reason if choice.logprob is None else f"log-probability {choice.logprob:,.4f}"
+    return ShownChoice(
+        text=text or "",
+        finish_reason=reason or "",
+        reasoning=parts.reasoning_content or "",
+        calls=[f"{call.function.name}({call.function.arguments})" for call in parts.tool_calls or ()],
+    )
+
+
+def _embedding(raw: msgspec.Raw) -> _Choice:
+    """Return the beginning of an embedding as an answer."""
+    text = bytes(raw).decode(errors="replace")
+    shown = text if len(text) <= _EMBEDDING_CHARS else f"{text[:_EMBEDDING_CHARS]}…"
+    return _Choice(text=shown, finish_reason="embedding")

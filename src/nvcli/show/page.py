@@ -46,7 +46,12 @@ class Page:
             if len(row.choices) > 1 or prompt is not None:
                 which = f" {number}" if len(row.choices) > 1 else ""
                 self._print(Text(f"→ answer{which} ({one_line(choice.finish_reason)})", style="green"))
-            self._print(Text(harmless(choice.text)))
+            if choice.reasoning:
+                self._print(Text(harmless(choice.reasoning), style="dim italic"))
+            if choice.text or not (choice.reasoning or choice.calls):
+                self._print(Text(harmless(choice.text)))
+            for call in choice.calls:
+                self._print(Text(f"calls {harmless(call)}", style="cyan"))
         text = msgspec.Raw(msgspec.json.encode(row.choices[0].text)) if row.choices else None  # `--text-field`
         for key, raw in row.others.items():
             is_shown = (prompt is not None and key in prompt_keys) or raw == text

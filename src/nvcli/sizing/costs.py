@@ -11,7 +11,7 @@ from nvcli.attention.kv_layout import KVDtype, token_bytes
 from nvcli.attention.state_size import state_bytes
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, ModelDtype, TensorSpec, model_tensors
+from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
 from nvcli.models.layer_config import AttentionConfig, DeltaNetConfig, ExpertsConfig
 
 
@@ -117,7 +117,7 @@ class ModelCosts:
 @lru_cache(maxsize=512)  # a layout is chosen from the same few, asked for many times
 def model_costs(
     model: ModelConfig,
-    dtype: ModelDtype,
+    dtype: StoredDtype,
     *,
     tensor_parallel_size: int = 1,
     stage: Stage = WHOLE,
@@ -159,7 +159,7 @@ def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel
 
 
 def _state_costs(
-    attentions: list[AttentionConfig | DeltaNetConfig], dtype: ModelDtype, tensor_parallel_size: int
+    attentions: list[AttentionConfig | DeltaNetConfig], dtype: StoredDtype, tensor_parallel_size: int
 ) -> StateCosts | None:
     """Count what one rank keeps and computes in layers with a state; None where there are none."""
     num_bytes, flops = 0, 0

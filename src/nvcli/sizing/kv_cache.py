@@ -10,7 +10,7 @@ from nvcli.config import MAX_BLOCK_SIZE, EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.models import kv_groups
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import ModelDtype
+from nvcli.models.geometry import StoredDtype
 
 DEFAULT_BLOCK_SIZE = 64
 """Kernels read keys in tiles of up to so many tokens, which are found fastest where no tile straddles two blocks."""
@@ -18,7 +18,7 @@ _FLASH_ATTN_TILE = 256
 """flash-attn 2 takes no other block sizes than multiples of it."""
 
 
-def default_block_size(model: ModelConfig, dtype: ModelDtype, kv_dtype: KVDtype, attention_backend: str) -> int:
+def default_block_size(model: ModelConfig, dtype: StoredDtype, kv_dtype: KVDtype, attention_backend: str) -> int:
     """Return the tokens of a KV block, where the configuration leaves it open.
 
     A block of a model with recurrent states is about as large as a state, so that neither keys nor states waste much of

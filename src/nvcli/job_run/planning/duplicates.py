@@ -7,24 +7,32 @@ answers are kept for rows that come later, within bounds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 import msgspec
 
 from nvcli.errors import RowError
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import Choice, JobResult, Place, Usage, failed
+from nvcli.jobs.job import Choice, JobResult, Place, PromptLogprobs, Usage, failed
+from nvcli.jobs.tasks import EmbedAnswer, ScoreAnswer
 
 
 class _Answer(msgspec.Struct, frozen=True):
     choices: list[Choice]
     usage: Usage
     num_bytes: int
+    answer: ScoreAnswer | EmbedAnswer | None
+    prompt_logprobs: PromptLogprobs | None
 
     def for_row(self, place: Place) -> JobResult:
         # Nothing of the prompt was computed for it.
         usage = msgspec.structs.replace(self.usage, cached_tokens=self.usage.prompt_tokens)
-        return JobResult(place=place, choices=self.choices, usage=usage)
+        return JobResult(
+            place=place,
+            choices=self.choices,
+            usage=usage,
+            answer=self.answer,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
 class Duplicates:
@@ -86,7 +94,7 @@ class Duplicates:
         if key is None:
             return
         followers = self._followers.pop(key)
-        answer = _Answer(result.choices, result.usage, _num_bytes(result.choices))
+        answer = _Answer(result.choices, result.usage, _num_bytes(result), result.answer, result.prompt_logprobs)
         if error is None:
             self._keep(key, answer)
         for place, num_bytes in followers:
@@ -110,10 +118,12 @@ class Duplicates:
             self._kept_bytes -= oldest.num_bytes
 
 
-def _num_bytes(choices: Iterable[Choice]) -> int:
+def _num_bytes(result: JobResult) -> int:
     """Estimate what an answer takes in memory."""
-    total = 500
-    for choice in choices:
+    total = 500 if result.answer is None else 500 + result.answer.num_bytes
+    if result.prompt_logprobs is not None:
+        total += sum(200 + 150 * len(top or ()) for top in result.prompt_logprobs.top_logprobs)
+    for choice in result.choices:
         total += 200 + 2 * len(choice.text) + 40 * len(choice.token_ids or ())
         if choice.logprobs is not None:
             total += sum(200 + 150 * len(top) for top in choice.logprobs.top_logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -94,7 +95,7 @@ def format_summary(
         lines += _row_lines(summary.counts)
     lines += _error_lines(summary)
     if not summary.was_complete:
-        lines += [*_token_lines(summary), *_sampling_lines(summary)]
+        lines += [*_score_lines(summary.counts), *_token_lines(summary), *_sampling_lines(summary)]
         if verbosity == "verbose":
             lines += _time_lines(summary)
         lines += [*_notes(summary.counts), *(f"  note      {warning}" for warning in summary.row_warnings)]
@@ -128,6 +129,17 @@ def _row_lines(counts: Counts) -> Iterator[str]:
         yield f'  {reason:<9} {answers}{why}, such as {_id(example)}: "{one_line(example.text, _EXAMPLE_CHARS)}"'
 
 
+def _score_lines(counts: Counts) -> Iterator[str]:
+    scores = counts.outcomes.scores
+    if scores.rows_with_answer:
+        share = scores.rows_correct / scores.rows_with_answer
+        yield f"  accuracy  {share:.2%}: {scores.rows_correct:,} of {_rows(scores.rows_with_answer)} with an answer"
+    if scores.prompts:
+        perplexity = math.exp(min(-scores.prompt_logprob / scores.prompt_tokens, 700.0))
+        tokens = f"{scores.prompt_tokens:,} tokens of {_rows(scores.prompts)}"
+        yield f"  text      perplexity {perplexity:,.4g} over {tokens}"
+
+
 def _error_lines(summary: Summary) -> Iterator[str]:
     examples = summary.counts.outcomes.error_examples
     head = "failed"
@@ -154,11 +166,13 @@ def _token_lines(summary: Summary) -> Iterator[str]:
     if counts.cached_tokens:
         share = counts.cached_tokens / counts.prompt_tokens
         cached = f" ({counts.cached_tokens:,} from the prefix cache, {share:.0%})"
-    yield f"  tokens    prompt {counts.prompt_tokens:,}{cached}, generated {counts.completion_tokens:,}"
+    generates = counts.completion_tokens > 0
+    generated = f", generated {counts.completion_tokens:,}" if generates else ""
+    yield f"  tokens    prompt {counts.prompt_tokens:,}{cached}{generated}"
     if seconds > 0:
+        speed = f"{counts.completion_tokens / seconds:,.0f} generated and " if generates else ""
         yield (
-            f"  speed     {counts.completion_tokens / seconds:,.0f} generated and "
-            f"{counts.prompt_tokens / seconds:,.0f} prompt tokens/s, "
+            f"  speed     {speed}{counts.prompt_tokens / seconds:,.0f} prompt tokens/s, "
             f"{counts.rows_done / seconds:,.1f} rows/s"
         )
     if summary.num_gpus:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,23 @@ MAX_KEPT_BYTES = 64 * 1024 * 1024
 
 _ENTRY_BYTES = 500
 """Roughly what a kept grammar takes beside its text."""
+_BYTES_PER_CHAR = 10
+"""Roughly what a schema takes as objects, for each character of its JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The grammar of what rows ask for. Rows that ask for the same share it."""
+
+    text: str
+    """The grammar in llguidance's own form."""
+    wanted: Structured
+    """The object of the first row that asked for it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what both take in memory."""
+        return _ENTRY_BYTES + (1 + _BYTES_PER_CHAR) * len(self.text)
 
 
 class GrammarMaker:
@@ -43,7 +61,7 @@ class GrammarMaker:
     ) -> None:
         """`vocab_size` is the number of the model's logits, `end_ids` its end-of-sequence ids."""
         self._max_kept_bytes = max_kept_bytes
-        self._kept: OrderedDict[bytes, str | RowError] = OrderedDict()
+        self._kept: OrderedDict[bytes, Grammar | RowError] = OrderedDict()
         """Grammars, or errors, by what was asked for; the least recently used first."""
         self._kept_bytes = 0
         self._encode = msgspec.json.Encoder().encode
@@ -56,8 +74,8 @@ class GrammarMaker:
             max_seconds=max_seconds,
         )
 
-    def grammar(self, wanted: Structured, *, name: str) -> str:
-        """Return the grammar of what a row asks for, in llguidance's own form.
+    def grammar(self, wanted: Structured, *, name: str) -> Grammar:
+        """Return the grammar of what a row asks for.
 
         `name` is what the row calls it, for messages. Raises RowError, and WorkerError if no process can be started.
         """
@@ -67,7 +85,7 @@ class GrammarMaker:
             found = self._make(wanted, key)
         else:
             self._kept.move_to_end(key)
-        if isinstance(found, str):
+        if isinstance(found, Grammar):
             return found
         raise RowError(found.type, f"{name} {found.message}")
 
@@ -75,30 +93,32 @@ class GrammarMaker:
         """End the process, even while it works. May be called again."""
         self.worker.close()
 
-    def _make(self, wanted: Structured, key: bytes) -> str | RowError:
+    def _make(self, wanted: Structured, key: bytes) -> Grammar | RowError:
         """Make a grammar, or the end of the sentence that says why there is none, and keep it."""
         if len(key) > MAX_GRAMMAR_BYTES:
             return RowError("invalid_structured", f"takes {len(key):,} bytes; allowed: {MAX_GRAMMAR_BYTES:,}")
-        made = self._ask(key)
+        made = self._ask(wanted, key)
         if not isinstance(made, RowError) or made.type != "aborted":
             self._keep(key, made)
         return made
 
-    def _ask(self, key: bytes) -> str | RowError:
+    def _ask(self, wanted: Structured, key: bytes) -> Grammar | RowError:
         answer = self.worker.ask(key)
         if isinstance(answer, NoAnswer):
             if not answer.reason:
                 return RowError("aborted", "is not looked at: the run ends")
             return RowError("invalid_structured", f"cannot be made a grammar: the process for it {answer.reason}")
         made = self._decode(answer)
-        return RowError("invalid_structured", f"cannot be used: {made.error}") if made.error else made.grammar
+        if made.error:
+            return RowError("invalid_structured", f"cannot be used: {made.error}")
+        return Grammar(made.grammar, wanted)
 
-    def _keep(self, key: bytes, made: str | RowError) -> None:
+    def _keep(self, key: bytes, made: Grammar | RowError) -> None:
         self._kept[key] = made
         self._kept_bytes += _num_bytes(key, made)
         while self._kept_bytes > self._max_kept_bytes:
             self._kept_bytes -= _num_bytes(*self._kept.popitem(last=False))
 
 
-def _num_bytes(key: bytes, made: str | RowError) -> int:
-    return _ENTRY_BYTES + len(key) + len(made if isinstance(made, str) else made.message)
+def _num_bytes(key: bytes, made: Grammar | RowError) -> int:
+    return len(key) + (made.num_bytes if isinstance(made, Grammar) else _ENTRY_BYTES + len(made.message))

@@ -14,14 +14,23 @@ from nvcli.config import OnTooLong, ReasoningParserName, SpecialTokens, ToolPars
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError
 from nvcli.job_run.text.answer_reader import AnswerReader, Reading
+from nvcli.job_run.text.continuations import Continuations
 from nvcli.job_run.text.conversation import Conversation
-from nvcli.job_run.text.grammar_maker import GrammarMaker
+from nvcli.job_run.text.grammar_maker import Grammar, GrammarMaker
 from nvcli.job_run.text.long_text import encode_long, is_long
+from nvcli.job_run.text.prompt_tasks import (
+    PreparedTask,
+    ScoredText,
+    check_dimensions,
+    scored_continuations,
+    scored_prompt,
+)
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.token_rules import TokenRules, token_rules
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
 from nvcli.jobs.rows.conversation_options import ARGUMENTS, CONTINUE_FINAL_MESSAGE
+from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
 from nvcli.messages import pack
 from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
 from nvcli.structured import MAX_END_IDS, Constraint, Structured
@@ -42,6 +51,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: SpecialTokens = "allow"
     reasoning_parser: ReasoningParserName = "auto"
     tool_parser: ToolParserName = "auto"
+    hidden_size: int = 0
+    """The numbers of an embedding."""
 
 
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +66,7 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: list[int]
     sampling: SamplingParams
     constraint: Constraint | None = None
-    """What the answer must look like; None: anything."""
+    """What has become of the sampling's `structured`; None: the answer may be anything."""
     rules: TokenRules | None = None
     """What `sampling` says about tokens, by their ids."""
     echo: str = ""
@@ -72,6 +83,8 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     """
     num_bytes: int = 0
     """Roughly what the row takes in memory while it waits."""
+    task: PreparedTask | None = None
+    """What the row asks for in place of an answer; `sampling.n` is then the number of its requests."""
 
 
 class Preparer:
@@ -88,11 +101,15 @@ class Preparer:
         self._grammars = grammars
         self._rule = special_token_rule(limits.special_tokens, tokenizer)
         self._eos_ids = end_ids(tokenizer, limits)
+        self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
         self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
         """Whether every id that the tokenizer gives is one of the model's."""
         self._sampling: SamplingParams | None = None
         """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
+        self._grammar: Grammar | None = None
+        self._counted_grammar: Grammar | None = None
+        """The last grammar whose memory was counted, which is done once, for the row that brought it."""
         self._constraint: Constraint | None = None
         self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
         self._rules: TokenRules | None = None
@@ -127,15 +144,73 @@ class Preparer:
                 prompts[at] = rendered
             else:
                 chats[at] = rendered
+        wholes = self._wholes.encode(rows, prompts, plain, chats)
         for texts, is_rendered in ((plain, False), (chats, True)):
-            for at in [at for at, text in texts.items() if is_long(text, self._limits.max_model_len)]:
+            for at in [at for at, text in texts.items() if self._is_cut(text, at in wholes)]:
                 job = rows[at]
                 assert isinstance(job, Job)
                 prompts[at] = self._encode_long(texts.pop(at), self._on_too_long(job), is_rendered=is_rendered)
             if texts:
                 encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
                 prompts.update(zip(texts, encoded, strict=True))
-        return [self._prepare_row(row, prompts[at]) if isinstance(row, Job) else row for at, row in enumerate(rows)]
+        return [
+            row
+            if not isinstance(row, Job)
+            else self._prepare_row(row, prompts[at])
+            if row.task is None
+            else self._prepare_task(row, row.task, prompts[at], wholes.get(at, ()))
+            for at, row in enumerate(rows)
+        ]
+
+    def _prepare_task(
+        self, job: Job, task: PromptTask, prompt: list[int] | RowError, wholes: Sequence[list[int] | RowError]
+    ) -> PreparedRow | JobResult:
+        """Prepare a row that is scored or embedded. `wholes` are its prompt with each continuation."""
+        problem = next((ids for ids in (prompt, *wholes) if isinstance(ids, RowError)), None)
+        if problem is not None:
+            return failed(job.place, problem)
+        assert isinstance(prompt, list)
+        limits = self._limits
+        try:
+            if job.prompt_token_ids is not None:
+                _check_vocabulary("`prompt_token_ids`", prompt, limits)
+            elif not self._ids_fit:
+                _check_vocabulary("the tokenized prompt", prompt, limits)
+            texts: tuple[ScoredText, ...] = ()
+            if isinstance(task, ScoreTask) and task.continuations is not None:
+                prompt, texts = scored_continuations(
+                    task,
+                    prompt,
+                    [ids for ids in wholes if isinstance(ids, list)],
+                    lead=self._wholes.lead,
+                    num_behind=self._wholes.num_behind if job.prompt is not None else 0,
+                    max_model_len=limits.max_model_len,
+                    on_too_long=limits.on_too_long,
+                )
+            if not prompt:
+                raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
+            if isinstance(task, EmbedTask):
+                check_dimensions(task, limits.hidden_size)
+                prompt, _ = _fit(prompt, job.sampling, limits, "sampling")
+            elif not texts:
+                prompt, texts = scored_prompt(
+                    prompt, job.prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long
+                )
+            prompt_ids, prepared = pack(prompt), PreparedTask(task=task, texts=texts)
+            extra = job.place.extra
+            return PreparedRow(
+                place=job.place,
+                prompt_ids=prompt_ids,
+                num_prompt_tokens=len(prompt) + prepared.num_tokens,
+                max_tokens=1,
+                stop_ids=[],
+                sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
+                answer_key=prepared.answer_key(prompt_ids),
+                num_bytes=_ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0),
+                task=prepared,
+            )
+        except RowError as error:
+            return failed(job.place, error)
 
     def _conversation(self, job: Job, messages: list[dict[str, Any]]) -> Conversation | RowError:
         """Return what the chat template is given of a row, or the error of what it may not be given."""
@@ -199,6 +274,13 @@ class Preparer:
                     b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
                 ).digest()
             extra = job.place.extra
+            num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
+            if self._grammar is not None:
+                if self._grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
+                    sampling = msgspec.structs.replace(sampling, structured=self._grammar.wanted)
+                elif self._grammar is not self._counted_grammar:
+                    self._counted_grammar = self._grammar
+                    num_bytes += self._grammar.num_bytes
             return PreparedRow(
                 place=job.place,
                 prompt_ids=prompt_ids,
@@ -212,7 +294,7 @@ class Preparer:
                 reading=reading,
                 thought_limit=thought_limit,
                 answer_key=answer_key,
-                num_bytes=_ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0),
+                num_bytes=num_bytes,
             )
         except RowError as error:
             return failed(job.place, error)
@@ -238,8 +320,10 @@ class Preparer:
                 f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
                 "are stop tokens, so none may be chosen; leave one of the two out",
             )
-        structured = sampling.structured
-        self._constraint = None if structured is None else self._constrain(structured, under)
+        self._grammar = self._constraint = None
+        if sampling.structured is not None:
+            self._grammar = self._make_grammar(sampling.structured, under)
+            self._constraint = Constraint(grammar=self._grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
@@ -247,15 +331,15 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
-    def _constrain(self, wanted: Structured, under: str) -> Constraint:
-        """Return the constraint of rows that ask for a structured answer. Raises RowError."""
+    def _make_grammar(self, wanted: Structured, under: str) -> Grammar:
+        """Return the grammar of rows that ask for a structured answer. Raises RowError."""
         form = wanted.form
         name = f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
         if self._grammars is None:
             raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
         if not self._eos_ids:
             raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
-        return Constraint(grammar=self._grammars.grammar(wanted, name=name), end_ids=self._eos_ids[:MAX_END_IDS])
+        return self._grammars.grammar(wanted, name=name)
 
     def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
         """Raise RowError where one of the allowed tokens is none, or none of them may be chosen."""
@@ -297,6 +381,13 @@ class Preparer:
                 "`job.reasoning_parser`",
             )
         return parser.limit(budget, parser.state_of(ids, _last_message(job)), name)
+
+    def _is_cut(self, text: str, has_continuations: bool) -> bool:
+        """Tell whether only a part of a text is to be tokenized. A prompt with continuations is tokenized as a whole,
+        or refused."""
+        return is_long(text, self._limits.max_model_len) and not (
+            has_continuations and self._limits.on_too_long != "error"
+        )
 
     def _on_too_long(self, job: Job) -> OnTooLong:
         """Return what becomes of a prompt that is too long, by its row or the job."""
@@ -373,6 +464,12 @@ def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: s
         raise RowError(
             "max_tokens_too_large",
             f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
+        )
+    if sampling.prompt_logprobs is not None and len(ids) * (1 + sampling.prompt_logprobs) > MAX_ANSWER_NUMBERS:
+        raise RowError(
+            "invalid_sampling",
+            f"`{under}.prompt_logprobs` is {sampling.prompt_logprobs}, and a prompt of {len(ids):,} tokens has more "
+            f"than {MAX_ANSWER_NUMBERS:,} numbers; lower it",
         )
     if (num_numbers := sampling.num_samples * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
         raise RowError(

@@ -129,6 +129,11 @@ class Tokenizer:
         eos = self._tokenizer.eos_token_id
         return eos if isinstance(eos, int) else None
 
+    @property
+    def bos_token_id(self) -> int | None:
+        bos = self._tokenizer.bos_token_id
+        return bos if isinstance(bos, int) else None
+
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int] | RowError]:
         """Return the token ids of each text, or the error of a text that has none.
 

@@ -7,7 +7,7 @@ they are, because objects made of them could take thirty times the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import pyarrow.lib
 import pyarrow.parquet
 
 from nvcli.errors import OutputError
-from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_choices
+from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row, own_types, task_of
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
+from nvcli.task_config import Task
 
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 16 * 1024 * 1024
@@ -95,14 +96,21 @@ def _json_row(row: dict[str, Any]) -> dict[str, Any]:
             values[key] = msgspec.Raw(values[key].encode())
     if isinstance(choices := values.get("choices"), list):
         values["choices"] = [_json_choice(choice) for choice in choices]
+    if isinstance(of_prompt := values.get("prompt_logprobs"), dict):
+        values["prompt_logprobs"] = _json_logprobs(of_prompt)
     return {**{key: values[key] for key in row if key in values}, "error": values.get("error")}
 
 
 def _json_choice(choice: dict[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in choice.items() if value is not None}
     if logprobs := values.get("logprobs"):
-        values["logprobs"] = {**logprobs, "top_logprobs": [dict(top) for top in logprobs["top_logprobs"]]}
+        values["logprobs"] = _json_logprobs(logprobs)
     return values
+
+
+def _json_logprobs(logprobs: dict[str, Any]) -> dict[str, Any]:
+    top = [None if alternatives is None else dict(alternatives) for alternatives in logprobs["top_logprobs"]]
+    return {**logprobs, "top_logprobs": top}
 
 
 def _batches(lines: Iterable[bytes], columns: _Columns) -> Iterator[list[dict[str, Any]]]:
@@ -126,10 +134,13 @@ class _Columns:
         """The kinds of values under each key."""
         self._is_native = True
         """Whether all rows have nvcli's own form."""
+        self._tasks: dict[bool, set[Task]] = {False: set(), True: set()}
+        """The tasks of rows, of those that failed and of the others."""
 
     def look_at(self, row: _Row) -> None:
         """Take note of a row. All rows are looked at before the first one is fitted."""
-        self._is_native = self._is_native and "index" in row and "choices" in row
+        self._is_native = self._is_native and "index" in row
+        self._tasks[is_null(row.get("error"))].add(task_of(list(row)))
         for key, value in row.items():
             self._kinds.setdefault(key, set()).add(_kind(value))
 
@@ -137,7 +148,7 @@ class _Columns:
     def types(self) -> list[tuple[str, pyarrow.DataType]]:
         """The name and the type of each column."""
         return [
-            (name, ANSWER_TYPES[name] if self._is_own(name) else _column_type(self._kinds.get(name, {str})))
+            (name, self._own_types[name] if self._is_own(name) else _column_type(self._kinds.get(name, {str})))
             for name in list(self._kinds) or ["id", *ANSWER_TYPES]
         ]
 
@@ -148,7 +159,7 @@ class _Columns:
             name: as_text(raw) if name in json_names and not is_null(raw) else decode(raw) for name, raw in row.items()
         }
         if self._is_native:
-            fit_choices(fitted["choices"])
+            fit_row(fitted)
         return fitted
 
     @cached_property
@@ -161,7 +172,13 @@ class _Columns:
         }
 
     def _is_own(self, name: str) -> bool:
-        return self._is_native and name in ANSWER_TYPES
+        return self._is_native and name in self._own_types
+
+    @cached_property
+    def _own_types(self) -> Mapping[str, pyarrow.DataType]:
+        """The types of nvcli's own columns: rows that failed may lack what tells their task."""
+        (task, *others) = self._tasks[True] or self._tasks[False] or {"generate"}
+        return {} if others else own_types(task, is_base64=str in self._kinds.get("embedding", ()))
 
 
 _KINDS = {b'"': str, b"t": bool, b"f": bool, b"n": type(None), b"{": object, b"[": object}

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
+from nvcli.jobs.tasks import EmbedAnswer
 
 BATCH_ID = "batch_req_"
 """The id of an output row is this and the row's index."""
@@ -24,6 +25,12 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
     body: dict[str, Any]
     if result.error is not None:
         status, body = 500 if result.error.type in _OURS else 400, {"error": _error_object(result.error)}
+    elif place.form is RowForm.OPENAI_EMBEDDING:
+        assert isinstance(result.answer, EmbedAnswer)
+        vector = {"object": "embedding", "index": 0, "embedding": result.answer.embedding}
+        tokens = result.usage.prompt_tokens
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        status, body = 200, {"object": "list", "data": [vector], "model": model, "usage": usage}
     elif place.form is RowForm.CHAT:
         status, body = (
             200,
@@ -48,6 +55,8 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
                 "usage": _usage(result.usage),
             },
         )
+    if result.prompt_logprobs is not None:
+        body["prompt_logprobs"] = result.prompt_logprobs
     return {
         "id": f"{BATCH_ID}{index}",
         "custom_id": place.id,

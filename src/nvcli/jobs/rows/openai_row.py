@@ -7,7 +7,7 @@ that would change the answer and is not known here is an error, never ignored; n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nvcli.errors import RowError
@@ -47,6 +47,7 @@ _SAME = (
     "bad_words",
     "truncate_prompt_tokens",
     "echo",
+    "prompt_logprobs",
     # nvcli's own:
     "stop_repetition",
     "thinking_budget",
@@ -111,19 +112,25 @@ def openai_model(row: dict[str, Any]) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: PromptRules) -> Job:
+def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
+    """Return the parameters of a request to one of these urls, without those that are null. Raises RowError."""
     if row.get("method", "POST") != "POST":
         raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
     url, body = row.get("url"), row.get("body")
-    if not isinstance(url, str) or url not in URLS:
-        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(URLS)}")
+    if not isinstance(url, str) or url not in urls:
+        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(urls)}")
     if not isinstance(body, dict):
         raise RowError("invalid_value", f"`body` is {show(body)}; expected an object with the request's parameters")
     given = {key: value for key, value in body.items() if value is not None}
-    is_chat = place.form is RowForm.CHAT
-    _check_keys(given, is_chat)
     if not isinstance(given.get("model", ""), str):
         raise RowError("invalid_value", f"`body.model` is {show(given['model'])}; allowed: text")
+    return given
+
+
+def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: PromptRules) -> Job:
+    given = check_request(row, URLS)
+    is_chat = place.form is RowForm.CHAT
+    _check_keys(given, is_chat)
     own = {key: given[key] for key in _SAME if key in given}
     own |= _chat_parameters(given) if is_chat else _completion_parameters(given)
     if (structured := structured_of(given)) is not None:

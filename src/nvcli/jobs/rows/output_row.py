@@ -8,11 +8,12 @@ import msgspec
 
 from nvcli.jobs.job import JobResult, Place, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
+from nvcli.jobs.rows.task_answer import task_row
 from nvcli.validation import is_utf8
 
 CSV_TEXT_FIELD = "generated_text"
 """The key of the text in outputs whose cells hold no lists, unless the job names another."""
-_NATIVE_KEYS = frozenset(("id", "index", "choices", "usage", "error"))
+_NATIVE_KEYS = frozenset(("id", "index", "choices", "usage", "error", "prompt_logprobs"))
 _OPENAI_KEYS = frozenset(("id", "index", "custom_id", "response", "error"))
 """Keys that mean something of the answer in an output row. `index` is how `read_output_row` knows native rows."""
 _INPUT = "input"
@@ -47,8 +48,10 @@ def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
 def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
     """Return the output row without what the input row passed through."""
     place = result.place
-    if place.form is not RowForm.NATIVE:
+    if place.form.is_openai:
         row = openai_row(result, created=form.created, model=place.model or form.model)
+    elif place.form is not RowForm.NATIVE:
+        return task_row(result)
     else:
         row = {
             "id": place.id,
@@ -57,6 +60,8 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
             "usage": result.usage,
             "error": result.error,
         }
+        if result.prompt_logprobs is not None:
+            row["prompt_logprobs"] = result.prompt_logprobs
     if form.text_field is not None:
         row[form.text_field] = result.choices[0].text if result.choices else None
     return row
@@ -69,7 +74,7 @@ def pass_through(row: dict[str, Any], place: Place) -> dict[str, Any]:
     """
     extra = place.extra
     if extra:
-        taken = extra.keys() & (row.keys() | (_NATIVE_KEYS if place.form is RowForm.NATIVE else _OPENAI_KEYS))
+        taken = extra.keys() & (row.keys() | (_OPENAI_KEYS if place.form.is_openai else _NATIVE_KEYS))
         if taken:
             row[_INPUT] = {key: value for key, value in extra.items() if key in taken or key == _INPUT}
         for key, value in extra.items():

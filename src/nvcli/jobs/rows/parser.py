@@ -25,6 +25,7 @@ from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import as_json, decode, is_null
 from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.jobs.rows.seen_ids import SeenIds
+from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.validation import show
 
 Row = Line | str | Cells | dict[str, Any] | RowError
@@ -70,11 +71,13 @@ class RowParser:
         keep: Callable[[Any], Any] = as_json,
         keep_input: bool = False,
         caller: Caller | None = None,
+        task: TaskRows | None = None,
     ) -> None:
         """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them.
 
         `keep` turns a value that is passed through into what `Place.extra` holds. With `keep_input`, keys that say
-        something to nvcli are passed through as all others are. `caller` waits for all these rows.
+        something to nvcli are passed through as all others are. `caller` waits for all these rows. `task` is what is
+        made of them in place of answers.
         """
         self._keep = keep
         self._keep_input = keep_input
@@ -84,6 +87,9 @@ class RowParser:
         # A template reads columns, whatever their names.
         prompts = () if self.rules.has_template else self.keys.prompts
         self._own_keys = self.keys.beside_prompt.union(prompts)
+        self._task = task
+        if task is not None:
+            self._own_keys = self._own_keys - {self.keys.sampling} | task.keys
         # Beside a prompt they are columns like others.
         self._conversation_keys = self._own_keys.union(() if self.rules.has_template else CONVERSATION_KEYS)
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
@@ -99,7 +105,7 @@ class RowParser:
     def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings) -> Job | JobResult:
         row_id: JobId | None = None
         is_named = False
-        form = RowForm.NATIVE
+        form = RowForm.NATIVE if self._task is None else self._task.form
         model = None
         extra: dict[str, msgspec.Raw] = {}
         try:
@@ -112,10 +118,11 @@ class RowParser:
                 extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
             if is_native:
                 row_id = native_id(values, self.keys)
-                if extra:
+                if extra and self._task is None:
                     warnings.add_keys(extra.keys() - own_keys if self._keep_input else extra, where)
             else:
-                form, model = openai_form(values), openai_model(values)
+                form = openai_form(values) if self._task is None else self._task.openai_form
+                model = openai_model(values)
                 row_id = openai_id(values)
             is_named = row_id is None
             if row_id is None:
@@ -134,6 +141,10 @@ class RowParser:
             )
             if is_native:
                 job = native_job(values, place, self.keys, self._defaults, self.rules, given)
+                if self._task is not None:
+                    job = self._task.job(job, values, given)
+            elif self._task is not None:
+                job = self._task.openai_job(values, place)
             else:
                 job = openai_job(values, place, self._defaults, self.rules)
             if job.messages is None and self.rules.is_for_conversations:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
-from nvcli.kernels.triton.fp8_kv import scale_pointers
+from nvcli.kernels.triton.fp8_kv import load_scales
 
 _LOG2_E = 1.4426950408889634
 _TILE_BYTES = 16 << 10
@@ -90,14 +90,18 @@ def decode_attention_kernel(
         next_block = tl.load(table + begin // BLOCK_SIZE)
     else:
         next_block = tl.load(table + tl.minimum(begin + lanes, last_key) // BLOCK_SIZE)
+    # Keys in FP8 are multiplied in the query's type, which holds them exactly, and their scales with the sums.
+    IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    if IS_FP8:
+        next_key_scale, next_value_scale = load_scales(
+            k_cache, v_cache, table, begin, end, kv_head, TILE, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
+        )
 
     group = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, HEAD_DIM)
     in_group = group < GROUP
     head_offset = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(q + row.to(tl.int64) * q_stride + head_offset, mask=in_group[:, None], other=0.0)
-    # Keys in FP8 are multiplied in the query's type, which holds them exactly, and their scales with the sums.
-    IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     if not IS_FP8:
         query = query.to(k_cache.dtype.element_ty)
 
@@ -122,18 +126,20 @@ def decode_attention_kernel(
         else:
             next_block = tl.load(table + tl.minimum(keys + TILE, last_key) // BLOCK_SIZE)
             offset = keys % BLOCK_SIZE
+        if IS_FP8:
+            key_scale, value_scale = next_key_scale, next_value_scale
+            next_key_scale, next_value_scale = load_scales(
+                k_cache, v_cache, table, start + TILE, end, kv_head,
+                TILE, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE,
+            )  # fmt: skip
         row_offset = block * BLOCK_STRIDE + (offset * NUM_KV_HEADS + kv_head) * HEAD_DIM
         cache_offset = row_offset[:, None] + dims[None, :]
         key = tl.load(k_cache + cache_offset, mask=is_key[:, None], other=0.0)
         if IS_FP8:
-            scale_ptrs = scale_pointers(
-                k_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
-            )
-            key_scale = tl.load(scale_ptrs, mask=is_key, other=0.0).to(tl.float32)
             key = key.to(query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale_log2
         if IS_FP8:
-            scores = scores * key_scale[None, :]
+            scores = scores * key_scale.to(tl.float32)[None, :]
         if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
@@ -144,10 +150,7 @@ def decode_attention_kernel(
         acc = acc * decay[:, None]
         value = tl.load(v_cache + cache_offset, mask=is_key[:, None], other=0.0)
         if IS_FP8:
-            scale_ptrs = scale_pointers(
-                v_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
-            )
-            weights = weights * tl.load(scale_ptrs, mask=is_key, other=0.0).to(tl.float32)[None, :]
+            weights = weights * value_scale.to(tl.float32)[None, :]
             value = value.to(query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.activation import Activation
-from nvcli.kernels.fp8 import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
 from nvcli.kernels.triton.activation import activate
 from nvcli.kernels.triton.norm import normed_row
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
@@ -132,9 +131,9 @@ def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     return _quantise(x, x.shape[1], scaling, gated=False, gelu=False)
 
 
-def activate_and_quantise(gate_up: Tensor, activation: Activation, scaling: FP8Scaling) -> QuantisedRows:
+def activate_and_quantise(gate_up: Tensor, scaling: FP8Scaling, *, is_gelu: bool) -> QuantisedRows:
     """See `nvcli.kernels.fp8.activate_and_quantise`."""
-    return _quantise(gate_up, gate_up.shape[1] // 2, scaling, gated=True, gelu=activation == "gelu_tanh")
+    return _quantise(gate_up, gate_up.shape[1] // 2, scaling, gated=True, gelu=is_gelu)
 
 
 def norm_and_quantise(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.fp8 import QuantisedRows
+from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.decode_attention import log2_scores, soft_capped
-from nvcli.kernels.triton.fp8_kv import scale_pointers
+from nvcli.kernels.triton.fp8_kv import load_scales
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
 
 _LOG2_E = 1.4426950408889634
@@ -66,6 +66,10 @@ def _attend(
         next_block = tl.load(table + tl.minimum(begin, last_key) // BLOCK_SIZE)
     else:
         next_block = tl.load(table + tl.minimum(begin + lanes, last_key) // BLOCK_SIZE)
+    if IS_FP8:
+        next_key_scale, next_value_scale = load_scales(
+            k_cache, v_cache, table, begin, end, kv_head, KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
+        )
     for start in tl.range(begin, end, KEYS, num_stages=NUM_STAGES):
         keys = start + lanes
         block = next_block.to(tl.int64)
@@ -75,6 +79,12 @@ def _attend(
         else:
             next_block = tl.load(table + tl.minimum(keys + KEYS, last_key) // BLOCK_SIZE)
             offset = keys % BLOCK_SIZE
+        if IS_FP8:
+            key_scale, value_scale = next_key_scale, next_value_scale
+            next_key_scale, next_value_scale = load_scales(
+                k_cache, v_cache, table, start + KEYS, end, kv_head,
+                KEYS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE,
+            )  # fmt: skip
         row_offset = block * BLOCK_STRIDE + (offset * NUM_KV_HEADS + kv_head) * HEAD_DIM
         cache_offset = row_offset[:, None] + dims[None, :]
         if MASKED:
@@ -83,22 +93,10 @@ def _attend(
         else:
             key = tl.load(k_cache + cache_offset)
         if IS_FP8:
-            key_scales = scale_pointers(
-                k_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
-            )
-            value_scales = scale_pointers(
-                v_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE
-            )
-            if MASKED:
-                key_scale = tl.load(key_scales, mask=keys < end, other=0.0).to(tl.float32)
-                value_scale = tl.load(value_scales, mask=keys < end, other=0.0).to(tl.float32)
-            else:
-                key_scale = tl.load(key_scales).to(tl.float32)
-                value_scale = tl.load(value_scales).to(tl.float32)
             key = key.to(query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if IS_FP8:
-            scores = scores * key_scale[None, :]
+            scores = scores * key_scale.to(tl.float32)[None, :]
         unit = scale_log2
         if SOFT_CAP > 0:
             scores = soft_capped(scores * scale_log2, SOFT_CAP)
@@ -122,7 +120,7 @@ def _attend(
         else:
             value = tl.load(v_cache + cache_offset)
         if IS_FP8:
-            weights = weights * value_scale[None, :]
+            weights = weights * value_scale.to(tl.float32)[None, :]
             value = value.to(query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest

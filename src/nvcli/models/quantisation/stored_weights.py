@@ -28,10 +28,10 @@ _UNUSED = (
     "input_zero_point",
     "activation_scale",
     "activation_scale_inv",
-    "output_scale",
     "weight_shape",
 )
-"""What is stored beside a weight and not used: activations are quantised by their own values, if they are."""
+"""What is stored beside a weight and not used: activations are quantised by their own values, if they are. The scales
+of what keys' and values' projections give are those of a KV cache (`kv_scales.py`)."""
 
 
 def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None:
@@ -49,7 +49,8 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
             weight = _scaled(found, parent, quantisation)
         else:
             continue
-        for unused in (*_UNUSED, "bits"):
+        is_kv = parent.endswith((".k_proj", ".v_proj"))
+        for unused in _UNUSED if is_kv else (*_UNUSED, "output_scale"):
             found.pop(f"{parent}.{unused}", None)
         target = f"{parent}.{_WEIGHT}"
         if target in found:

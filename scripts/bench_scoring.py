@@ -1,0 +1,107 @@
+"""Multiple choice on a CPU: rows per second of `LLM.score`, and of lm-eval with transformers, on the same rows.
+
+    python scripts/bench_scoring.py --rows 200               # needs `pip install lm-eval`
+    python scripts/bench_scoring.py --rows 10000 --no-lm-eval
+
+A row has a context of about `--context-tokens` tokens and four choices of several tokens. Both sides have the model
+loaded before the clock starts, and get the same texts; lm-eval is `HFLM.loglikelihood` as its tasks call it, with
+`--batch-size` texts at a time. The sides take turns, `--repeat` times. The log-probabilities are compared too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from demo_tasks import WORDS
+from nvcli import LLM
+from nvcli.demo import demo_path
+
+NUM_CHOICES = 4
+CHOICE_WORDS = 3
+WORDS_PER_TOKEN = 0.72
+"""Words of the built-in model's tasks for each of its tokens, about."""
+
+
+def make_rows(count: int, context_tokens: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Make rows with contexts of their own: a long list of words, and choices that may go on with it."""
+    rng = random.Random(seed)
+
+    def words(number: int) -> str:
+        return " ".join(rng.choices(WORDS, k=number))
+
+    return [
+        {
+            "prompt": f"Repeat these words: {words(int(context_tokens * WORDS_PER_TOKEN))}",
+            "choices": [f" {words(CHOICE_WORDS)}" for _ in range(NUM_CHOICES)],
+        }
+        for _ in range(count)
+    ]
+
+
+def lm_eval_scorer(batch_size: int) -> Callable[[Sequence[dict[str, Any]]], list[list[float]]]:
+    """Load the model as lm-eval does, and return what scores rows with it."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(pretrained=str(demo_path()), device="cpu", dtype="float32", batch_size=batch_size)
+
+    def score(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+        requests = [
+            Instance("loglikelihood", {}, (row["prompt"], choice), number)
+            for row in rows
+            for number, choice in enumerate(row["choices"])
+        ]
+        found = [logprob for logprob, _ in model.loglikelihood(requests, disable_tqdm=True)]
+        return [found[at : at + NUM_CHOICES] for at in range(0, len(found), NUM_CHOICES)]
+
+    return score
+
+
+def nvcli_scorer(llm: LLM) -> Callable[[Sequence[dict[str, Any]]], list[list[float]]]:
+    """Return what scores rows with a loaded model."""
+
+    def score(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+        return [[choice["logprob"] for choice in answer["choices"]] for answer in llm.score(rows, order="input")]
+
+    return score
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--context-tokens", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--no-lm-eval", action="store_true")
+    arguments = parser.parse_args()
+    with LLM("demo", device="cpu") as llm:
+        scorers = {"nvcli": nvcli_scorer(llm)}
+        if not arguments.no_lm_eval:
+            scorers["lm-eval"] = lm_eval_scorer(arguments.batch_size)
+        for scorer in scorers.values():
+            scorer(make_rows(2, arguments.context_tokens, seed=-1))
+        seconds: dict[str, list[float]] = {name: [] for name in scorers}
+        found: dict[str, list[list[float]]] = {}
+        for repeat in range(arguments.repeat):
+            rows = make_rows(arguments.rows, arguments.context_tokens, seed=repeat)  # others than before: no cache
+            for name, scorer in scorers.items():
+                started = time.perf_counter()
+                found[name] = scorer(rows)
+                seconds[name].append(time.perf_counter() - started)
+            if len(found) > 1:
+                pairs = zip(found["nvcli"], found["lm-eval"], strict=True)
+                differences = [abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True)]
+                print(f"largest difference of a log-probability: {max(differences):.1e}")
+    for name, times in seconds.items():
+        shown = ", ".join(f"{one:.1f}" for one in times)
+        print(f"{name:8} {arguments.rows / min(times):8.2f} rows/s (seconds: {shown})")
+    if len(seconds) > 1:
+        print(f"ratio    {min(seconds['lm-eval']) / min(seconds['nvcli']):8.2f}")
+
+
+if __name__ == "__main__":
+    main()

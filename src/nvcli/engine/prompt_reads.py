@@ -1,0 +1,70 @@
+"""PromptReads: the part of a request's prompt that is still to be read, and what was read of it.
+
+A request may want the log-probabilities of tokens of its prompt, or a sum of hidden states (`PromptScoring`,
+`Pooling`). Both are read at consecutive positions while the prompt is prefilled. The keys of those positions are
+computed even where the prefix cache has them, because the cache holds no hidden states: nothing is lost by a hit, which
+ends before the first position that is still to be read. What a step has read is not read again after a preemption.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from nvcli.engine.request import Pooling, PromptScoring
+from nvcli.messages import PromptRead, PromptReading
+
+
+class PromptReads:
+    """The reads of one request, in the order of the positions."""
+
+    __slots__ = ("_end", "_next", "_prompt", "_taken", "_wish")
+
+    def __init__(self, wish: PromptScoring | Pooling, prompt: array[int]) -> None:
+        """`prompt` holds the ids of the prompt's tokens and is not changed."""
+        self._wish, self._prompt = wish, prompt
+        num_prompt = len(prompt)
+        if isinstance(wish, PromptScoring):
+            # The token at a position is scored by the hidden state of the token before it.
+            self._next, self._end = wish.first - 1, num_prompt - (wish.next_id is None)
+        else:
+            self._next = num_prompt - 1 if wish.position == "last" else 0
+            self._end = 1 if wish.position == "first" else num_prompt
+        self._taken: list[PromptReading] = []
+
+    @property
+    def first_unread(self) -> int | None:
+        """The first position that no submitted step reads; None: all are read. Its token must be computed."""
+        return self._next if self._next < self._end else None
+
+    def read_chunk(self, row: int, start: int, end: int) -> PromptRead | None:
+        """Return what is to be read of a prefill chunk, and count it as read; None: nothing.
+
+        row: the row of the chunk in the batch; start, end: the positions of its tokens, without `end`.
+        """
+        first, end = max(self._next, start), min(self._end, end)
+        if first >= end:
+            return None
+        self._next = end
+        wish, prompt = self._wish, self._prompt
+        if not isinstance(wish, PromptScoring):
+            return PromptRead(row=row, start=first - start, count=end - first)
+        targets = prompt[first + 1 : end + 1]
+        if end == len(prompt):
+            assert wish.next_id is not None
+            targets.append(wish.next_id)
+        return PromptRead(
+            row=row, start=first - start, count=end - first, targets=targets.tobytes(), num_top=wish.num_top
+        )
+
+    def put_back(self, count: int) -> None:
+        """Read the last `count` positions again, because the step that was to read them did not run."""
+        self._next -= count
+
+    def take(self, reading: PromptReading) -> None:
+        """Take in what a step has read."""
+        self._taken.append(reading)
+
+    def report(self) -> list[PromptReading]:
+        """Return what was read since the last call."""
+        taken, self._taken = self._taken, []
+        return taken

@@ -1,0 +1,155 @@
+"""The requests of rows that are scored or embedded, and the results that are made of what the engines read."""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from nvcli.engine.request import Pooling, PromptScoring, Request
+from nvcli.errors import RowError
+from nvcli.job_run.text.prepare import PreparedRow
+from nvcli.job_run.text.prompt_tasks import PreparedTask, ScoredText, request_tokens
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.jobs.job import JobResult, PromptLogprobs, Usage, failed
+from nvcli.jobs.tasks import EmbedAnswer, EmbedTask, ScoreAnswer, ScoredChoice, ScoreTask
+from nvcli.messages import PromptReading, unpack
+
+_NOT_FINITE = (
+    "the logits or hidden states of this row are NaN or infinite; the weights may be damaged, or the dtype too narrow "
+    "for the model"
+)
+
+
+def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> list[Request]:
+    """Return a request for each text that is scored, or the one of a row that is embedded."""
+
+    def request(number: int, prompt_ids: bytes, read: PromptScoring | Pooling) -> Request:
+        return Request(
+            request_id=first_id + number,
+            prompt_ids=prompt_ids,
+            max_tokens=1,
+            sampling=prepared.sampling,
+            stop_ids=[],
+            seed=0,
+            row=0,
+            sample=0,
+            read=read,
+        )
+
+    if isinstance(task.task, EmbedTask):
+        return [request(0, prepared.prompt_ids, Pooling(position=task.task.position))]
+    requests = []
+    for number, text in enumerate(task.texts):
+        prompt_ids, first, last_id = request_tokens(prepared.prompt_ids, text)
+        requests.append(request(number, prompt_ids, PromptScoring(first=first, next_id=last_id)))
+    return requests
+
+
+def task_result(
+    prepared: PreparedRow, readings: Sequence[list[PromptReading]], tokenizer: Tokenizer, *, num_cached_tokens: int
+) -> JobResult:
+    """Make the result of a row that is scored or embedded, of what was read for each of its requests."""
+    assert prepared.task is not None
+    task = prepared.task.task
+    answer: ScoreAnswer | EmbedAnswer | None
+    if isinstance(task, EmbedTask):
+        answer = _vector(task, readings[0], prepared.num_prompt_tokens)
+    else:
+        answer = _scores(task, prepared.task.texts, readings, tokenizer)
+    if answer is None:
+        return failed(prepared.place, RowError("non_finite_logits", _NOT_FINITE))
+    usage = Usage(prompt_tokens=prepared.num_prompt_tokens, cached_tokens=num_cached_tokens)
+    return JobResult(place=prepared.place, usage=usage, answer=answer)
+
+
+def prompt_scoring(prepared: PreparedRow, num_top: int) -> PromptScoring | None:
+    """Return the wish for the log-probabilities of a whole prompt, with `num_top` alternatives for each token."""
+    return PromptScoring(first=1, num_top=num_top) if len(prepared.prompt_ids) > 4 else None
+
+
+def prompt_logprobs(
+    prompt_ids: bytes, readings: Sequence[PromptReading], num_top: int, tokenizer: Tokenizer
+) -> PromptLogprobs:
+    """Make the log-probabilities of a prompt's tokens, with `num_top` alternatives each. What is not finite becomes
+    null in JSON."""
+    logprobs = _floats(b"".join(reading.logprobs for reading in readings))
+    top_ids = unpack(b"".join(reading.top_ids for reading in readings))
+    top_logprobs = _floats(b"".join(reading.top_logprobs for reading in readings))
+    top: list[dict[str, float] | None] = [None]
+    for at in range(len(logprobs)):
+        alternatives: dict[str, float] = {}
+        for place in range(at * num_top, (at + 1) * num_top):
+            alternatives.setdefault(tokenizer.token_text(top_ids[place]), top_logprobs[place])
+        top.append(alternatives)
+    return PromptLogprobs(
+        tokens=[tokenizer.token_text(token) for token in unpack(prompt_ids)],
+        token_logprobs=[None, *logprobs],
+        top_logprobs=top,
+    )
+
+
+def _scores(
+    task: ScoreTask, texts: Sequence[ScoredText], readings: Sequence[list[PromptReading]], tokenizer: Tokenizer
+) -> ScoreAnswer | None:
+    """Make the scores of a row; None where one is not finite."""
+    choices = []
+    for number, (text, parts) in enumerate(zip(texts, readings, strict=True)):
+        logprobs = _floats(b"".join(part.logprobs for part in parts))
+        total = math.fsum(logprobs)
+        if not math.isfinite(total):
+            return None
+        divisors = {"none": 1, "tokens": len(logprobs), "bytes": text.num_bytes}
+        divisor = divisors[task.normalize]
+        details: dict[str, Any] = {}
+        if text.text is not None:
+            details["text"] = text.text
+        if task.token_logprobs:
+            details["tokens"] = [tokenizer.token_text(token) for token in unpack(text.ids)]
+            details["token_logprobs"] = logprobs.tolist()
+        choices.append(
+            ScoredChoice(
+                index=number,
+                logprob=total,
+                num_tokens=len(logprobs),
+                num_bytes=text.num_bytes,
+                score=total / divisor if divisor else None,
+                perplexity=_perplexity(total, len(logprobs)),
+                is_greedy=b"".join(part.best_ids for part in parts) == text.ids,
+                **details,
+            )
+        )
+    best = max(choices, key=lambda choice: -math.inf if choice.score is None else choice.score).index
+    return ScoreAnswer(choices=choices, best=best, correct=None if task.answer is None else best == task.answer)
+
+
+def _perplexity(logprob: float, num_tokens: int) -> float:
+    """Return exp(-logprob / num_tokens), at most the largest float."""
+    return math.exp(min(-logprob / num_tokens, 700.0))
+
+
+def _vector(task: EmbedTask, parts: Sequence[PromptReading], num_tokens: int) -> EmbedAnswer | None:
+    """Make the vector of a row; None where it is not finite."""
+    import numpy as np  # other jobs do without it
+
+    sums = np.array([np.frombuffer(part.hidden_sum, np.float32) for part in parts], dtype=np.float64)
+    values: np.ndarray = sums.sum(axis=0)
+    if task.position == "all":
+        values /= num_tokens
+    values = values[: task.dimensions]
+    if task.normalize:
+        values /= max(float(np.linalg.norm(values)), 1e-12)
+    if not np.isfinite(values).all():
+        return None
+    vector = values.astype("<f4")
+    if task.encoding == "base64":
+        return EmbedAnswer(embedding=base64.b64encode(vector.tobytes()).decode())
+    return EmbedAnswer(embedding=vector.tolist())
+
+
+def _floats(packed: bytes) -> array[float]:
+    values = array("f")
+    values.frombytes(packed)
+    return values

@@ -1,0 +1,88 @@
+"""What a checkpoint says about embeddings: which hidden states become a vector, and whether its length is 1.
+
+The files are those of sentence-transformers: `modules.json` lists what follows the model, and the folder of the pooling
+has a `config.json` of its own. A checkpoint without them is taken for one that pools the last token and normalises, as
+embedding models made of decoders do (Qwen3-Embedding, E5-Mistral). Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from nvcli.errors import LoadError
+from nvcli.models.json_file import JsonFile, read_json
+from nvcli.task_config import PoolingName
+from nvcli.validation import show
+
+MODULES_FILE = "modules.json"
+_POOLINGS: dict[str, PoolingName] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+"""The names of sentence-transformers' poolings that are served."""
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+"""The keys that name a pooling in older files, where `pooling_mode` does in newer ones."""
+
+
+class EmbeddingFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """What the files of a checkpoint say; None: nothing."""
+
+    pooling: PoolingName | None = None
+    normalizes: bool | None = None
+
+
+def read_embedding_files(path: Path) -> EmbeddingFiles:
+    """Read what a checkpoint folder says about embeddings. Raises LoadError that names the file and the key, for a
+    module or a pooling that is not served, and for a model that attends in both directions."""
+    config = JsonFile.read(path / "config.json")
+    for key, is_causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if config.values.get(key, is_causal) not in (is_causal, None):
+            raise config.error(
+                key, f"{show(config.values[key])}: a model that attends in both directions is not supported"
+            )
+    file = path / MODULES_FILE
+    if not os.path.lexists(file):
+        return EmbeddingFiles()
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise LoadError(f"{file}: holds no list of modules; download the file again")
+    pooling: PoolingName | None = None
+    normalizes = False
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _pooling(path, file, module)
+        elif kind == "Normalize":
+            normalizes = True
+        elif kind != "Transformer":
+            raise LoadError(
+                f"{file}: `type` is {show(module.get('type'))}, which is not supported; supported: Transformer, "
+                "Pooling, Normalize"
+            )
+    return EmbeddingFiles(pooling=pooling, normalizes=normalizes)
+
+
+def _pooling(path: Path, file: Path, module: dict[str, Any]) -> PoolingName:
+    folder = module.get("path")
+    if not isinstance(folder, str) or PurePosixPath(folder).is_absolute() or ".." in PurePosixPath(folder).parts:
+        raise LoadError(f"{file}: `path` is {show(folder)}, which names no folder of the checkpoint")
+    config = JsonFile.read(path / folder / "config.json")
+    key = "pooling_mode"
+    named = config.values.get(key)
+    if named is None:
+        given = [(flag, name) for flag, name in _FLAGS.items() if config.values.get(flag)]
+        if len(given) != 1:
+            what = "no pooling" if not given else " and ".join(flag for flag, _ in given)
+            raise config.error(key, f"{what} is asked for; supported is one of {', '.join(_POOLINGS)}")
+        key, named = given[0]
+    if named not in _POOLINGS:
+        raise config.error(key, f"{show(named)} is not supported; supported: {', '.join(_POOLINGS)}")
+    return _POOLINGS[named]
