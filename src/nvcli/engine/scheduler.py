@@ -41,7 +41,7 @@ from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutp
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
 from nvcli.errors import ModelError
-from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, StepOutput, TokenLogprobs, pack, unpack
+from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, StepOutput, pack, unpack
 
 _MAX_LENGTHS = 512
 _MAX_BROKEN_PROMPTS = 16
@@ -230,31 +230,19 @@ class Scheduler:
         else:
             if state.watch is not None:
                 self._force(state)
-                if state.finished:
-                    return
-            self._register(state)
-            if state.stream:
-                self._unsent.append(state.report())
+            if not state.finished:
+                self._register(state)
+                if state.stream:
+                    self._unsent.append(state.report())
 
     def _force(self, state: RequestState) -> None:
-        """Let an answer go on with tokens that take the place of the model's, where its watch says so.
-
-        No token of the request is on its way then. Its known tokens that were not computed follow as a prefill chunk.
-        """
-        assert state.watch is not None
-        forced = state.watch.take_forced(state.generated)
-        state.watch_changed(self.limits.block_size)
-        if not forced:
-            return
-        assert not state.num_pending
-        forced = forced[: state.max_len - state.num_tokens]
-        state.generated.extend(forced)
-        if state.request.sampling.logprobs is not None:
-            state.logprobs += [TokenLogprobs(logprob=0.0, top_ids=[], top_logprobs=[])] * len(forced)
-        self._generated_tokens += len(forced)
-        if state.num_tokens == state.max_len:
+        """Let an answer go on with tokens that take the place of the model's, where its watch says so. They follow as a
+        prefill chunk."""
+        num_forced = state.take_forced(self.limits.block_size)
+        self._generated_tokens += num_forced
+        if num_forced and state.num_tokens == state.max_len:
             self._finish(state, "length")
-        elif state.slot is not None:
+        elif num_forced and state.slot is not None:
             self._decoding.remove(state)
             self._prefilling.append(state)
 

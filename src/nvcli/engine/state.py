@@ -93,10 +93,20 @@ class RequestState:
         """Tokens, prompt included, that must be known before more are computed."""
         return self.max_len if self.watch is None else self.num_prompt + self.watch.barrier
 
-    def watch_changed(self, block_size: int) -> None:
-        """Note that the answer was looked at, and when that is due again."""
+    def take_forced(self, block_size: int) -> int:
+        """Have the watch look at the answer, and go on with the tokens that it puts in the place of the model's, as far
+        as there is room. Returns their number; where there are some, no token is on its way.
+        """
+        assert self.watch is not None
+        forced = self.watch.take_forced(self.generated)[: self.max_len - self.num_tokens]
         self._set_parks_at()
         self.set_hashed_blocks(self.num_hashed_blocks, block_size)
+        if forced:
+            assert not self.num_pending
+            self.generated.extend(forced)
+            if self.request.sampling.logprobs is not None:
+                self.logprobs += [TokenLogprobs(logprob=0.0, top_ids=[], top_logprobs=[])] * len(forced)
+        return len(forced)
 
     @property
     def num_tokens(self) -> int:
