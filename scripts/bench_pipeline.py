@@ -35,7 +35,8 @@ from nvcli.job_run.generate import generate
 from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.summary import Summary
 from nvcli.job_run.text.chat_renderer import ChatRenderer
-from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, JobResult, Usage

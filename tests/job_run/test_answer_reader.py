@@ -17,12 +17,15 @@ from transformers import PreTrainedTokenizerFast
 from nvcli.engine.request import RequestOutput
 from nvcli.errors import RowError
 from nvcli.job_run.open_rows import OpenRow, results_of
-from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.grammar_maker import Grammar
+from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Choice, Job, JobResult, Place, RowForm
 from nvcli.jobs.rows.output_row import OutputForm, output_row
 from nvcli.messages import pack
 from nvcli.sampling_params import SamplingParams
+from nvcli.structured import Structured
 
 HARMONY = [f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call")]
 SPECIAL = ["<|im_end|>", *HARMONY, "[THINK]", "[/THINK]", "[TOOL_CALLS]", "<|channel>", "<channel|>"]
@@ -54,7 +57,8 @@ def backend() -> Backend:
 class Model:
     """A model with a chat template, and what becomes of its answers."""
 
-    def __init__(self, backend: Backend, template: str, **limits: Any) -> None:
+    def __init__(self, backend: Backend, template: str, *, grammars: Any = None, **limits: Any) -> None:
+        self.grammars = grammars
         self.tokenizer = Tokenizer(
             PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATES[template])
         )
@@ -69,7 +73,7 @@ class Model:
         given: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
         values = {"prompt": prompt} if fields.pop("raw", False) else {**given, **own}
         job = Job(place=place, sampling=SamplingParams(**fields), **values)
-        (row,) = Preparer(self.tokenizer, self.limits, lambda them: [prompt] * len(them)).prepare([job])
+        (row,) = Preparer(self.tokenizer, self.limits, lambda them: [prompt] * len(them), self.grammars).prepare([job])
         return row
 
     def ids(self, text: str) -> array[int]:
@@ -277,6 +281,41 @@ def test_a_budget_without_marks_that_are_tokens_is_an_error(backend: Backend, te
     assert row.error is not None
     assert row.error.type == "unsupported_parameter"
     assert message in row.error.message
+
+
+class OneGrammar:
+    """Makes the same grammar of everything."""
+
+    def grammar(self, wanted: Structured, *, name: str) -> Grammar:
+        return Grammar(text="start: /a/", wanted=wanted)
+
+
+def test_a_constraint_begins_behind_the_thought(backend: Backend) -> None:
+    def marks(template: str, prompt: str, **fields: Any) -> tuple[array[int], array[int]]:
+        row = Model(backend, template, grammars=OneGrammar()).prepare(
+            prompt, structured=Structured(regex="a"), **fields
+        )
+        assert isinstance(row, PreparedRow)
+        assert row.constraint is not None
+        return array("i", row.constraint.opens_with), array("i", row.constraint.starts_after)
+
+    none = array("i")
+    ids = Model(backend, "think").ids
+    assert marks("think", "user: x") == (ids("<think>"), ids("</think>")), "the answer may begin a thought"
+    assert marks("think", "user: x<think>\n") == (none, ids("</think>"))
+    assert marks("think", "user: x<think>\n\n</think>\n\n") == (none, none)
+    assert marks("think", "user: x", raw=True) == (none, none), "only conversations have thoughts"
+    assert marks("harmony", "user: x") == (none, ids("<|channel|>final<|message|>"))
+    assert marks("plain", "user: x") == (none, none)
+    assert marks("text", "user: x") == (none, none), "its end could not be seen, so there is no thought"
+
+
+def test_a_constraint_behind_a_thought_whose_end_cannot_be_seen_is_an_error(backend: Backend) -> None:
+    model = Model(backend, "text", grammars=OneGrammar())
+    row = model.prepare("user: x<seed:think>", structured=Structured(choice=["a"]))
+    assert isinstance(row, JobResult)
+    assert row.error is not None
+    assert "`sampling.structured.choice` is for what follows the thought, and </seed:think>, w" in row.error.message
 
 
 def test_rows_that_are_read_in_other_ways_have_other_answers(backend: Backend) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.text.chat_renderer import ChatRenderer
-from nvcli.job_run.text.prepare import ModelLimits
+from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place
 from nvcli.sampling_params import SamplingParams

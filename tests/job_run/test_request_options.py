@@ -8,7 +8,8 @@ import pytest
 
 from nvcli.engine.request import RequestOutput
 from nvcli.job_run.open_rows import OpenRow, results_of
-from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Choice, ErrorInfo, Job, JobResult, Place
 from nvcli.messages import TokenLogprobs, pack, unpack

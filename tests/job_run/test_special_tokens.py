@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from nvcli.config import SpecialTokens
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, RowError
-from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nvcli.errors import RowError
-from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place
 from nvcli.messages import unpack

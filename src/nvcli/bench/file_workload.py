@@ -16,7 +16,8 @@ from nvcli.errors import ConfigError
 from nvcli.job_run.open_rows import OpenRow
 from nvcli.job_run.resolve import make_parser, own_chat_template, sampling_defaults
 from nvcli.job_run.text.chat_renderer import ChatRenderer
-from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import STREAM, check_inputs, expand_inputs

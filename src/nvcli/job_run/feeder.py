@@ -12,7 +12,8 @@ from typing import Protocol
 from nvcli.job_run.answer_lengths import ReadTotals
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.grammar_maker import GrammarMaker
-from nvcli.job_run.text.prepare import ModelLimits, PreparedRow, Preparer
+from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult
 

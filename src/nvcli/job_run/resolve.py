@@ -21,7 +21,7 @@ from nvcli.errors import ConfigError
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.planning.layout import Layout, choose_layout
 from nvcli.job_run.task import task_rows
-from nvcli.job_run.text.prepare import ModelLimits
+from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable

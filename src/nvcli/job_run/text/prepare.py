@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from nvcli.chat_template import unknown_variables
-from nvcli.config import OnTooLong, ReasoningParserName, SpecialTokens, ToolParserName
+from nvcli.config import OnTooLong
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError
 from nvcli.job_run.text.answer_reader import AnswerReader, Reading
@@ -18,6 +18,7 @@ from nvcli.job_run.text.continuations import Continuations
 from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.grammar_maker import Grammar, GrammarMaker
 from nvcli.job_run.text.long_text import encode_long, is_long
+from nvcli.job_run.text.model_limits import ModelLimits, check_vocabulary, end_ids, fit_prompt
 from nvcli.job_run.text.prompt_tasks import (
     PreparedTask,
     ScoredText,
@@ -32,27 +33,13 @@ from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
 from nvcli.jobs.rows.conversation_options import ARGUMENTS, CONTINUE_FINAL_MESSAGE
 from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
 from nvcli.messages import pack
-from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
+from nvcli.sampling_params import SamplingParams
 from nvcli.structured import MAX_END_IDS, Constraint, Structured
 
 _ROW_BYTES = 1000
 """Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
 
 Render = Callable[[Sequence[Conversation]], list[str | RowError]]
-
-
-class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits that a model and its configuration set to a row."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    on_too_long: OnTooLong = "error"
-    special_tokens: SpecialTokens = "allow"
-    reasoning_parser: ReasoningParserName = "auto"
-    tool_parser: ToolParserName = "auto"
-    hidden_size: int = 0
-    """The numbers of an embedding."""
 
 
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,9 +160,9 @@ class Preparer:
         limits = self._limits
         try:
             if job.prompt_token_ids is not None:
-                _check_vocabulary("`prompt_token_ids`", prompt, limits)
+                check_vocabulary("`prompt_token_ids`", prompt, limits)
             elif not self._ids_fit:
-                _check_vocabulary("the tokenized prompt", prompt, limits)
+                check_vocabulary("the tokenized prompt", prompt, limits)
             texts: tuple[ScoredText, ...] = ()
             if isinstance(task, ScoreTask) and task.continuations is not None:
                 prompt, texts = scored_continuations(
@@ -191,7 +178,7 @@ class Preparer:
                 raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
             if isinstance(task, EmbedTask):
                 check_dimensions(task, limits.hidden_size)
-                prompt, _ = _fit(prompt, job.sampling, limits, "sampling")
+                prompt, _ = fit_prompt(prompt, job.sampling, limits, "sampling")
             elif not texts:
                 prompt, texts = scored_prompt(
                     prompt, job.prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long
@@ -251,18 +238,21 @@ class Preparer:
             if not prompt:
                 raise RowError("empty_prompt", "the prompt has no tokens")
             if job.prompt_token_ids is not None:
-                _check_vocabulary("`prompt_token_ids`" if is_native else "`body.prompt`", prompt, self._limits)
+                check_vocabulary("`prompt_token_ids`" if is_native else "`body.prompt`", prompt, self._limits)
             elif not self._ids_fit:
-                _check_vocabulary("the tokenized prompt", prompt, self._limits)
+                check_vocabulary("the tokenized prompt", prompt, self._limits)
             sampling = job.sampling
             if sampling is not self._sampling:
                 self._follow(sampling, under)
-            ids, max_tokens = _fit(prompt, sampling, self._limits, under)
+            ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
             prompt_ids = pack(ids)
             echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
             reading = None
             if job.messages is not None:
                 reading = self._reader.reading(ids, job.tools, _last_message(job))
+            constraint = self._constraint
+            if constraint is not None and reading is not None:
+                constraint = self._after_thought(constraint, reading, sampling, under)
             thought_limit = None
             if sampling.thinking_budget is not None:
                 thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under)
@@ -288,7 +278,7 @@ class Preparer:
                 max_tokens=max_tokens,
                 stop_ids=self._stop_ids,
                 sampling=sampling,
-                constraint=self._constraint,
+                constraint=constraint,
                 rules=self._rules,
                 echo=echo,
                 reading=reading,
@@ -305,12 +295,12 @@ class Preparer:
         `under` is the key that holds the sampling's keys in the row.
         """
         self._sampling = None
-        _check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
+        check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
         self._rules = rules = token_rules(sampling, self._tokenizer, under=under)
         if rules is not None:
-            _check_vocabulary(f"`{under}.logit_bias`", list(rules.biases), self._limits)
+            check_vocabulary(f"`{under}.logit_bias`", list(rules.biases), self._limits)
             for word in [rules.forbidden_ids, *rules.bad_words]:
-                _check_vocabulary(f"`{under}.bad_words`", word, self._limits)
+                check_vocabulary(f"`{under}.bad_words`", word, self._limits)
         self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
         if sampling.allowed_token_ids is not None:
             self._check_allowed(sampling, sampling.allowed_token_ids, under)
@@ -331,10 +321,20 @@ class Preparer:
             self._answers_follow_from = msgspec.msgpack.encode(sampling)
         self._sampling = sampling
 
+    def _after_thought(
+        self, constraint: Constraint, reading: Reading, sampling: SamplingParams, under: str
+    ) -> Constraint:
+        """Return the constraint of a conversation's answer, which leaves its thought free. Raises RowError."""
+        assert sampling.structured is not None
+        if self._reader.reasoning is None:
+            return constraint
+        return self._reader.reasoning.after_thought(
+            constraint, reading.state, _structured_name(sampling.structured, under)
+        )
+
     def _make_grammar(self, wanted: Structured, under: str) -> Grammar:
         """Return the grammar of rows that ask for a structured answer. Raises RowError."""
-        form = wanted.form
-        name = f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
+        name = _structured_name(wanted, under)
         if self._grammars is None:
             raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
         if not self._eos_ids:
@@ -343,7 +343,7 @@ class Preparer:
 
     def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
         """Raise RowError where one of the allowed tokens is none, or none of them may be chosen."""
-        _check_vocabulary(f"`{under}.allowed_token_ids`", allowed, self._limits)
+        check_vocabulary(f"`{under}.allowed_token_ids`", allowed, self._limits)
         left = set(allowed).difference(() if self._rules is None else self._rules.forbidden_ids)
         if not left or (sampling.min_tokens and left.issubset(self._stop_ids)):
             key = "bad_words" if not left else "min_tokens"
@@ -410,12 +410,10 @@ class Preparer:
         )
 
 
-def end_ids(tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
-    """Return the model's end-of-sequence ids, without those that it has no logit for: they are never sampled, and
-    cannot be forbidden either (`min_tokens`)."""
-    own = tokenizer.eos_token_id
-    ids = limits.eos_token_ids or (() if own is None else (own,))
-    return [token for token in ids if token < limits.vocab_size]
+def _structured_name(wanted: Structured, under: str) -> str:
+    """Name what a row asks for in messages. `under` is the key that holds the sampling's keys in the row."""
+    form = wanted.form
+    return f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
 
 
 def _last_message(job: Job) -> str | None:
@@ -432,66 +430,3 @@ def _last_message(job: Job) -> str | None:
 def _num_bytes(extra: Mapping[str, Any]) -> int:
     """Estimate what passed-through values take in memory. Objects of a Python program belong to it and count little."""
     return sum(200 + (len(memoryview(value)) if isinstance(value, msgspec.Raw) else 0) for value in extra.values())
-
-
-def _check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
-        allowed = f"the model's tokens are 0 to {limits.vocab_size - 1}"
-        raise RowError("token_out_of_vocabulary", f"{name} holds {wrong}; {allowed}")
-
-
-def _fit(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str) -> tuple[list[int], int]:
-    """Return the prompt, cut where that is needed and allowed, and the most tokens of its answer. Raises RowError."""
-    max_len = limits.max_model_len
-    asked = sampling.max_tokens
-    on_too_long = limits.on_too_long
-    if sampling.truncate_prompt_tokens is not None:
-        if sampling.truncate_prompt_tokens > 0:
-            ids = ids[-sampling.truncate_prompt_tokens :]
-        else:
-            on_too_long = "truncate-left"
-    room = max_len - len(ids)
-    if room < (asked or 1):
-        if on_too_long == "error":
-            raise _too_long(len(ids), asked, max_len, under)
-        answer_len = asked or max(1, max_len // 4)
-        keep = max_len - answer_len
-        if keep < 1:
-            raise _too_long(1, asked, max_len, under)
-        ids = ids[-keep:] if on_too_long == "truncate-left" else ids[:keep]
-        room = answer_len
-    max_tokens = asked or room
-    if sampling.min_tokens > max_tokens:
-        raise RowError(
-            "max_tokens_too_large",
-            f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
-        )
-    if sampling.prompt_logprobs is not None and len(ids) * (1 + sampling.prompt_logprobs) > MAX_ANSWER_NUMBERS:
-        raise RowError(
-            "invalid_sampling",
-            f"`{under}.prompt_logprobs` is {sampling.prompt_logprobs}, and a prompt of {len(ids):,} tokens has more "
-            f"than {MAX_ANSWER_NUMBERS:,} numbers; lower it",
-        )
-    if (num_numbers := sampling.num_samples * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
-        raise RowError(
-            "invalid_sampling",
-            f"{sampling.num_samples:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids "
-            f"hold {num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` "
-            f"or `{under}.logprobs`",
-        )
-    return ids, max_tokens
-
-
-def _too_long(num_prompt_tokens: int, asked: int | None, max_len: int, under: str) -> RowError:
-    if num_prompt_tokens >= max_len:
-        return RowError(
-            "prompt_too_long",
-            f"the prompt has {num_prompt_tokens} tokens, and `max_model_len` is {max_len} with the answer; "
-            "shorten it, or set `job.on_too_long` to cut it",
-        )
-    return RowError(
-        "max_tokens_too_large",
-        f"`{under}.max_tokens` is {asked}, and a prompt of {num_prompt_tokens} tokens leaves room for "
-        f"{max_len - num_prompt_tokens} (`max_model_len` is {max_len}); lower it or leave it out",
-    )

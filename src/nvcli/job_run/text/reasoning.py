@@ -17,6 +17,7 @@ import msgspec
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError
 from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.structured import Constraint
 
 _TAIL_TOKENS = 24
 """So many tokens at the end of a prompt hold both marks and what stands between them where a thought is empty."""
@@ -113,7 +114,7 @@ class ReasoningParser:
         if state is PromptState.CLOSED:
             return None
         form = self.form
-        if len(self._end_ids) != 1 and not form.is_harmony:
+        if not self._sees_end:
             raise RowError(
                 "unsupported_parameter",
                 f"`{name}` is given, and {form.end}, which ends this model's thoughts, is {len(self._end_ids)} tokens, "
@@ -124,6 +125,26 @@ class ReasoningParser:
             start_ids=[] if state is PromptState.OPEN else self._start_ids,
             ends=[self._end_ids, *([self._encode(form.other_end)] if form.other_end else [])],
             forced_ids=self._encode(form.forced_end) if form.forced_end else self._end_ids,
+        )
+
+    def after_thought(self, constraint: Constraint, state: PromptState, name: str) -> Constraint:
+        """Let a constraint begin behind the answer's thought. `name` is the key that asks for it.
+
+        Where the answer may begin a thought and its end could not be seen, because it is no token, the constraint holds
+        from the beginning, and leaves no room for one. Raises RowError where the prompt has begun such a thought.
+        """
+        if state is PromptState.CLOSED or (state is PromptState.LEFT and not self._sees_end):
+            return constraint
+        if not self._sees_end:
+            raise RowError(
+                "unsupported_parameter",
+                f"{name} is for what follows the thought, and {self.form.end}, which ends this model's thoughts, is "
+                f"{len(self._end_ids)} tokens, so that it cannot be seen in time; leave it out, or turn thinking off",
+            )
+        return msgspec.structs.replace(
+            constraint,
+            starts_after=[*self._end_ids, *(self._encode(HARMONY_MARKS[1]) if self.form.is_harmony else [])],
+            opens_with=[] if state is PromptState.OPEN else self._start_ids,
         )
 
     def split(self, ids: array[int], state: PromptState) -> int | None:
@@ -156,6 +177,11 @@ class ReasoningParser:
             return self.form.end in self._tokenizer.decode_one(ids[:count])
 
         return bisect.bisect_left(range(len(ids)), True, key=has_end) if has_end(len(ids)) else None
+
+    @property
+    def _sees_end(self) -> bool:
+        """Whether the tokens of an answer show the end of its thought as it comes."""
+        return len(self._end_ids) == 1 or self.form.is_harmony
 
     def _begins_thought(self, ids: array[int]) -> bool:
         head = self._tokenizer.decode_one(ids[:_HEAD_TOKENS], skip_special_tokens=False)
