@@ -34,6 +34,9 @@ _SHOWN_SOURCE = re.compile(r"\n\s*\d+ \||<state>")
 _SEARCH_SECONDS = 0.5
 """Seconds after which the place of an error in a schema is not searched any deeper."""
 
+_MAX_LEXER_STATES = 50_000
+"""A fifth of llguidance's own limit: a state takes 1 to 2 kB, and every answer has its own."""
+
 _KEYWORDS_OF_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _KEYWORDS_OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _KEYWORDS_OF_ONE = ("items", "additionalProperties", "additionalItems", "contains", "propertyNames")
@@ -63,7 +66,7 @@ class Vocabulary:
             if not isinstance(error, ValueError) and type(error).__module__ != "pyo3_runtime":  # a panic of Rust code
                 raise
             raise GrammarError(f"llguidance cannot use the tokenizer: {_reason(str(error))}") from None
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
 
     @classmethod
     def load(cls, model_path: Path, *, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:

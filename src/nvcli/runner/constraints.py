@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _MAX_COMPILED = 256
 """Compiled grammars that are kept, those that were used last."""
 _COMPILE_THREADS = 8
+_FEW_TOKENS = 32
+"""So many tokens are taken in right here, a microsecond each: waking other threads takes longer."""
 _ALL = np.uint32(0xFFFFFFFF)
 """A word of a mask that forbids nothing."""
 
@@ -241,7 +243,11 @@ class Constraints:
         if going:
             assert self._executor is not None
             pairs = [(answer.matcher, token) for answer, token in going if answer.matcher is not None]
-            for (answer, _), is_taken in zip(going, self._executor.consume_token_par(pairs), strict=True):
+            if len(pairs) <= _FEW_TOKENS:
+                taken = [matcher.consume_token(token) for matcher, token in pairs]
+            else:
+                taken = self._executor.consume_token_par(pairs)
+            for (answer, _), is_taken in zip(going, taken, strict=True):
                 if not is_taken:
                     answer.matcher = None
 
@@ -262,7 +268,10 @@ class Constraints:
                 opening.append(row)
             if answer.num_tokens < answer.min_tokens:
                 short.append(row)
-        if matchers:
+        if len(matchers) == 1:
+            ((matcher, row),) = matchers
+            matcher.unsafe_compute_mask_ptr(masks[row].data_ptr(), 4 * masks.shape[1])
+        elif matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), 4 * masks.shape[1], len(answers))
         for matcher, row in matchers:
             if matcher.is_error():
