@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from crash_states import CallRecorder, CrashPoint, Folder, crash_states
-from nvcli.config import Order
+from nvcli.config_types import Order
 from nvcli.errors import ConfigError, RowError
 from nvcli.jobs.compression import Unpacker, compression_of
 from nvcli.jobs.job import Choice, JobResult, Place, Usage, failed

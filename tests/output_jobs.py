@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.config import Order
+from nvcli.config_types import Order
 from nvcli.errors import RowError
 from nvcli.jobs.compression import Unpacker, compression_of
 from nvcli.jobs.job import Choice, Job, JobResult, Place, RowForm, Usage, failed

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 import yaml
 
-from nvcli.config import AttentionBackends, EngineConfig, RunConfig, find_config_file, load_run_config, parse_size
+from nvcli.byte_sizes import parse_size
+from nvcli.config import AttentionBackends, EngineConfig, RunConfig, find_config_file, load_run_config
 from nvcli.config_source import json_object
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import SamplingParams

@@ -6,7 +6,6 @@ from it (`EngineConfig`) is returned as a new value. This module knows no torch,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,7 +13,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import reserved_variable
+from nvcli.config_types import (
+    MAX_BLOCK_SIZE,
+    MAX_NUM_SEQS,
+    AttentionName,
+    Device,
+    Dtype,
+    KeptWeights,
+    KVCacheDtype,
+    KVDtype,
+    ModelDtype,
+    NumProcesses,
+    OnTooLong,
+    Order,
+    ParallelSize,
+    PositiveInt,
+    Quantization,
+    ReasoningParserName,
+    SpecialTokens,
+    ToolParserName,
+)
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.task_config import EmbedConfig, ScoreConfig, Task
@@ -23,45 +43,6 @@ from nvcli.validation import InvalidValue, convert, join_path, show
 
 if TYPE_CHECKING:
     from nvcli.config_source import ConfigSource
-
-PositiveInt = Annotated[int, Meta(ge=1)]
-MAX_PROCESSES = 1024
-"""The largest number of copies, of stages, or of ranks that share a layer; no machine has so many GPUs."""
-NumProcesses = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
-ParallelSize = NumProcesses | Literal["auto"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-ModelDtype = Literal["float32", "bfloat16", "float16"]
-KVDtype = ModelDtype | Literal["fp8"]
-KeptWeights = Literal["none", "fp8"]
-Quantization = Literal["auto"] | KeptWeights
-Device = Literal["auto", "cpu", "cuda"]
-KVCacheDtype = Literal["auto", "bf16", "fp8"]
-Order = Literal["completion", "input"]
-AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
-OnTooLong = Literal["error", "truncate-left", "truncate-right"]
-SpecialTokens = Literal["allow", "escape", "refuse"]
-ReasoningParserName = Literal["auto", "none", "think", "harmony", "mistral", "seed_oss", "cohere", "gemma4"]
-ToolParserName = Literal[
-    "auto",
-    "none",
-    "hermes",
-    "qwen3_coder",
-    "glm",
-    "seed_oss",
-    "olmo3",
-    "mistral",
-    "granite",
-    "cohere",
-    "gemma4",
-    "llama",
-    "pythonic",
-    "harmony",
-]
-
-MAX_NUM_SEQS = 65536
-"""The largest `max_num_seqs`."""
-MAX_BLOCK_SIZE = 1024
-"""The largest `block_size`."""
 
 RESERVED_KEYS = ("id", "index", "choices", "usage", "error", "input", "custom_id", "response")
 """Keys that mean something in output rows, so that none of them can hold a text."""
@@ -488,58 +469,16 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
         fail(("job", "chat_template_kwargs"), f"`job.chat_template_kwargs`: {problem}")
 
 
-_SIZE = re.compile(r"\s*(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
-_UNIT_BYTES = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
-}
-
-
-def parse_size(size: str | int | None) -> int | None:
-    """Return the bytes of a size such as `512MiB` or `512M` (1024²), or `2GB` (1000³). Raises ValueError for other
-    texts."""
-    if size is None or isinstance(size, int):
-        return size
-    match = _SIZE.fullmatch(size)
-    unit_bytes = _UNIT_BYTES.get(match["unit"].lower()) if match else None
-    if match is None or unit_bytes is None:
-        raise ValueError("allowed: a number of bytes, or a size such as 512MiB, 2GiB, 2G (the same) or 2GB")
-    num_bytes = int(float(match["number"]) * unit_bytes)
-    if num_bytes < 1:
-        raise ValueError("allowed: at least one byte")
-    return num_bytes
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a size as text, such as `1.50 GiB`."""
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(value) >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
-
-
 __all__ = [
     "DEFAULT_CONFIG_FILE",
     "FLAG_KEYS",
     "AttentionBackends",
-    "AttentionName",
-    "Device",
-    "Dtype",
     "EngineConfig",
     "JobConfig",
-    "KVCacheDtype",
     "MessageTemplate",
-    "OnTooLong",
-    "Order",
-    "ParallelSize",
     "RunConfig",
     "SamplingParams",
-    "SpecialTokens",
     "find_config_file",
-    "format_bytes",
     "load_run_config",
     "load_sourced_config",
-    "parse_size",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.config import OnTooLong
+from nvcli.config_types import OnTooLong
 from nvcli.demo import demo_path
 from nvcli.errors import RowError
 from nvcli.job_run.text.grammar_maker import GrammarMaker

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
-from nvcli.config import JobConfig, Order, RunConfig
+from nvcli.config import JobConfig, RunConfig
+from nvcli.config_types import Order
 from nvcli.errors import ConfigError, WorkerError
 from nvcli.job_run.generate import generate
 from nvcli.job_run.progress.display import Progress

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.config import SpecialTokens
+from nvcli.config_types import SpecialTokens
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, RowError
 from nvcli.job_run.text.model_limits import ModelLimits

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nvcli.config import Order
+from nvcli.config_types import Order
 from nvcli.errors import ConfigError, OutputError
 from nvcli.jobs.job import RowForm
 from nvcli.jobs.output.job_output import JobOutput

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nvcli.config import Order
+from nvcli.config_types import Order
 from nvcli.errors import ConfigError, OutputError, RowError
 from nvcli.jobs.input.known_input import know_inputs
 from nvcli.jobs.input.reader import RowReader

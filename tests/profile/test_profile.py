@@ -15,7 +15,8 @@ import yaml
 
 from model_facts import with_windows
 from nvcli.bench.shapes import write_shape
-from nvcli.config import EngineConfig, RunConfig, load_run_config, parse_size
+from nvcli.byte_sizes import parse_size
+from nvcli.config import EngineConfig, RunConfig, load_run_config
 from nvcli.histogram import Bucket
 from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crash_states import CallRecorder, crash_states
-from nvcli.config import Order
+from nvcli.config_types import Order
 from nvcli.jobs.output import locked_file, manifest
 from power_loss_loop import ACTIONS, Findings, lose_power_everywhere
 

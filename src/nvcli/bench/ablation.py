@@ -7,7 +7,8 @@ from typing import get_args
 
 import msgspec
 
-from nvcli.config import AttentionName, EngineConfig
+from nvcli.config import EngineConfig
+from nvcli.config_types import AttentionName
 from nvcli.errors import ConfigError
 
 _SWITCHES: dict[str, dict[str, bool]] = {

@@ -32,9 +32,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from nvcli.engine import failures
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.decode_queue import DecodeQueue
+from nvcli.engine.failures import Failure
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
@@ -44,13 +46,6 @@ from nvcli.errors import ModelError
 from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, StepOutput, pack, unpack
 
 _MAX_LENGTHS = 512
-_MAX_BROKEN_PROMPTS = 16
-"""The run ends where so many different prompts got no token and no prompt got one."""
-_ALL_BROKEN = (
-    f"the logits of all of the first {_MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so that no row can be "
-    "answered: the weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another "
-    "`dtype`: float16 overflows where a model was trained in bfloat16"
-)
 
 
 class Scheduler:
@@ -218,8 +213,8 @@ class Scheduler:
                 self._check(state)
         self._generated_tokens += len(owners) - num_dropped
         self._decoding.unpark(step.sampling)
-        if len(self._broken_prompts) >= _MAX_BROKEN_PROMPTS and not self._generated_tokens:
-            raise ModelError(_ALL_BROKEN)
+        if len(self._broken_prompts) >= failures.MAX_BROKEN_PROMPTS and not self._generated_tokens:
+            raise ModelError(failures.ALL_BROKEN)
 
     def _check(self, state: RequestState) -> None:
         """Finish, register or report, as is due, after a token that is not a stop id has come back."""
@@ -357,8 +352,7 @@ class Scheduler:
         return chunks
 
     def _admit(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> None:
-        """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and the token budget
-        go."""
+        """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and tokens go."""
         waiting, limits = self._waiting, self.limits
         prefix_id_limit = limits.max_model_len + limits.max_num_batched_tokens
         while waiting and budget > 0 and self._free_slots:
@@ -451,11 +445,7 @@ class Scheduler:
 
     def _finish_too_large(self, state: RequestState, num_tokens: int) -> None:
         capacity = self.block_manager.num_blocks * self.limits.block_size
-        message = (
-            f"{num_tokens} tokens do not fit the KV cache, which holds {capacity}; "
-            "raise gpu_memory_utilization or kv_cache_memory, or lower max_tokens"
-        )
-        self._finish(state, "error", error_type="kv_cache_too_small", error=message)
+        self._finish(state, "error", failure=failures.too_large(num_tokens, capacity))
 
     def _finish_not_finite(self, state: RequestState) -> None:
         """End a request whose last token is `NOT_FINITE`. Its keys may be NaN too, so none of them is used again."""
@@ -463,34 +453,21 @@ class Scheduler:
         if not self._generated_tokens:
             self._broken_prompts.add(state.request.prompt_ids)
         self._tables.forget(state)
-        message = (
-            f"the logits behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
-            "infinite; the weights may be damaged, or the dtype too narrow for the model"
-        )
-        self._finish(state, "error", error_type="non_finite_logits", error=message)
+        self._finish(state, "error", failure=failures.not_finite(state))
 
     def _finish_constraint_failed(self, state: RequestState) -> None:
         """End a request whose last token is `CONSTRAINT_FAILED`."""
         state.generated.pop()
-        message = (
-            f"behind token {len(state.generated):,} of the answer, what may follow takes more work than llguidance "
-            "allows; ask for a simpler `structured`"
-        )
-        self._finish(state, "error", error_type="structured_too_complex", error=message)
+        self._finish(state, "error", failure=failures.constraint_failed(state))
 
     def _finish(
-        self,
-        state: RequestState,
-        reason: FinishReason,
-        *,
-        stopped_by_id: bool = False,
-        error_type: str = "",
-        error: str = "",
+        self, state: RequestState, reason: FinishReason, *, stopped_by_id: bool = False, failure: Failure | None = None
     ) -> None:
         state.finished = True
         del self._by_id[state.request.request_id]
         if state.slot is not None:
             self._release(state)
+        error_type, error = failure or ("", "")
         self._unsent.append(state.report(reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error))
 
     def _release(self, state: RequestState) -> None:

@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import unknown_variables
-from nvcli.config import JobConfig, RunConfig, parse_size
+from nvcli.config import JobConfig, RunConfig
 from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.early_end import Interrupts, keep_traceback

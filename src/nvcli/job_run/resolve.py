@@ -15,8 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import read_chat_template
-from nvcli.config import AttentionBackends, EngineConfig, JobConfig, KeptWeights, RunConfig, kv_dtype, parse_size
+from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
+from nvcli.config_types import KeptWeights
 from nvcli.errors import ConfigError
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.planning.layout import Layout, choose_layout

@@ -11,7 +11,7 @@ import copy
 import threading
 from collections import deque
 
-from nvcli.config import Order
+from nvcli.config_types import Order
 from nvcli.errors import NvcliError
 from nvcli.jobs.job import JobResult
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import msgspec
 
-from nvcli.config import Order, ParallelSize, RunConfig, load_run_config
+from nvcli.config import RunConfig, load_run_config
+from nvcli.config_types import Order, ParallelSize
 from nvcli.errors import ClosedError, ConfigError
 from nvcli.job_run.engines import StartEngine, start_engine
 from nvcli.jobs.job import JobResult

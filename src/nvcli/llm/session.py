@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nvcli.chat_template import unknown_variables
-from nvcli.config import Order, RunConfig
+from nvcli.config import RunConfig
+from nvcli.config_types import Order
 from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, reworded
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.engines import StartEngine, close_engines, describe_ready, start_engine

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
-from nvcli.config import MAX_NUM_SEQS, EngineConfig, format_bytes
+from nvcli.byte_sizes import format_bytes
+from nvcli.config import EngineConfig
+from nvcli.config_types import MAX_NUM_SEQS
 from nvcli.errors import ConfigError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig

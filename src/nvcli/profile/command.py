@@ -9,7 +9,8 @@ import msgspec
 
 from nvcli.bench.file_workload import prepared_rows
 from nvcli.bench.shapes import model_folder
-from nvcli.config import EngineConfig, RunConfig, parse_size
+from nvcli.byte_sizes import parse_size
+from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.host_memory import available_ram
 from nvcli.job_run.resolve import kept_weights, resolve_engine_config, resolve_layout

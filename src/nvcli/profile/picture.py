@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nvcli.config import format_bytes
+from nvcli.byte_sizes import format_bytes
 from nvcli.errors import ConfigError
 from nvcli.messages import MemoryUse
 

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from nvcli.config import format_bytes
+from nvcli.byte_sizes import format_bytes
 from nvcli.histogram import histogram_lines
 from nvcli.messages import MemoryUse
 from nvcli.profile.profile import MemoryProfile

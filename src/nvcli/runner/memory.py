@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from nvcli.attention.kv_cache import KVCacheSpec
-from nvcli.config import EngineConfig, format_bytes
+from nvcli.byte_sizes import format_bytes
+from nvcli.config import EngineConfig
 from nvcli.errors import CapacityError, LimitsTooHigh
 from nvcli.host_memory import available_ram, peak_resident_bytes, resident_bytes, total_ram
 from nvcli.sizing.memory_plan import MemoryPlan

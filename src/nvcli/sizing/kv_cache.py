@@ -6,7 +6,8 @@ import bisect
 import math
 
 from nvcli.attention.kv_layout import KVDtype
-from nvcli.config import MAX_BLOCK_SIZE, EngineConfig
+from nvcli.config import EngineConfig
+from nvcli.config_types import MAX_BLOCK_SIZE
 from nvcli.distributed.stage import Stage
 from nvcli.models import kv_groups
 from nvcli.models.config import ModelConfig

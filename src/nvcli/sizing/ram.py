@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nvcli.config import EngineConfig, format_bytes
+from nvcli.byte_sizes import format_bytes
+from nvcli.config import EngineConfig
 from nvcli.errors import CapacityError
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.weights import weight_bytes

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from nvcli.config import EngineConfig, ParallelSize, format_bytes
+from nvcli.byte_sizes import format_bytes
+from nvcli.config import EngineConfig
+from nvcli.config_types import ParallelSize
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job_run.planning.job_time import Lengths, gpu_speed, replica_seconds
 from nvcli.models.config import ModelConfig

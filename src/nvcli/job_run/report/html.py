@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from nvcli.config import format_bytes
+from nvcli.byte_sizes import format_bytes
 from nvcli.job_run.progress.display import format_seconds
 from nvcli.job_run.report import charts
 from nvcli.job_run.report.charts import Chart

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nvcli.config import OnTooLong
+from nvcli.config_types import OnTooLong
 from nvcli.errors import RowError
 
 _CHARS_PER_TOKEN = 16

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from nvcli.config import OnTooLong, ReasoningParserName, SpecialTokens, ToolParserName
+from nvcli.config_types import OnTooLong, ReasoningParserName, SpecialTokens, ToolParserName
 from nvcli.errors import RowError
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams

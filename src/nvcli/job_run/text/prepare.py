@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from nvcli.chat_template import unknown_variables
-from nvcli.config import OnTooLong
+from nvcli.config_types import OnTooLong
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError
 from nvcli.job_run.text.answer_reader import AnswerReader, Reading

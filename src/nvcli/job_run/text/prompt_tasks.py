@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from nvcli.config import OnTooLong
+from nvcli.config_types import OnTooLong
 from nvcli.errors import RowError
 from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
 from nvcli.messages import pack, unpack

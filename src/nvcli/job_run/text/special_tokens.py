@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from nvcli.config import SpecialTokens
+from nvcli.config_types import SpecialTokens
 from nvcli.errors import ConfigError, RowError
 from nvcli.job_run.text.tokenizer import Tokenizer
 

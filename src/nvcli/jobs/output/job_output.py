@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvcli.config import Order
+from nvcli.config_types import Order
 from nvcli.jobs.output.digest_file import DigestFile
 from nvcli.jobs.output.manifest import Finished, Manifest
 from nvcli.jobs.output.sink import Sink

@@ -1,0 +1,46 @@
+"""The kinds of values that keys of the configuration take, and the largest numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+MAX_PROCESSES = 1024
+"""The largest number of copies, of stages, or of ranks that share a layer; no machine has so many GPUs."""
+NumProcesses = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
+ParallelSize = NumProcesses | Literal["auto"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+KVDtype = ModelDtype | Literal["fp8"]
+KeptWeights = Literal["none", "fp8"]
+Quantization = Literal["auto"] | KeptWeights
+Device = Literal["auto", "cpu", "cuda"]
+KVCacheDtype = Literal["auto", "bf16", "fp8"]
+Order = Literal["completion", "input"]
+AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
+OnTooLong = Literal["error", "truncate-left", "truncate-right"]
+SpecialTokens = Literal["allow", "escape", "refuse"]
+ReasoningParserName = Literal["auto", "none", "think", "harmony", "mistral", "seed_oss", "cohere", "gemma4"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "glm",
+    "seed_oss",
+    "olmo3",
+    "mistral",
+    "granite",
+    "cohere",
+    "gemma4",
+    "llama",
+    "pythonic",
+    "harmony",
+]
+
+MAX_NUM_SEQS = 65536
+"""The largest `max_num_seqs`."""
+MAX_BLOCK_SIZE = 1024
+"""The largest `block_size`."""

@@ -1,0 +1,49 @@
+"""Why a request fails in the engine, as its row says it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nvcli.engine.state import RequestState
+
+MAX_BROKEN_PROMPTS = 16
+"""The run ends where so many different prompts got no token and no prompt got one."""
+ALL_BROKEN = (
+    f"the logits of all of the first {MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so that no row can be "
+    "answered: the weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another "
+    "`dtype`: float16 overflows where a model was trained in bfloat16"
+)
+
+
+class Failure(NamedTuple):
+    """The type and the message of a request's error."""
+
+    type: str
+    message: str
+
+
+def too_large(num_tokens: int, capacity: int) -> Failure:
+    """A request needs `num_tokens` tokens, and the whole KV cache holds `capacity`."""
+    return Failure(
+        "kv_cache_too_small",
+        f"{num_tokens} tokens do not fit the KV cache, which holds {capacity}; "
+        "raise gpu_memory_utilization or kv_cache_memory, or lower max_tokens",
+    )
+
+
+def not_finite(state: RequestState) -> Failure:
+    """No token can be chosen behind the last one that is known."""
+    return Failure(
+        "non_finite_logits",
+        f"the logits behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
+        "infinite; the weights may be damaged, or the dtype too narrow for the model",
+    )
+
+
+def constraint_failed(state: RequestState) -> Failure:
+    """The grammar of an answer cannot be followed behind its last known token."""
+    return Failure(
+        "structured_too_complex",
+        f"behind token {len(state.generated):,} of the answer, what may follow takes more work than llguidance "
+        "allows; ask for a simpler `structured`",
+    )
