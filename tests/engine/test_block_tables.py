@@ -333,10 +333,11 @@ def test_random_operations_keep_integrity(data: st.DataObject) -> None:
             write(state, start)
         elif action == "count" and state.num_computed >= state.num_tokens:
             tokens = data.draw(st.lists(st.integers(0, 1), max_size=state.num_computed + 1 - state.num_tokens))
+            start = state.num_tokens - 1
             state.generated.extend(tokens)
             state.num_computed = state.num_tokens - 1
             requests.tables.trim(state)
-            write(state, state.num_computed)
+            write(state, start)
             requests.tables.register(state)
         elif action == "leave":
             requests.leave(state)
