@@ -101,3 +101,24 @@ def test_gated_norm(dtype: torch.dtype) -> None:
     found = norm.gated_rms_norm(x.to(DEVICE), wide.to(DEVICE)[:, 8:128].unflatten(1, (3, 40)), weight.to(DEVICE), 1e-6)
     expected = norm_reference.gated_rms_norm(x, wide[:, 8:128].unflatten(1, (3, 40)), weight, 1e-6)
     assert_close(found, expected, dtype)
+
+
+@pytest.mark.gpu
+def test_no_number_of_rows_compiles_anew(dtype: torch.dtype) -> None:
+    kernels = [causal_conv._chunk_kernel, causal_conv._keep_inputs_kernel, norm._gated_rms_norm_kernel]
+    pool, weight = (rand(*shape, dtype=dtype).to(DEVICE) for shape in ((NUM_BLOCKS, 3, 150), (150, 4)))
+
+    def step(num_rows: int) -> None:
+        rows = make_rows([(0, 5)] * num_rows, [[1 + n] for n in range(num_rows)], block_size=64, num_single=0)
+        x = rand(5 * num_rows, 150, dtype=dtype).to(DEVICE)
+        out = causal_conv.causal_conv(x, weight, pool, on_device(rows)).unflatten(1, (3, 50))
+        norm.gated_rms_norm(out, out, weight[:50, 0].contiguous(), 1e-6)
+
+    def num_compiled() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    step(16)
+    before = num_compiled()
+    for num_rows in (1, 2, 3, 9):
+        step(num_rows)
+    assert num_compiled() == before

@@ -65,11 +65,11 @@ def _step_kernel(
 
 
 @triton.jit
-def _row_of_token(token, starts_ptr, first_row, num_rows, HALVINGS: tl.constexpr):
+def _row_of_token(token, starts_ptr, first_row, num_rows, num_halvings):
     """Return the last row that begins at a token or before it, of rows `first_row` to `num_rows`, for each token."""
     low = tl.zeros_like(token) + first_row
     high = tl.zeros_like(token) + num_rows
-    for _ in tl.static_range(HALVINGS):
+    for _ in range(num_halvings):
         middle = (low + high) // 2
         begins = tl.load(starts_ptr + middle) <= token
         low = tl.where(begins, middle, low)
@@ -77,7 +77,7 @@ def _row_of_token(token, starts_ptr, first_row, num_rows, HALVINGS: tl.constexpr
     return low
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_halvings"])
 def _chunk_kernel(
     x_ptr,  # as in _step_kernel
     weight_ptr,
@@ -91,6 +91,7 @@ def _chunk_kernel(
     table_stride,
     first_row,
     num_rows,
+    num_halvings,
     x_stride,
     pool_stride,
     NUM_CHANNELS: tl.constexpr,
@@ -98,16 +99,16 @@ def _chunk_kernel(
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    HALVINGS: tl.constexpr,
 ):
-    """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on."""
+    """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. `num_halvings` are
+    enough to find one of them; it is no constant, so that no other number of rows compiles anew."""
     token = tl.load(starts_ptr + first_row) + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     end = tl.load(starts_ptr + num_rows)
     is_token = token < end
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     in_channels = channel < NUM_CHANNELS
     inside = is_token[:, None] & in_channels
-    row = _row_of_token(tl.minimum(token, end - 1), starts_ptr, first_row, num_rows, HALVINGS)
+    row = _row_of_token(tl.minimum(token, end - 1), starts_ptr, first_row, num_rows, num_halvings)
     start = tl.load(starts_ptr + row)
     before = tl.load(seq_lens_ptr + row) - (tl.load(starts_ptr + row + 1) - start)
     # Some inputs of a row's first tokens are in the state that it goes on from.
@@ -199,11 +200,11 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
             *arguments,
             num_single,
             num_rows,
+            (num_rows - num_single).bit_length(),
             *strides,
             **sizes,
             TOKENS=_TOKENS,
             CHANNELS=_CHANNELS,
-            HALVINGS=(num_rows - num_single).bit_length(),
         )
         _keep_inputs_kernel[num_rows - num_single, tiles](
             x, pool, *arguments, num_single, *strides, **sizes, CHANNELS=_CHANNELS

@@ -86,7 +86,7 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm_kernel(
     x_ptr,  # [T × NUM_HEADS, SIZE]
     gate_ptr,  # [T, NUM_HEADS, SIZE], tokens gate_stride apart
