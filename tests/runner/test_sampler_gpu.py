@@ -27,6 +27,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_k": 200, "bias_ids": [5, 900], "bias_values": [6.0, -7.0]},
     {"temperature": 1.0, "min_p": 0.1, "stop_ids": [3, 17], "min_tokens": 70, "num_logprobs": 0},
     {"temperature": 0.0, "frequency_penalty": 0.5, "bias_ids": [8], "bias_values": [4.0], "num_logprobs": 20},
+    {"temperature": 0.9, "allowed_ids": [3, 5, 9_000], "bias_ids": [5], "bias_values": [1.0]},
+    {"temperature": 0.0, "bad_words": [[60, 61], [7, 8, 9]], "num_logprobs": 2},
 ]
 
 
