@@ -125,7 +125,8 @@ class BlockTables:
             self._free_behind_windows(state)
             if num_tokens > self.block_size:
                 self._leaving[state] = None
-        self._states.free_old(state)
+        if self._states.groups:
+            self._states.free_old(state)
         num_tokens, taken = self._lengthen(state, num_tokens, least=least)
         for group, first_column, blocks in taken:
             assert state.slot is not None
@@ -166,7 +167,7 @@ class BlockTables:
 
     def _num_missing(self, state: RequestState, num_columns: int) -> int:
         """Count the blocks that a request lacks for `num_columns` columns in each group."""
-        num_missing = self._states.num_missing(state, num_columns)
+        num_missing = self._states.num_missing(state, num_columns) if self._states.groups else 0
         for group in self._of_keys:
             num_missing += max(0, num_columns - len(state.blocks[group]))
         return num_missing
@@ -200,7 +201,9 @@ class BlockTables:
             for column in range(max(first, state.first_columns[group]), num_full):
                 manager.register(blocks[column], hashes[column - first], group)
                 registered.append(blocks[column])
-        return registered + self._states.register(state, first, hashes)
+        if self._states.groups:
+            registered += self._states.register(state, first, hashes)
+        return registered
 
     def forget(self, state: RequestState) -> None:
         """Make the blocks that hold a request's tokens unfindable, whoever filled them."""
