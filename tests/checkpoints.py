@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """The families that `write_tiny_model` writes, by the names of transformers' classes."""
@@ -101,14 +106,23 @@ def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> An
     return getattr(transformers, f"{family}ForConditionalGeneration")(config)
 
 
-def set_weights(path: Path, name: str, value: float, row: int | slice = slice(None)) -> None:
-    """Overwrite rows of a weight in a checkpoint of one file with one value."""
+def edit_json(file: Path, **values: Any) -> None:
+    """Set keys of a file that holds a JSON object."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object], file: str = "model.safetensors") -> None:
+    """Have `change` change the tensors of one file of a checkpoint, by their names."""
     from safetensors.torch import load_file, save_file
 
-    file = path / "model.safetensors"
-    weights = load_file(file)
-    weights[name][row] = value
-    save_file(weights, file, metadata={"format": "pt"})
+    weights = load_file(path / file)
+    change(weights)
+    save_file(weights, path / file, metadata={"format": "pt"})
+
+
+def set_weights(path: Path, name: str, value: float, row: int | slice = slice(None)) -> None:
+    """Overwrite rows of a weight in a checkpoint of one file with one value."""
+    edit_weights(path, lambda weights: weights[name].__setitem__(row, value))
 
 
 def write_tiny_qwen3(path: Path, **settings: Any) -> Path:

@@ -1,7 +1,8 @@
-"""RAM as Linux tells of it: of the machine and of this process, in bytes."""
+"""RAM as Linux tells of it: of the machine and of this process, in bytes; and a limit for this process."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 from nvcli.control_group import container_room
@@ -30,11 +31,13 @@ def resident_bytes() -> int:
     return read_meminfo(Path("/proc/self/status")).get("VmRSS", 0)
 
 
-def data_bytes() -> int:
-    """Return the memory that this process has asked for, as the limit RLIMIT_DATA counts it."""
-    return read_meminfo(Path("/proc/self/status"))["VmData"]
-
-
 def peak_resident_bytes() -> int:
     """Return the most RAM that this process has held."""
     return read_meminfo(Path("/proc/self/status")).get("VmHWM", 0)
+
+
+def limit_more_memory(num_bytes: int) -> None:
+    """Let this process take so many bytes more than it has asked for until now. Beyond that it gets a MemoryError."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = read_meminfo(Path("/proc/self/status"))["VmData"] + num_bytes  # as RLIMIT_DATA counts it
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

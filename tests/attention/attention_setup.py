@@ -14,7 +14,8 @@ from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.spec import AttentionCase, AttentionSpec
-from nvcli.kernels.fp8_kv import FP8, dequantise_heads, quantise_heads, store_heads
+from nvcli.kernels.fp8_kv import dequantise_heads, quantise_heads, store_heads
+from nvcli.kernels.fp8_types import FP8
 
 SCALE = 0.11
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}

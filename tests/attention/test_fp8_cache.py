@@ -14,7 +14,7 @@ from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
-from nvcli.kernels.fp8_kv import FP8
+from nvcli.kernels.fp8_types import FP8
 
 # Compiled kernels multiply in bfloat16, and the interpreter has float32 alone.
 Bench = partial(AnyBench, device=str(DEVICE), dtype=torch.bfloat16 if HAS_GPU else torch.float32, kv_dtype=FP8)

@@ -9,7 +9,8 @@ from attention_setup import Bench, History, written_out
 from torch import Tensor
 
 from nvcli.attention.torch_backend import TorchBackend
-from nvcli.kernels.fp8_kv import FP8, store_heads
+from nvcli.kernels.fp8_kv import store_heads
+from nvcli.kernels.fp8_types import FP8
 
 NUM_KEYS, HEAD_DIM, NUM_HEADS = 32_768, 128, 8
 

@@ -16,7 +16,7 @@ from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_ba
 from nvcli.attention.spec import AttentionCase, AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.errors import ConfigError
-from nvcli.kernels.fp8_kv import FP8
+from nvcli.kernels.fp8_types import FP8
 
 CASE = AttentionCase(
     device=torch.device("cpu"),

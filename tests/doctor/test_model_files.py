@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from checkpoints import edit_json
 from nvcli.demo import demo_path
 from nvcli.doctor import model_files
 from nvcli.doctor.findings import Finding, Level
@@ -25,10 +25,6 @@ def folder(tmp_path: Path) -> Path:
 
 def problems(files: ModelFiles) -> list[Finding]:
     return [finding for finding in files.findings if finding.level == Level.PROBLEM]
-
-
-def edit_json(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def test_a_sound_folder(folder: Path) -> None:

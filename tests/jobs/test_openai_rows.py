@@ -83,6 +83,7 @@ BAD = [
     (line(response_format={"type": "xml"}), "invalid_structured", "`body.response_format` is"),
     (line(tools=[{}]), "invalid_value", "`body.tools[0]`"),
     (line(temprature=1), "unsupported_parameter", "`body.temprature` is not supported; did you mean `temperature`?"),
+    (line(guided_regx="a"), "unsupported_parameter", "`body.guided_regx` is not supported; did you mean `guided_r"),
     (line(suffix="x", url=COMPLETION), "unsupported_parameter", "`body.suffix`"),
     (line(best_of=3), "unsupported_parameter", "`body.best_of`"),
     (line(COMPLETION, best_of=3, n=4), "invalid_sampling", "`best_of` (3) is smaller than `n` (4)"),

@@ -80,7 +80,7 @@ BODIES = [
     ({"input": ["a"]}, None),
     ({"input": [1, 2]}, None),
     ({"input": [[1, 2]]}, None),
-    ({"input": ["a", "b"]}, "`body.input` holds 2 texts; give one text a row"),
+    ({"input": ["a", "b"]}, "`body.input` holds 2 prompts; give one prompt a row"),
     ({"input": {}}, "`body.input` is {}"),
     ({}, "`body.input` is not given"),
     ({"input": "a", "encoding_format": "int8"}, '`body.encoding_format` is "int8"'),

@@ -10,7 +10,8 @@ from torch import Tensor
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.kernels import rotary as reference
-from nvcli.kernels.fp8_kv import FP8, dequantise_heads, gather_blocks, quantise_heads
+from nvcli.kernels.fp8_kv import dequantise_heads, gather_blocks, quantise_heads
+from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton import rotary
 
 pytestmark = MARKS

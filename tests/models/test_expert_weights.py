@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from model_driver import CPU
-from safetensors.torch import load_file, save_file
+from rank_weights import load_parameters
+from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints import write_tiny_model
+from checkpoints import edit_json, edit_weights, write_tiny_model
 from expert_shapes import GPT_OSS
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError, LoadError
@@ -40,20 +40,6 @@ def checkpoint(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
-def load(path: Path, rank: int = 0, size: int = 1, *, expert_parallel: bool = False) -> dict[str, Tensor]:
-    group = TensorParallelGroup.single()
-    group.rank, group.size = rank, size
-    model = build_model(load_model_config(path, expert_parallel=expert_parallel), group, torch.float32)
-    load_weights(model, path, CPU)
-    return dict(model.named_parameters())
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
 def stack(tensors: dict[str, Tensor]) -> None:
     """Write the experts of each layer as transformers 5 keeps them."""
     for layer in range(2):
@@ -67,7 +53,7 @@ def stack(tensors: dict[str, Tensor]) -> None:
 
 
 def test_an_expert_s_tensors_stand_in_its_place(checkpoint: Path) -> None:
-    tensors, found = load_file(checkpoint / "model.safetensors"), load(checkpoint)
+    tensors, found = load_file(checkpoint / "model.safetensors"), load_parameters(checkpoint)
     path = EXPERTS.format(1)
     for expert in range(4):
         gate, up, down = (tensors[f"{path}{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -77,18 +63,18 @@ def test_an_expert_s_tensors_stand_in_its_place(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_stacked_experts_are_the_same_experts(checkpoint: Path, original: Path, size: int) -> None:
-    rewrite(checkpoint, stack)
+    edit_weights(checkpoint, stack)
     for rank in range(size):
-        found, expected = load(checkpoint, rank, size), load(original, rank, size)
+        found, expected = load_parameters(checkpoint, rank, size), load_parameters(original, rank, size)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_rank_has_a_part_of_every_expert(original: Path) -> None:
-    whole = load(original)
+    whole = load_parameters(original)
     path = EXPERTS.format(0)
     for rank in range(2):
-        part, mine = load(original, rank, 2), slice(24 * rank, 24 * rank + 24)
+        part, mine = load_parameters(original, rank, 2), slice(24 * rank, 24 * rank + 24)
         gate, up = whole[f"{path}gate_up_proj"].chunk(2, dim=1)
         assert torch.equal(part[f"{path}gate_up_proj"], torch.cat((gate[:, mine], up[:, mine]), dim=1))
         assert torch.equal(part[f"{path}down_proj"], whole[f"{path}down_proj"][:, :, mine])
@@ -101,13 +87,13 @@ def test_a_rank_has_a_part_of_every_expert(original: Path) -> None:
 
 def test_with_expert_parallelism_a_rank_has_whole_experts(original: Path, tmp_path: Path) -> None:
     # As many ranks as experts, of which the second reads its own alone: what others read may be broken.
-    part, whole = load(original, 1, 4, expert_parallel=True), load(original)
+    part, whole = load_parameters(original, 1, 4, expert_parallel=True), load_parameters(original)
     path = EXPERTS.format(0)
     for name in ("gate_up_proj", "down_proj"):
         assert torch.equal(part[f"{path}{name}"], whole[f"{path}{name}"][1:2])
     assert torch.equal(part["model.layers.0.mlp.gate.weight"], whole["model.layers.0.mlp.gate.weight"])
     with_biases = write_tiny_model(tmp_path / "gpt-oss", "GptOss", **GPT_OSS)
-    part, whole = load(with_biases, 1, 2, expert_parallel=True), load(with_biases)
+    part, whole = load_parameters(with_biases, 1, 2, expert_parallel=True), load_parameters(with_biases)
     names = [name for name in whole if ".experts." in name]
     assert len(names) == 4 * 4
     assert all(torch.equal(part[name], whole[name][3:]) for name in names)
@@ -164,15 +150,14 @@ def drop_rows(tensors: dict[str, Tensor]) -> None:
 def test_experts_that_do_not_fit(
     checkpoint: Path, change: Callable[[dict[str, Tensor]], object], parts: list[str]
 ) -> None:
-    rewrite(checkpoint, change)
+    edit_weights(checkpoint, change)
     with pytest.raises(LoadError) as caught:
-        load(checkpoint)
+        load_parameters(checkpoint)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
 def edited(path: Path, **values: Any) -> Path:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **values}))
+    edit_json(path / "config.json", **values)
     return path
 
 
@@ -218,7 +203,7 @@ def test_groups_that_do_not_fit(tmp_path: Path, values: dict[str, Any], part: st
 def test_layers_that_predict_further_ahead_stay_on_disk(tmp_path: Path) -> None:
     settings = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     path = write_tiny_model(tmp_path / "glm", "Glm4Moe", **settings, num_nextn_predict_layers=1)
-    rewrite(path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(2, 2)}))
+    edit_weights(path, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(2, 2)}))
     notes: list[str] = []
     model = build_model(load_model_config(path), TensorParallelGroup.single(), torch.float32)
     load_weights(model, path, CPU, say=notes.append)

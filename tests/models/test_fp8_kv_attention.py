@@ -16,7 +16,8 @@ from batches import RequestState
 from checkpoints import write_tiny_model, write_tiny_qwen3
 from family_shapes import SHAPES
 from nvcli.errors import LoadError
-from nvcli.kernels.fp8_kv import FP8, dequantise_heads
+from nvcli.kernels.fp8_kv import dequantise_heads
+from nvcli.kernels.fp8_types import FP8
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import block_bytes
 from nvcli.models.kv_scales import is_kv_scale

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_driver import CPU, ModelDriver
+from rank_weights import load_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -26,10 +28,9 @@ from nvcli.kernels import fp8
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
-from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.geometry import model_tensors
-from nvcli.models.loader import init_random_weights, load_weights
+from nvcli.models.loader import init_random_weights
 from nvcli.models.registry import build_model
 from nvcli.sizing.weights import weight_bytes
 from quantised_checkpoints import FORMATS, fp8_blocks, unstack_experts, write_quantised
@@ -42,6 +43,7 @@ SIZES = {
     "head_dim": 64,
 }
 IDS = list(range(2, 40))
+load_fp8 = partial(load_model, quantization="fp8")
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +57,10 @@ def blocks(original: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return write_quantised(original, tmp_path_factory.mktemp("blocks"), fp8_blocks((128, 128)))
 
 
-def load(path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE, *, expert_parallel: bool = False) -> CausalLM:
-    group = TensorParallelGroup.single()
-    group.rank, group.size = rank, size
-    config = load_model_config(path, expert_parallel=expert_parallel).keeping("fp8")
-    model = build_model(config, group, torch.float32, stage=stage)
-    load_weights(model, path, CPU)
-    return model
-
-
 def test_blocks_of_a_checkpoint_are_kept_as_they_are(blocks: tuple[Path, Path]) -> None:
     stored = load_file(blocks[0] / "model.safetensors")
     for rank, size in ((0, 1), (0, 2), (1, 2)):
-        parameters = dict(load(blocks[0], rank, size).named_parameters())
+        parameters = dict(load_fp8(blocks[0], rank, size).named_parameters())
         rows = slice(rank * 256 // size, (rank + 1) * 256 // size)
         codes = torch.cat([stored[f"model.layers.0.self_attn.{name}_proj.weight"][rows].float() for name in "qkv"])
         found = parameters["model.layers.0.mixer.qkv_proj.weight"]
@@ -91,7 +84,7 @@ def test_other_weights_get_a_scale_for_each_row(name: str, original: Path, tmp_p
         quantised, decoded = write_quantised(original, tmp_path, FORMATS[name])
     stored, plain = load_file(quantised / "model.safetensors"), load_file(decoded / "model.safetensors")
     for rank in (0, 1):
-        parameters = dict(load(quantised, rank, 2).named_parameters())
+        parameters = dict(load_fp8(quantised, rank, 2).named_parameters())
         rows = slice(rank * 256, rank * 256 + 256)
         for prefix, projections in (("mlp.gate_up_proj", ("gate_proj", "up_proj")),):
             codes = parameters[f"model.layers.0.{prefix}.weight"]
@@ -112,7 +105,7 @@ def test_other_weights_get_a_scale_for_each_row(name: str, original: Path, tmp_p
 def test_bytes_are_counted_with_scales(blocks: tuple[Path, Path], original: Path) -> None:
     for path in (blocks[0], original):
         for size, stage in ((1, WHOLE), (2, WHOLE), (1, Stage(1, 2))):
-            model = load(path, size - 1, size, stage)
+            model = load_fp8(path, size - 1, size, stage)
             expected = weight_bytes(model.config, "float32", tensor_parallel_size=size, stage=stage)
             assert model.weight_bytes() == expected
     plain = weight_bytes(load_model_config(original), "bfloat16")
@@ -214,14 +207,14 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_experts(name: str, experts: dict[str, Path]) -> None:
     """Each rank has its part of the checkpoint's codes, and of scales; sizes are counted so; logits are near."""
     for rank, size, shares in ((0, 1, False), (1, 2, False), (1, 2, True)):
-        model = load(experts[name], rank, size, expert_parallel=shares)
+        model = load_fp8(experts[name], rank, size, expert_parallel=shares)
         counted = weight_bytes(model.config, "float32", tensor_parallel_size=size)
         assert model.weight_bytes() == counted
         share = 0.65 if name == "blocks" else 0.3  # the second layer is listed as left alone
         assert counted["experts"] < share * weight_bytes(load_model_config(experts[name]), "float32")["experts"]
     if name == "blocks":
         stored = load_file(experts[name] / "model.safetensors")
-        layer: Any = load(experts[name], 1, 2).get_submodule("model.layers.0.mlp.experts")
+        layer: Any = load_fp8(experts[name], 1, 2).get_submodule("model.layers.0.mlp.experts")
         path = "model.layers.0.mlp.experts.3.down_proj.weight"
         assert torch.equal(layer.down_proj[3].float(), stored[path][:, 128:].float())
         assert torch.equal(layer.down_scale[3], stored[f"{path}_scale_inv"][:, 1:])

@@ -16,7 +16,7 @@ from model_facts import windows_of
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.distributed.stage import Stage
 from nvcli.messages import MAX_KV_GROUPS
-from nvcli.models.attention_specs import attention_specs, layer_specs
+from nvcli.models.attention_specs import layer_specs
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import KVGroup, block_bytes, blocks_needed, kv_groups
 
@@ -118,7 +118,7 @@ def test_groups_of_other_shapes_fill_blocks_of_equal_bytes(tp: int, tmp_path: Pa
     config = load_model_config(tmp_path)
     groups = kv_groups(config)
     assert [(group.window, len(group.layers)) for group in groups] == [(64, 5)] * 10 + [(None, 10)]
-    specs = attention_specs(config, tp)
+    specs = layer_specs(config, tp)
     spec = KVCacheSpec.of_layers(specs, tuple(group.layers for group in groups), block_size=8, dtype=torch.bfloat16)
     assert not spec.is_uniform
     planned = block_bytes(config, "bfloat16", block_size=8, tensor_parallel_size=tp)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from model_driver import CPU, ModelDriver
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from batches import RequestState
-from checkpoints import reference_logits, write_tiny_qwen3
+from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_qwen3
 from nvcli.distributed.stage import Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import LoadError
@@ -55,16 +55,6 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tens
     model = build_model(load_model_config(path), TensorParallelGroup.single(), dtype)
     num_bytes = load_weights(model, path, CPU)
     return dict(model.named_parameters()), num_bytes
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object], file: str = "model.safetensors") -> None:
-    tensors = load_file(path / file)
-    change(tensors)
-    save_file(tensors, path / file, metadata={"format": "pt"})
-
-
-def edit_json(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def test_fused_parameters_are_the_checkpoints_tensors_stacked(single: Path) -> None:
@@ -109,7 +99,7 @@ def test_tied_embeddings(tmp_path: Path, head_in_file: bool) -> None:
     """Some tools write the tied LM head, too."""
     path = write_tiny_qwen3(tmp_path / "model", tie_word_embeddings=True)
     if head_in_file:
-        rewrite(path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+        edit_weights(path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
     parameters, num_bytes = load(path)
     assert HEAD not in parameters, "one parameter, counted once"
     assert num_bytes == sum(parameter.numel() * 4 for parameter in parameters.values())
@@ -127,7 +117,7 @@ def test_a_head_of_its_own_is_not_tied(tmp_path: Path, change: Callable[[Tensor]
         tensors[HEAD] = tensors[EMBEDDING].clone()
         change(tensors[HEAD])
 
-    rewrite(path, add_head)
+    edit_weights(path, add_head)
     assert_refused(path, HEAD, EMBEDDING, "tie_word_embeddings")
     with pytest.raises(LoadError, match="tie_word_embeddings"):
         ModelDriver(path, stage=Stage(1, 2))
@@ -135,7 +125,9 @@ def test_a_head_of_its_own_is_not_tied(tmp_path: Path, change: Callable[[Tensor]
 
 
 def test_harmless_extras_are_passed_over(single: Path) -> None:
-    rewrite(single, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    edit_weights(
+        single, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
     load(single)
 
 
@@ -149,27 +141,27 @@ def assert_refused(path: Path, *parts: str) -> None:
 
 
 def test_missing_tensor(single: Path) -> None:
-    rewrite(single, lambda tensors: tensors.pop(Q_PROJ))
+    edit_weights(single, lambda tensors: tensors.pop(Q_PROJ))
     assert_refused(single, "missing", Q_PROJ)
 
 
 def test_many_missing_tensors_are_summed_up(single: Path) -> None:
-    rewrite(single, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name])
+    edit_weights(single, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1" in name])
     assert_refused(single, "model.layers.1.", "and 8 more")
 
 
 def test_missing_head_names_the_setting_that_explains_it(single: Path) -> None:
-    rewrite(single, lambda tensors: tensors.pop("lm_head.weight"))
+    edit_weights(single, lambda tensors: tensors.pop("lm_head.weight"))
     assert_refused(single, "lm_head.weight", "tie_word_embeddings")
 
 
 def test_extra_tensor(single: Path) -> None:
-    rewrite(single, lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}))
+    edit_weights(single, lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}))
     assert_refused(single, "model.safetensors", "unknown", "model.layers.7.mlp.up_proj.weight")
 
 
 def test_misshapen_tensor(single: Path) -> None:
-    rewrite(single, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 31)}))
+    edit_weights(single, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 31)}))
     assert_refused(single, "model.safetensors", Q_PROJ, "[64, 31]", "[64, 32]")
 
 
@@ -179,7 +171,7 @@ def test_config_that_is_not_the_weights(single: Path) -> None:
 
 
 def test_quantised_storage(single: Path) -> None:
-    rewrite(single, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 32, dtype=torch.int8)}))
+    edit_weights(single, lambda tensors: tensors.update({Q_PROJ: torch.ones(64, 32, dtype=torch.int8)}))
     assert_refused(single, Q_PROJ, "I8")
 
 
@@ -225,13 +217,13 @@ def test_missing_file_of_the_index(sharded: Path) -> None:
 
 def test_index_that_promises_a_tensor_its_file_lacks(sharded: Path) -> None:
     weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
-    rewrite(sharded, lambda tensors: tensors.pop(Q_PROJ), file=weight_map[Q_PROJ])
+    edit_weights(sharded, lambda tensors: tensors.pop(Q_PROJ), file=weight_map[Q_PROJ])
     assert_refused(sharded, weight_map[Q_PROJ], Q_PROJ, INDEX)
 
 
 def test_index_that_names_a_tensor_unknown_to_the_model(sharded: Path) -> None:
     weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
-    rewrite(sharded, lambda tensors: tensors.update({"visual.weight": torch.ones(1)}), file=weight_map[Q_PROJ])
+    edit_weights(sharded, lambda tensors: tensors.update({"visual.weight": torch.ones(1)}), file=weight_map[Q_PROJ])
     edit_json(sharded / INDEX, weight_map={**weight_map, "visual.weight": weight_map[Q_PROJ]})
     assert_refused(sharded, weight_map[Q_PROJ], "visual.weight", "unknown")
 
@@ -253,7 +245,7 @@ def test_no_weights_at_all(single: Path) -> None:
 
 
 def test_nothing_is_allocated_for_a_checkpoint_that_does_not_fit(single: Path) -> None:
-    rewrite(single, lambda tensors: tensors.pop(Q_PROJ))
+    edit_weights(single, lambda tensors: tensors.pop(Q_PROJ))
     model = build_model(load_model_config(single), TensorParallelGroup.single(), torch.float32)
     with pytest.raises(LoadError):
         load_weights(model, single, CPU)

@@ -11,22 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver
+from model_driver import ModelDriver
+from rank_weights import load_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from batches import RequestState
-from checkpoints import reference_logits, write_tiny_model
+from checkpoints import edit_json, reference_logits, write_tiny_model
 from expert_shapes import GPT_OSS
 from mxfp4 import BLOCKS_FILE, SCALES_FILE, quantise
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import LoadError
 from nvcli.kernels.mxfp4 import dequantise
 from nvcli.models.config import load_model_config
-from nvcli.models.loader import load_weights
-from nvcli.models.registry import build_model
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -53,21 +51,9 @@ def plain(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(
-    path: Path,
-    rank: int = 0,
-    size: int = 1,
-    stage: Stage = WHOLE,
-    device: torch.device = CPU,
-    *,
-    expert_parallel: bool = False,
-) -> dict[str, Tensor]:
-    group = TensorParallelGroup.single()
-    group.rank, group.size = rank, size
-    config = load_model_config(path, expert_parallel=expert_parallel)
-    model = build_model(config, group, torch.bfloat16, stage=stage)
-    load_weights(model, path, device)
-    return dict(model.named_parameters())
+def load(path: Path, *where: Any, **options: Any) -> dict[str, Tensor]:
+    """The parameters of a rank in bfloat16; the arguments are those of `load_model`."""
+    return dict(load_model(path, *where, dtype=torch.bfloat16, **options).named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -141,11 +127,7 @@ def edit(file: str, change: Callable[[dict[str, Tensor]], object]) -> Callable[[
 
 
 def configure(**values: Any) -> Callable[[Path], None]:
-    def rewrite(path: Path) -> None:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, **values}))
-
-    return rewrite
+    return lambda path: edit_json(path / "config.json", **values)
 
 
 def halve_a_block(path: Path) -> None:

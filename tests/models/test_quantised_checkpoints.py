@@ -3,25 +3,20 @@ too; what cannot be read is refused by name."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver
-from safetensors.torch import load_file, save_file
+from model_driver import ModelDriver
+from rank_weights import load_parameters
 from torch import Tensor
 
 from batches import RequestState
-from checkpoints import reference_logits, write_tiny_model
+from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_model
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import LoadError
-from nvcli.models.config import load_model_config
-from nvcli.models.loader import load_weights
-from nvcli.models.registry import build_model
 from quantised_checkpoints import FORMATS, compressed, unstack_experts, write_quantised
 
 Checkpoints = tuple[Path, Path]
@@ -41,14 +36,6 @@ def checkpoints(
     return write_quantised(original, tmp_path_factory.mktemp("model"), FORMATS[request.param])
 
 
-def load(path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE) -> dict[str, Tensor]:
-    group = TensorParallelGroup.single()
-    group.rank, group.size = rank, size
-    model = build_model(load_model_config(path), group, torch.float32, stage=stage)
-    load_weights(model, path, CPU)
-    return dict(model.named_parameters())
-
-
 @pytest.mark.parametrize(
     ("rank", "size", "stage"), [(0, 1, WHOLE), (0, 2, WHOLE), (1, 2, WHOLE), (0, 1, Stage(1, 2))], ids=str
 )
@@ -56,7 +43,7 @@ def test_weights_are_those_that_the_codes_stand_for(
     rank: int, size: int, stage: Stage, checkpoints: Checkpoints
 ) -> None:
     quantised, plain = checkpoints
-    found, expected = load(quantised, rank, size, stage), load(plain, rank, size, stage)
+    found, expected = load_parameters(quantised, rank, size, stage), load_parameters(plain, rank, size, stage)
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, atol=1e-7, rtol=1e-6, msg=name)
@@ -78,26 +65,17 @@ def test_experts_and_fused_projections(tmp_path: Path) -> None:
         unstack_experts(plain)
         for name in ("fp8, small blocks", "awq", "gptq, act-order"):
             folder = tmp_path / f"{family}, {name}"
-            found, expected = (load(path) for path in write_quantised(plain, folder, FORMATS[name], skip=()))
+            found, expected = (load_parameters(path) for path in write_quantised(plain, folder, FORMATS[name], skip=()))
             for parameter, values in expected.items():
                 torch.testing.assert_close(found[parameter], values, atol=1e-7, rtol=1e-6, msg=parameter)
 
 
 def edit(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
-    def rewrite(path: Path) -> None:
-        tensors = load_file(path / "model.safetensors")
-        change(tensors)
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-    return rewrite
+    return lambda path: edit_weights(path, change)
 
 
 def configure(**values: Any) -> Callable[[Path], None]:
-    def rewrite(path: Path) -> None:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, "quantization_config": values}))
-
-    return rewrite
+    return lambda path: edit_json(path / "config.json", quantization_config=values)
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -173,5 +151,5 @@ def test_what_cannot_be_read_is_refused(case: str, original: Path, tmp_path: Pat
     path, _ = write_quantised(original, tmp_path, FORMATS[name])
     change(path)
     with pytest.raises(LoadError) as caught:
-        load(path)
+        load_parameters(path)
     assert all(part in str(caught.value) for part in parts), str(caught.value)

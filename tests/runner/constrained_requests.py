@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from nvcli.demo import demo_path
-from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
@@ -104,9 +103,7 @@ def run_here(
     """Answer requests by one rank, with steps in flight; `num_blocks` is of the KV cache."""
     own = {"max_model_len": 400, "block_size": 4, "kv_cache_memory": 64 << 20} if device == "cpu" else {}
     runner = make_runner(demo_path(), device, **{**own, **config})
-    scheduler = make_scheduler(runner)
-    if num_blocks is not None:
-        scheduler = Scheduler(scheduler.limits, BlockManager(num_blocks))
+    scheduler = make_scheduler(runner, num_blocks)
     core = EngineCore(scheduler, Rank(runner), max_in_flight=runner.config.max_steps_in_flight)
     core.add(requests)
     outputs: dict[int, RequestOutput] = {}
@@ -114,6 +111,20 @@ def run_here(
         outputs.update({output.request_id: output for output in core.step()})
     scheduler.check_integrity()
     return found_in(outputs), scheduler
+
+
+def assert_follow_grammars(requests: Iterable[Request], answers: Answers, vocabulary: Vocabulary) -> None:
+    """Every answer leads through its grammar, and ends where the grammar is complete or the tokens are used up."""
+    for request in requests:
+        tokens, reason = answers[request.request_id]
+        if request.constraint is None:
+            continue
+        matcher = vocabulary.matcher(request.constraint.grammar)
+        is_ended = tokens[-1] in END_IDS
+        text = tokens[:-1] if is_ended else tokens
+        assert matcher.try_consume_tokens(text) == len(text)
+        assert matcher.is_accepting() or not is_ended
+        assert reason == ("stop" if is_ended else "length")
 
 
 def found_in(outputs: dict[int, RequestOutput]) -> Answers:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from nvcli.sampling_params import SamplingParams
 from one_rank import make_runner, run_to_outputs
 from requests_factory import make_request
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("memory_is_given_back")]
 
 POISON = 96
 """The token whose embedding is NaN."""
@@ -35,11 +33,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
+def full_float32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")

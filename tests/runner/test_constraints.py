@@ -6,7 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from constrained_requests import END_IDS, Answers, Rank, found_in, load_vocabulary, make_requests, run_here
+from constrained_requests import (
+    END_IDS,
+    Answers,
+    Rank,
+    assert_follow_grammars,
+    found_in,
+    load_vocabulary,
+    make_requests,
+    run_here,
+)
 from generation import generate
 
 from nvcli.demo import demo_path
@@ -38,20 +47,10 @@ def answers(requests: list[Request]) -> Answers:
 
 
 def test_answers_are_complete_or_cut(requests: list[Request], answers: Answers, vocabulary: Vocabulary) -> None:
-    """Every answer leads through its grammar, and ends where the grammar is complete or the tokens are used up."""
-    reasons = []
-    for request in requests:
-        tokens, reason = answers[request.request_id]
-        assert len(tokens) >= request.sampling.min_tokens or request.constraint is not None
-        if request.constraint is None:
-            continue
-        matcher = vocabulary.matcher(request.constraint.grammar)
-        is_ended = tokens[-1] in END_IDS
-        text = tokens[:-1] if is_ended else tokens
-        assert matcher.try_consume_tokens(text) == len(text)
-        assert matcher.is_accepting() or not is_ended
-        assert reason == ("stop" if is_ended else "length")
-        reasons.append(reason)
+    assert_follow_grammars(requests, answers, vocabulary)
+    free = [request for request in requests if request.constraint is None]
+    assert all(len(answers[request.request_id][0]) >= request.sampling.min_tokens for request in free)
+    reasons = [answers[request.request_id][1] for request in requests if request.constraint is not None]
     assert reasons.count("stop") > 12
     assert "length" in reasons
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +19,7 @@ from nvcli.sampling_params import SamplingParams
 from one_rank import make_runner, run_requests
 from requests_factory import make_request
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("memory_is_given_back")]
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

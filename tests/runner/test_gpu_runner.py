@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from nvcli.sampling_params import SamplingParams
 from one_rank import make_runner, make_scheduler, run_requests
 from requests_factory import make_request
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("memory_is_given_back")]
 
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed"))
@@ -33,13 +32,6 @@ BACKENDS = [
         "flashinfer": "flashinfer",
     }.items()
 ]
-
-
-@pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    yield
-    gc.collect()  # a runner's parts refer to each other
-    torch.cuda.empty_cache()
 
 
 def generate(

@@ -20,12 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.kv_layout import part_bytes
+from nvcli.attention.kv_layout import KVDtype, part_bytes
 from nvcli.attention.spec import AttentionSpec, StateSpec
 from nvcli.attention.state_size import STATE_ALIGNMENT
-from nvcli.kernels.fp8_kv import FP8, KVScales
+from nvcli.kernels.fp8_kv import KVScales
+from nvcli.kernels.fp8_types import FP8
 
 NULL_BLOCK = 0
+
+
+def torch_kv_dtype(kv_dtype: KVDtype) -> torch.dtype:
+    """Return the type of keys and values by its name."""
+    dtype: torch.dtype = FP8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from importlib import import_module
 import torch
 
 from nvcli.attention.spec import AttentionCase
-from nvcli.kernels.fp8_kv import FP8
+from nvcli.kernels.fp8_types import FP8
 
 _FP8_CAPABILITY = (8, 9)
 """GPUs from Ada on turn e4m3 numbers into others in hardware, which Triton asks for."""

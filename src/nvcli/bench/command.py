@@ -18,9 +18,8 @@ from nvcli.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.host_memory import available_ram
-from nvcli.job_run.resolve import kept_weights, resolve_engine_config, resolve_layout
+from nvcli.job_run.resolve import load_model, resolve_engine_config, resolve_layout
 from nvcli.messages import unpack
-from nvcli.models.config import load_model_config
 from nvcli.sizing.ram import check_ram
 
 _USUAL_MODEL_LEN = 4096
@@ -98,7 +97,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     if options.plot is not None:
         check_plot(options.plot)
     with model_folder(run.model, options.shape) as path:
-        model = load_model_config(path, expert_parallel=run.enable_expert_parallel).keeping(kept_weights(run))
+        model = load_model(run, path)
         # What is wrong with the configuration is said before a file is read.
         resolve_engine_config(run, path, model)
         requests: list[Request] = []

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from nvcli.attention.kv_layout import KVDtype
 from nvcli.doctor.findings import Finding, note, ok, problem
 
 
@@ -35,7 +36,7 @@ class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     max_num_seqs: int
     choice: str
-    kv_dtype: str | None = None
+    kv_dtype: KVDtype | None = None
     """The type of keys and values in the cache, as `EngineConfig.kv_dtype`; None: the model's."""
 
 
@@ -47,10 +48,10 @@ def probe(task: AttentionTask) -> list[Finding]:
     """Ask every backend. Imports torch and the backends' packages."""
     import torch
 
+    from nvcli.attention.kv_cache import torch_kv_dtype
     from nvcli.attention.selection import BACKENDS, NOT_ASKED, select_backend, why_not
     from nvcli.attention.spec import AttentionCase, AttentionSpec
     from nvcli.errors import ConfigError
-    from nvcli.kernels.fp8_kv import FP8
 
     case = AttentionCase(
         device=torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu"),
@@ -68,7 +69,7 @@ def probe(task: AttentionTask) -> list[Finding]:
             for kind in task.kinds
         ),
         block_size=task.block_size,
-        kv_dtype=None if task.kv_dtype is None else FP8 if task.kv_dtype == "fp8" else getattr(torch, task.kv_dtype),
+        kv_dtype=None if task.kv_dtype is None else torch_kv_dtype(task.kv_dtype),
         max_num_seqs=task.max_num_seqs,
     )
     findings = []

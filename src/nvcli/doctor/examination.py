@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from nvcli.attention.kv_layout import KVDtype
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.doctor.all_reduce import check_all_reduce
 from nvcli.doctor.attention_probe import AttentionKind, AttentionTask
@@ -160,7 +161,7 @@ def _attention_task(
     """Make the question that a rank of the run would ask."""
     model = files.config if files is not None else None
     kinds: tuple[AttentionKind, ...] = (_EXAMPLE,)
-    kv_dtype: str | None = None
+    kv_dtype: KVDtype | None = None
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     block_size = run.block_size or DEFAULT_BLOCK_SIZE
     if model is not None and config is not None:

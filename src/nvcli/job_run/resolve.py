@@ -192,7 +192,7 @@ def resolve_settings(
     `found_device` is as in `resolve_job`.
     """
     model_path = resolve_model(run.model, weights=weights)
-    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel).keeping(kept_weights(run))
+    model = load_model(run, model_path)
     task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
     if weights:
@@ -208,6 +208,12 @@ def resolve_settings(
     )
 
 
+def load_model(run: RunConfig, model_path: Path) -> ModelConfig:
+    """Load a checkpoint's configuration, with its weights kept as a run's ranks do. Raises LoadError and
+    ConfigError."""
+    return load_model_config(model_path, expert_parallel=run.enable_expert_parallel).keeping(_kept_weights(run))
+
+
 def resolve_engine_config(
     run: RunConfig, model_path: Path, model: ModelConfig, *, found_device: Literal["cpu", "cuda"] | None = None
 ) -> EngineConfig:
@@ -217,7 +223,7 @@ def resolve_engine_config(
     stands for; None: look for a GPU.
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
-    model = model.keeping(kept_weights(run))
+    model = model.keeping(_kept_weights(run))
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
     max_model_len = run.max_model_len or model.max_position_embeddings
@@ -253,12 +259,12 @@ def resolve_engine_config(
         enable_prefix_caching=run.enable_prefix_caching,
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
-        quantization=kept_weights(run),
+        quantization=_kept_weights(run),
         embedding_size=model.hidden_size if run.task == "embed" else 0,
     )
 
 
-def kept_weights(run: RunConfig) -> KeptWeights:
+def _kept_weights(run: RunConfig) -> KeptWeights:
     """Return how ranks keep the weights of linear layers. auto keeps none in FP8 until its products are measured."""
     return "none" if run.quantization == "auto" else run.quantization
 

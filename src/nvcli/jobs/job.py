@@ -6,8 +6,8 @@ is one of these, or a type that the engine gave:
     invalid_json, not_an_object, invalid_id, duplicate_id,     the line itself
     line_too_long, invalid_utf8, invalid_csv, ragged_row
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
-    missing_column, invalid_sampling, unsupported_url,
-    unsupported_parameter, unsupported_content
+    missing_column, invalid_sampling, invalid_structured,
+    unsupported_url, unsupported_parameter, unsupported_content
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, special_token, no_chat_template,
     chat_template_error, tokenizer_error
@@ -15,7 +15,7 @@ is one of these, or a type that the engine gave:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -168,6 +168,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     score: float | None = None
     """What `best_of` put the answers in order by: the mean or the sum of the log-probabilities of its tokens."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what it takes in memory."""
+        total = 200 + 2 * (len(self.text) + len(self.reasoning_content or "")) + 40 * len(self.token_ids or ())
+        return total if self.logprobs is None else total + _num_top_bytes(self.logprobs.top_logprobs)
+
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a row; completion tokens are those of all its answers together."""
@@ -198,6 +204,18 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of a row that is scored or embedded; it has no `choices` then."""
     prompt_logprobs: PromptLogprobs | None = None
     """The log-probabilities of the prompt's tokens, where the row asks for them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what it takes in memory, without what the row passes through."""
+        total = 500 + sum(choice.num_bytes for choice in self.choices)
+        if self.answer is not None:
+            total += self.answer.num_bytes
+        return total if self.prompt_logprobs is None else total + _num_top_bytes(self.prompt_logprobs.top_logprobs)
+
+
+def _num_top_bytes(top_logprobs: Sequence[Mapping[str, float] | None]) -> int:
+    return sum(200 + 150 * len(top or ()) for top in top_logprobs)
 
 
 def failed(place: Place, error: RowError) -> JobResult:

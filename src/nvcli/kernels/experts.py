@@ -7,6 +7,7 @@ experts, k experts per token, I intermediate size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -50,19 +51,23 @@ def apply_experts(
 
         kernels.apply_experts(x, routes, weights, activation, out)
         return out
-    num_held, first = len(weights.gate_up), weights.first_expert
     if weights.num_others:
         out.zero_()
-    order, counts = group_by_expert(routes.experts, num_held + weights.num_others)
-    groups = torch.split(order.long(), counts.tolist())
-    for expert, pairs in enumerate(groups[first : first + num_held]):
-        if len(pairs) == 0:
-            continue
-        token, choice = pairs // experts_per_token, pairs % experts_per_token
+    for expert, token, choice in pairs_of_experts(routes, weights):
         gate_up = F.linear(x[token], weights.gate_up[expert], _of_expert(weights.gate_up_bias, expert))
         down = F.linear(activate(gate_up, activation), weights.down[expert], _of_expert(weights.down_bias, expert))
         out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
     return out
+
+
+def pairs_of_experts(routes: Routes, weights: ExpertWeights) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that is held and has pairs, with their tokens and choices, int64 both."""
+    num_held, first, experts_per_token = len(weights.gate_up), weights.first_expert, routes.experts.shape[1]
+    order, counts = group_by_expert(routes.experts, num_held + weights.num_others)
+    groups = torch.split(order.long(), counts.tolist())
+    for expert, pairs in enumerate(groups[first : first + num_held]):
+        if len(pairs):
+            yield expert, pairs // experts_per_token, pairs % experts_per_token
 
 
 def activate(gate_up: Tensor, activation: GatedActivation) -> Tensor:

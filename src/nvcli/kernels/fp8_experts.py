@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes
-from nvcli.kernels.experts import activate, group_by_expert
+from nvcli.kernels.experts import activate, pairs_of_experts
 from nvcli.kernels.fp8 import fp8_linear, quantise
 from nvcli.kernels.fp8_types import QuantisedRows
 
@@ -28,16 +28,9 @@ def apply_fp8_experts(
 
         kernels.apply_fp8_experts(rows, routes, weights, scales, activation, out)
         return
-    experts_per_token = routes.experts.shape[1]
-    num_held, first = len(weights.gate_up), weights.first_expert
     if weights.num_others:
         out.zero_()
-    order, counts = group_by_expert(routes.experts, num_held + weights.num_others)
-    groups = torch.split(order.long(), counts.tolist())
-    for expert, pairs in enumerate(groups[first : first + num_held]):
-        if len(pairs) == 0:
-            continue
-        token, choice = pairs // experts_per_token, pairs % experts_per_token
+    for expert, token, choice in pairs_of_experts(routes, weights):
         # Codes are moved as bytes, which any device can index.
         codes = rows.codes.view(torch.uint8)[token].view(rows.codes.dtype)
         taken = QuantisedRows(codes, rows.scales[token], rows.dtype)

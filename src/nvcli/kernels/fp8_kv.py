@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+from nvcli.kernels.fp8_types import FP8, FP8_MAX
+
 SMALLEST_AMAX = 1e-30
 """Heads whose largest number is smaller are scaled as if it were this one: the scale of zeros must not be 0."""
 

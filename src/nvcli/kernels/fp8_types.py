@@ -1,4 +1,5 @@
-"""What FP8 activations are: codes and the scales that their values have been divided by (`kernels/fp8.py`).
+"""FP8 (e4m3) numbers, and activations in FP8: codes and the scales that their values have been divided by
+(`kernels/fp8.py`).
 
 Shapes: T rows, `in` features, G = in / 128, rounded up.
 """

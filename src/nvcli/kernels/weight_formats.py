@@ -23,6 +23,11 @@ FP8Scaling = Literal["channel", "block"]
 """What shares a scale in a weight that ranks keep in FP8: a row, or a block of 128 × 128."""
 
 
+def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight [rows, columns] that ranks keep in FP8."""
+    return (rows,) if scaling == "channel" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """The way in which the codes of one weight are stored."""

@@ -77,7 +77,7 @@ class Call:
         with self._changed:
             if self._is_gone:
                 return
-            self._ready_bytes += _num_bytes(result)
+            self._ready_bytes += result.num_bytes
             if not self._keeps_order:
                 self._ready.append(result)
             else:
@@ -115,7 +115,7 @@ class Call:
                 if self._ready:
                     result = self._ready.popleft()
                     self._num_open -= 1
-                    self._ready_bytes -= _num_bytes(result)
+                    self._ready_bytes -= result.num_bytes
                     self._changed.notify_all()
                     return result
                 if self._failure is not None:
@@ -141,13 +141,3 @@ class Call:
     @property
     def _is_over(self) -> bool:
         return self._is_gone or self._failure is not None
-
-
-def _num_bytes(result: JobResult) -> int:
-    """Estimate what a result takes in memory."""
-    total = 1000 if result.answer is None else 1000 + result.answer.num_bytes
-    for choice in result.choices:
-        total += len(choice.text) + 40 * len(choice.token_ids or ())
-        if choice.logprobs is not None:
-            total += sum(200 + 150 * len(top) for top in choice.logprobs.top_logprobs)
-    return total

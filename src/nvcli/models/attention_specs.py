@@ -12,12 +12,6 @@ LayerSpec = AttentionSpec | StateSpec
 """What a layer keeps in the KV cache."""
 
 
-def attention_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = WHOLE) -> tuple[AttentionSpec, ...]:
-    """Return the attention kind of each layer of a stage that attends, on one of its ranks."""
-    specs = layer_specs(config, tensor_parallel_size, stage)
-    return tuple(spec for spec in specs if isinstance(spec, AttentionSpec))
-
-
 def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = WHOLE) -> tuple[LayerSpec, ...]:
     """Return the attention kind or the state of each layer of a stage, on one of its ranks. Layers that attend alike
     and are in one KV group have equal ones."""

@@ -21,7 +21,7 @@ from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.fp8_experts import apply_fp8_experts
 from nvcli.kernels.routing import route, router_logits
-from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
 from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.geometry import TensorSpec
 from nvcli.models.layer_config import ExpertsConfig, MLPConfig
@@ -171,8 +171,8 @@ class Experts(WeightModule):
 def _empty_scales(weight: nn.Parameter, scaling: FP8Scaling) -> nn.Parameter:
     """The scales of [E, out, in]: [E, out] or, for blocks, [E, out / 128, in / 128], rounded up."""
     experts, rows, columns = weight.shape
-    shape = (experts, rows) if scaling == "channel" else (experts, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-    return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+    scales = torch.empty(experts, *scale_shape(rows, columns, scaling), dtype=torch.float32)
+    return nn.Parameter(scales, requires_grad=False)
 
 
 def _with_scales(source: WeightSource, scaling: FP8Scaling) -> WeightSource:

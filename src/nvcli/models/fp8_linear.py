@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8 import activate_and_quantise, fp8_linear, quantise
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
 from nvcli.models.parallel import LinearMethod, PlainLinearMethod, ShardedLinear
 from nvcli.models.weights import ScaleTarget, WeightSource, empty_parameter, length
 
@@ -32,8 +32,8 @@ class Fp8LinearMethod(PlainLinearMethod):
     def create(self, layer: ShardedLinear) -> None:
         super().create(layer)
         rows, columns = layer.weight.shape
-        shape = (rows,) if self.scaling == "channel" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-        layer.weight_scale = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+        scales = torch.empty(scale_shape(rows, columns, self.scaling), dtype=torch.float32)
+        layer.weight_scale = nn.Parameter(scales, requires_grad=False)
         if layer.bias is not None:
             assert layer.pieces[0].bias is not None
             layer.bias = empty_parameter(layer.pieces[0].bias, rows)

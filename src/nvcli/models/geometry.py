@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.weight_formats import FP8Scaling, scale_shape
 from nvcli.models.checkpoint_layout import EXPERTS, FUSED
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import (
@@ -136,8 +136,7 @@ class TensorSpec:
         if self.scaling is None:
             return num_bytes
         *outer, rows, columns = shape
-        blocks = -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
-        num_scales = math.prod(outer) * (rows if self.scaling == "channel" else blocks)
+        num_scales = math.prod((*outer, *scale_shape(rows, columns, self.scaling)))
         return num_bytes + num_scales * DTYPE_BYTES["float32"]
 
     @property

@@ -13,9 +13,9 @@ from nvcli.byte_sizes import parse_size
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.host_memory import available_ram
-from nvcli.job_run.resolve import kept_weights, resolve_engine_config, resolve_layout
+from nvcli.job_run.resolve import load_model, resolve_engine_config, resolve_layout
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.config import ModelConfig
 from nvcli.profile.lengths import FileLengths, lengths_of
 from nvcli.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
 from nvcli.sizing.ram import check_ram
@@ -41,7 +41,7 @@ def run_profile(
     if shape is not None and input_file is not None:
         raise ConfigError("--input needs a tokenizer, which a --shape has not; name a --model")
     with model_folder(run.model, shape) as path:
-        model = load_model_config(path, expert_parallel=run.enable_expert_parallel).keeping(kept_weights(run))
+        model = load_model(run, path)
         config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
         config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")
         lengths = _file_lengths(run, config, model, input_file) if input_file is not None else None

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
-from nvcli.attention.kv_cache import KVCache, KVCacheSpec
+from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
 from nvcli.attention.selection import select_backend
 from nvcli.attention.spec import AttentionCase
 from nvcli.config import EngineConfig
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
-from nvcli.kernels.fp8_kv import FP8
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import load_kv_scales, load_weights
@@ -44,8 +43,8 @@ class PassageReader:
         self.model = build_model(self.config, group, dtype, max_positions=config.max_model_len)
         check_weights_fit(sum(self.model.weight_bytes().values()), device)
         load_weights(self.model, config.model_path, device, say=say)
-        kv_dtype: torch.dtype = FP8 if config.kv_dtype == "fp8" else getattr(torch, config.kv_dtype)
-        if kv_dtype == FP8 and (note := load_kv_scales(self.model, config.model_path, device)):
+        kv_dtype = torch_kv_dtype(config.kv_dtype)
+        if config.kv_dtype == "fp8" and (note := load_kv_scales(self.model, config.model_path, device)):
             say(note)
         block_size = config.block_size
         case = AttentionCase(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nvcli.messages import FORBIDDEN, NewSlot
+from nvcli.runner.uploader import to_device
 
 _ANY = -1
 """Stands in the table before a word that is shorter than the longest."""
@@ -46,7 +47,7 @@ class BadWords:
                 place[: len(word) - 1] = word[-2::-1]
                 place[-1] = word[-1]
         slots = np.array([new.slot for new in new_slots])
-        self._table[self._to_device(slots)] = self._to_device(rows)
+        self._table[to_device(slots, self._device)] = to_device(rows, self._device)
 
     def forbid(
         self, logits: Tensor, at: Tensor, slots: Tensor, positions: Tensor, *, tokens: Tensor, prompt_lens: Tensor
@@ -79,7 +80,3 @@ class BadWords:
             self._table[:, :width, most - 1 : -1] = _ANY
             self._table[:, :width, : most - 1] = old[:, :, :-1]
             self._table[:, :width, -1] = old[:, :, -1]
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)

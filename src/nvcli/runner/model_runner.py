@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from nvcli.attention.forward_batch import BatchShape
-from nvcli.attention.kv_cache import KVCache, KVCacheSpec
+from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
 from nvcli.attention.selection import select_backend
 from nvcli.attention.spec import AttentionCase
 from nvcli.config import EngineConfig
@@ -24,7 +24,6 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.stage_link import StageLink
 from nvcli.errors import LimitsTooHigh
 from nvcli.host_memory import total_ram
-from nvcli.kernels.fp8_kv import FP8
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
@@ -113,8 +112,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 import_kernels()
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
-            kv_dtype = self.config.kv_dtype
-            self.kv_dtype: torch.dtype = FP8 if kv_dtype == "fp8" else getattr(torch, kv_dtype)
+            self.kv_dtype = torch_kv_dtype(self.config.kv_dtype)
             self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
 
     def _join_process_group(self) -> None:
@@ -153,10 +151,10 @@ class ModelRunner:
             if self.config.load_format == "random":
                 self._weight_bytes = init_random_weights(self.model, self.device)
             else:
-                say = self._notes.append
-                self._weight_bytes = load_weights(self.model, self.config.model_path, self.device, say=say)
-                if self.kv_dtype == FP8 and (note := load_kv_scales(self.model, self.config.model_path, self.device)):
-                    self._notes.append(note)
+                path, say = self.config.model_path, self._notes.append
+                self._weight_bytes = load_weights(self.model, path, self.device, say=say)
+                if self.config.kv_dtype == "fp8" and (note := load_kv_scales(self.model, path, self.device)):
+                    say(note)
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self._world.meet("weights are loaded")
 

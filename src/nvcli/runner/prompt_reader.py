@@ -21,6 +21,7 @@ from nvcli.kernels.token_scores import ShardScores, merge_scores, shard_scores
 from nvcli.messages import PromptRead, PromptReading, StepInput
 from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.slot_table import unpack_ids
+from nvcli.runner.uploader import to_device
 
 LOGITS_ROWS = 256
 """Rows that are multiplied by the LM head at a time."""
@@ -140,10 +141,7 @@ class PromptReader:
         return merge_scores(ShardScores(floats[..., 0], floats[..., 1], floats[..., 2:], ids))
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        """Copy an array of integers, without waiting. The allocator of pinned memory keeps the host's memory until the
-        copy is over."""
-        tensor = torch.from_numpy(array.astype(np.int64))
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+        return to_device(array.astype(np.int64), self._device)
 
 
 def _count_up(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -13,12 +13,11 @@ from enum import IntFlag
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
 from nvcli.messages import MAX_STOP_IDS, NewSlot
 from nvcli.runner.bad_words import BadWords
-from nvcli.runner.uploader import Uploader
+from nvcli.runner.uploader import Uploader, to_device
 
 _MAX_INT32 = 2**31 - 1
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -111,16 +110,10 @@ class SamplingTable:
             ids[i, : len(entries)] = entries
             stops, allowed = [-np.inf] * len(s.stop_ids), [np.inf] * len(s.allowed_ids)
             values[i, : len(entries)] = [*s.bias_values, *stops, *allowed]
-        at = self._to_device(slots)
+        at, ids_there, values_there = (to_device(array, self._words.device) for array in (slots, ids, values))
         self.adjusted_values.index_fill_(0, at, 0.0)
-        self.adjusted_ids[at, :longest] = self._to_device(ids)
-        self.adjusted_values[at, :longest] = self._to_device(values)
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        """Copy an array that may be too large for the uploader, without waiting. The allocator of pinned memory keeps
-        the host's memory until the copy is over."""
-        tensor, device = torch.from_numpy(array), self._words.device
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        self.adjusted_ids[at, :longest] = ids_there
+        self.adjusted_values[at, :longest] = values_there
 
 
 def _flags(new: NewSlot) -> int:

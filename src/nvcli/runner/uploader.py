@@ -1,7 +1,8 @@
 """Uploader: it brings small host arrays to the device, many in one copy, without waiting for the device.
 
 A GPU's copy reads the host memory later, when the stream gets there, so arrays are staged in pinned memory that is used
-round and round: it holds the arrays of as many steps as may be in flight, and of two more.
+round and round: it holds the arrays of as many steps as may be in flight, and of two more. `to_device` is for arrays
+that are large and rare.
 """
 
 from __future__ import annotations
@@ -51,3 +52,10 @@ class Uploader:
             start += length
         self._on_device[first:start].copy_(self._pinned[first:start], non_blocking=True)
         return tuple(views)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array that may be too large for an `Uploader`, without waiting. The allocator of pinned memory keeps the
+    host's memory until the copy is over."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

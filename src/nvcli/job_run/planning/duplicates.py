@@ -94,7 +94,7 @@ class Duplicates:
         if key is None:
             return
         followers = self._followers.pop(key)
-        answer = _Answer(result.choices, result.usage, _num_bytes(result), result.answer, result.prompt_logprobs)
+        answer = _Answer(result.choices, result.usage, result.num_bytes, result.answer, result.prompt_logprobs)
         if error is None:
             self._keep(key, answer)
         for place, num_bytes in followers:
@@ -116,15 +116,3 @@ class Duplicates:
         while self._kept_bytes > self._max_kept_bytes:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.num_bytes
-
-
-def _num_bytes(result: JobResult) -> int:
-    """Estimate what an answer takes in memory."""
-    total = 500 if result.answer is None else 500 + result.answer.num_bytes
-    if result.prompt_logprobs is not None:
-        total += sum(200 + 150 * len(top or ()) for top in result.prompt_logprobs.top_logprobs)
-    for choice in result.choices:
-        total += 200 + 2 * len(choice.text) + 40 * len(choice.token_ids or ())
-        if choice.logprobs is not None:
-            total += sum(200 + 150 * len(top) for top in choice.logprobs.top_logprobs)
-    return total

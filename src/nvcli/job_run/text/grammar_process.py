@@ -6,14 +6,13 @@ this process is ended in its place. How much memory it may take is limited here;
 
 from __future__ import annotations
 
-import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from nvcli.grammars import GrammarError, Vocabulary
-from nvcli.host_memory import data_bytes
+from nvcli.host_memory import limit_more_memory
 from nvcli.structured import Structured
 
 _MAX_BYTES = 2 * 1024 * 1024 * 1024
@@ -40,19 +39,13 @@ def main(model: tuple[Path, int, list[int]], control: Connection) -> None:
         vocabulary = Vocabulary.load(path, vocab_size=vocab_size, end_ids=end_ids)
     except GrammarError as error:
         refusal = str(error)
-    _limit_memory()
+    limit_more_memory(_MAX_BYTES)
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.json.Decoder(Structured).decode
     control.send_bytes(b"")
     while True:
         wanted = decode(control.recv())
         control.send_bytes(encode(MadeGrammar("", refusal) if vocabulary is None else _make(vocabulary, wanted)))
-
-
-def _limit_memory() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data_bytes() + _MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
 def _make(vocabulary: Vocabulary, wanted: Structured) -> MadeGrammar:

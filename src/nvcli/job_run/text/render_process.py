@@ -6,14 +6,13 @@ the end of its process ends it for certain. How much memory it may take is limit
 
 from __future__ import annotations
 
-import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from nvcli.errors import LoadError, RowError
-from nvcli.host_memory import data_bytes
+from nvcli.host_memory import limit_more_memory
 from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.validation import describe_surrogate
@@ -46,18 +45,12 @@ def main(model: tuple[Path, str | None], control: Connection) -> None:
     except LoadError as error:
         control.send_bytes(str(error).encode())
         return
-    _limit_memory()
+    limit_more_memory(_MAX_BYTES)
     encode = msgspec.msgpack.Encoder().encode
     control.send_bytes(b"")
     while True:
         conversations: list[Conversation] = control.recv()
         control.send_bytes(encode([_render(tokenizer, conversation) for conversation in conversations]))
-
-
-def _limit_memory() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data_bytes() + _MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
 def _render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:

@@ -151,7 +151,7 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
                 tools=options.tools,
                 sampling=sampling,
             )
-        prompt = _single_prompt(given)
+        prompt = single_prompt(given, "prompt")
         if isinstance(prompt, str):
             return Job(place=place, prompt=prompt, sampling=sampling)
         ids = convert(prompt, list[int], under=("body", "prompt"))
@@ -168,7 +168,7 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
                 "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
             )
         if key not in known:
-            working = (*_SAME, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
+            working = (*_SAME, *STRUCTURED_KEYS, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
             raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, working)}")
         if key == "suffix" and value != "":
             raise RowError(
@@ -213,14 +213,16 @@ def _completion_parameters(given: dict[str, Any]) -> dict[str, Any]:
     return {key: given[key] for key in ("logprobs", "best_of", "rank_by") if key in given}
 
 
-def _single_prompt(given: dict[str, Any]) -> Any:
-    if "prompt" not in given:
-        raise RowError("missing_prompt", "`body.prompt` is not given")
-    prompt = given["prompt"]
+def single_prompt(given: dict[str, Any], key: str) -> Any:
+    """Return the text or the list of token ids that a request has under a key, by itself or as the only one of a list.
+    Raises RowError."""
+    if key not in given:
+        raise RowError("missing_prompt", f"`body.{key}` is not given")
+    prompt = given[key]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
-            raise RowError("invalid_value", f"`body.prompt` holds {len(prompt)} prompts; give one prompt a row")
+            raise RowError("invalid_value", f"`body.{key}` holds {len(prompt)} prompts; give one prompt a row")
         return prompt[0]
     if not isinstance(prompt, str | list):
-        raise RowError("invalid_value", f"`body.prompt` is {show(prompt)}; allowed: text or a list of token ids")
+        raise RowError("invalid_value", f"`body.{key}` is {show(prompt)}; allowed: text or a list of token ids")
     return prompt

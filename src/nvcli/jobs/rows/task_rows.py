@@ -10,7 +10,7 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, Place, RowForm
-from nvcli.jobs.rows.openai_row import check_request
+from nvcli.jobs.rows.openai_row import check_request, single_prompt
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
 from nvcli.jobs.tasks import EmbedTask, ScoreTask
 from nvcli.sampling_params import SamplingParams
@@ -134,13 +134,7 @@ class EmbedRows(msgspec.Struct, frozen=True):
         given = check_request(row, (_EMBEDDINGS_URL,))
         if unknown := [key for key in given if key not in _EMBEDDING_KEYS]:
             raise RowError("unsupported_parameter", f"`body.{shorten(unknown[0])}` is not supported; leave it out")
-        if "input" not in given:
-            raise RowError("missing_prompt", "`body.input` is not given")
-        prompt: Any = given["input"]
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise RowError("invalid_value", f"`body.input` holds {len(prompt)} texts; give one text a row")
-            prompt = prompt[0]
+        prompt = single_prompt(given, "input")
         try:
             wanted = convert(given, _EmbeddingRequest, under=("body",))
             text = prompt if isinstance(prompt, str) else None

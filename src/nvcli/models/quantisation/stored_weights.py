@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Literal
 
 from nvcli.errors import LoadError
-from nvcli.kernels.weight_formats import Packing
+from nvcli.kernels.weight_formats import WORD_BITS, Packing
 from nvcli.models.quantisation.description import Quantisation
 from nvcli.models.safetensors_header import TensorInfo
 
@@ -96,7 +96,7 @@ def _block_of(
 
 def _compressed_words(found: dict[str, TensorInfo], parent: str, quantisation: Quantisation) -> TensorInfo:
     codes = _integer(found.pop(f"{parent}.weight_packed"))
-    per_word = 32 // quantisation.bits
+    per_word = WORD_BITS // quantisation.bits
     rows, num_words = _matrix(codes)
     columns = num_words * per_word
     scales = _float(_needed(found, codes, f"{parent}.weight_scale"))
@@ -115,7 +115,7 @@ def _words(found: dict[str, TensorInfo], parent: str, quantisation: Quantisation
     """GPTQ's and AWQ's words, whose first dimension is the columns of the weight."""
     codes = _integer(found.pop(f"{parent}.qweight"))
     first, second = _matrix(codes)
-    per_word = 32 // quantisation.bits
+    per_word = WORD_BITS // quantisation.bits
     is_awq = quantisation.words == "awq"
     rows, columns = (second * per_word, first) if is_awq else (second, first * per_word)
     scales = _float(_needed(found, codes, f"{parent}.scales"))

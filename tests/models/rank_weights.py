@@ -1,0 +1,44 @@
+"""The weights that one rank loads from a checkpoint, without the other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from model_driver import CPU
+from torch import Tensor
+
+from nvcli.distributed.stage import WHOLE, Stage
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.models.causal_lm import CausalLM
+from nvcli.models.config import load_model_config
+from nvcli.models.loader import load_weights
+from nvcli.models.registry import build_model
+
+
+def load_model(
+    path: Path,
+    rank: int = 0,
+    size: int = 1,
+    stage: Stage = WHOLE,
+    device: torch.device = CPU,
+    *,
+    dtype: torch.dtype = torch.float32,
+    quantization: Literal["none", "fp8"] = "none",
+    expert_parallel: bool = False,
+) -> CausalLM:
+    """The model of rank `rank` of `size` ranks in a stage."""
+    group = TensorParallelGroup.single()
+    group.rank, group.size = rank, size
+    config = load_model_config(path, expert_parallel=expert_parallel).keeping(quantization)
+    model = build_model(config, group, dtype, stage=stage)
+    load_weights(model, path, device)
+    return model
+
+
+def load_parameters(
+    path: Path, rank: int = 0, size: int = 1, stage: Stage = WHOLE, *, expert_parallel: bool = False
+) -> dict[str, Tensor]:
+    """The parameters of that model, in float32, by their names."""
+    return dict(load_model(path, rank, size, stage, expert_parallel=expert_parallel).named_parameters())
