@@ -182,7 +182,7 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
         (["generate", "in.jsonl", "-m", "demo", "-v", "-q"], "--verbose and --quiet exclude each other"),
         (["generate", "in.jsonl", "-m"], "option '-m' requires an argument\n  see: nvcli generate --help"),
         (["bench", "-m", "demo", "--input-len", "9:1"], "--input-len 9:1: allowed: a number, or two"),
-        (["bench", "--shape", "x"], "--shape x: allowed: "),
+        (["bench", "--shape", "x"], "--shape x: unknown; known: "),
         (["bench", "-m", "demo", "--shared-prefix", "99999999999"], "do not fit max_model_len"),
         (["bench", "-m", "demo", "--seed", "9223372036854775808"], "--seed"),
         (["generate", "in.jsonl", "-m", "demo", "--progress-file", "./in.jsonl"], "is a file of the job itself"),

@@ -52,6 +52,12 @@ ERRORS_IN_FILES = [
     ("model: m\njob: {ordr: input}", r"run.yaml:2: unknown key `job.ordr`; did you mean `order`\?"),
     ("model: m\nsampling:\n  temp: 1", r"run.yaml:3: unknown key `sampling.temp`; did you mean `temperature`\?"),
     ("dtype: fp16", r'run.yaml:1: `dtype` is "fp16"; allowed: auto, bfloat16, float16, float32'),
+    ("quantization: fp4", r'run.yaml:1: `quantization` is "fp4"; allowed: auto, fp8, none'),
+    ("model: m\nsampling: {bad_words: ['']}", r"`sampling.bad_words\[0\]` is \"\"; allowed: text that is not empty"),
+    (
+        "model: m\nsampling: {allowed_token_ids: []}",
+        r"is \[\]; allowed: a list that is not empty, each item an integer",
+    ),
     ("model: [m]", r'run.yaml:1: `model` is \["m"\]; allowed: text'),
     ("model: m\nmax_num_seqs: 0", r"run.yaml:2: `max_num_seqs` is 0; allowed: an integer from 1 to 65536"),
     ("model: m\nmax_num_seqs: '8'", r'run.yaml:2: `max_num_seqs` is "8"; allowed: an integer'),

@@ -238,13 +238,14 @@ def describe(info: inspect.Type) -> str:
     """Describe in words which values a type allows."""
     match info:
         case inspect.UnionType():
-            return " or ".join(describe(part) for part in info.types)
+            return " or ".join(describe(part) for part in _with_one_literal(info.types))
         case inspect.IntType() | inspect.FloatType():
             return _describe_number(info)
         case inspect.LiteralType():
             return ", ".join(str(value) for value in info.values)
         case inspect.ListType():
-            return f"a list, each item {describe(info.item_type)}"
+            noun = "a list that is not empty" if info.min_length else "a list"
+            return f"{noun}, each item {describe(info.item_type)}"
         case inspect.StructType():
             return f"a mapping with the keys {', '.join(_field_names(info))}"
         case inspect.DictType():
@@ -252,11 +253,22 @@ def describe(info: inspect.Type) -> str:
         case inspect.BoolType():
             return "true or false"
         case inspect.StrType():
-            return "text"
+            return "text that is not empty" if info.min_length else "text"
         case inspect.NoneType():
             return "null"
         case _:
             return "anything"
+
+
+def _with_one_literal(types: tuple[inspect.Type, ...]) -> list[inspect.Type]:
+    """Return the members of a union with all of its literals as one, in the place of the first."""
+    literals = [part for part in types if isinstance(part, inspect.LiteralType)]
+    merged = inspect.LiteralType(tuple(value for part in literals for value in part.values))
+    return (
+        [merged if part is literals[0] else part for part in types if part not in literals[1:]]
+        if literals
+        else [*types]
+    )
 
 
 def _describe_number(info: inspect.IntType | inspect.FloatType) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from fake_runners import HashingRunner, engine_config
@@ -13,6 +14,8 @@ from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import ModelError
 from nvcli.messages import NOT_FINITE, unpack
 from nvcli.runner.interface import RankContext
+from nvcli.sampling_params import SamplingParams
+from nvcli.structured import Constraint
 from rank_in_process import RankInProcess, make_core, run
 from requests_factory import make_request
 
@@ -120,3 +123,18 @@ def test_one_sound_row_or_one_broken_prompt_is_no_broken_model() -> None:
     prompts = [[1, 2]] + [[POISON, i] for i in range(40)]
     done = answers([make_request(i, prompt, 5) for i, prompt in enumerate(prompts)])
     assert sum(output.finish_reason == "error" for output in done.values()) == 40
+
+
+def test_rows_that_forbid_every_token_themselves_are_no_broken_model() -> None:
+    constraint = Constraint(grammar="g", end_ids=[0])
+    rows = [
+        msgspec.structs.replace(
+            make_request(i, [POISON, i], 5),
+            sampling=SamplingParams(allowed_token_ids=[20]),
+            constraint=constraint,
+        )
+        for i in range(40)
+    ]
+    done = answers(rows)
+    assert {output.error_type for output in done.values()} == {"invalid_structured"}
+    assert "none of `allowed_token_ids`" in done[0].error

@@ -15,7 +15,10 @@ from nvcli.config import JobConfig, MessageTemplate, RunConfig
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
 from nvcli.job_run.job_facts import job_facts
+from nvcli.jobs.rows.task_rows import EmbedRows, ScoreRows
+from nvcli.jobs.tasks import EmbedTask
 from nvcli.models.checkpoint import is_hub_id
+from nvcli.task_config import ScoreConfig
 
 GIB = 1 << 30
 
@@ -42,6 +45,17 @@ def test_what_the_job_says_about_prompts_makes_another_job() -> None:
         assert changed.items() > plain.items()  # jobs without these keys are what they were
     assert facts("a") != facts("b")
     assert facts(chat_template_kwargs={"a": 1, "b": 2}) == facts(chat_template_kwargs={"b": 2, "a": 1})
+
+
+def test_what_is_made_of_rows_is_told_key_by_key() -> None:
+    run = RunConfig(model="demo", task="score", score=ScoreConfig(normalize="bytes"))
+    config = engine_config(model_path=demo_path())
+    scores = job_facts(run, config, {}, model_path=demo_path(), task=ScoreRows(run.score))
+    assert scores["task"] == "score"
+    assert (scores["score.normalize"], scores["score.answer_field"]) == ("bytes", "answer")
+    run = RunConfig(model="demo", task="embed")
+    vectors = job_facts(run, config, {}, model_path=demo_path(), task=EmbedRows(EmbedTask(dimensions=5)))
+    assert (vectors["embed.dimensions"], vectors["embed.normalize"]) == (5, True)
 
 
 def test_weights_in_fp8_give_other_answers() -> None:

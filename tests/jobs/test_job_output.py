@@ -106,11 +106,11 @@ def test_another_job_is_refused_with_a_line_for_each_difference(tmp_path: Path) 
     write(path, range(3))
     before = path.read_bytes()
     other = msgspec.structs.replace(
-        JOB, facts={"seed": 1, "dtype": "float32", "sampling.top_k": 5}, inputs=[("in.jsonl", "6 bytes")]
+        JOB, facts={"seed": 1, "dtype": "float32", "sampling.stop": '["a"]'}, inputs=[("in.jsonl", "6 bytes")]
     )
     with pytest.raises(ConfigError) as error:
         open_job(path, other)
-    assert "  seed: 0 → 1\n  sampling.top_k: not set → 5\n  input in.jsonl: 5 bytes → 6 bytes\n" in str(error.value)
+    assert '  seed: 0 → 1\n  sampling.stop: not set → ["a"]\n  input in.jsonl: 5 bytes → 6 bytes\n' in str(error.value)
     assert "--overwrite" in str(error.value)
     more = msgspec.structs.replace(JOB, inputs=[*JOB.inputs, ("b.jsonl", "5 bytes")])
     with pytest.raises(ConfigError, match=r"inputs: in\.jsonl → in\.jsonl, b\.jsonl"):

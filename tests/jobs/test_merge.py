@@ -17,6 +17,7 @@ from nvcli.jobs.output import locked_file
 from nvcli.jobs.output.job_output import JobOutput
 from nvcli.jobs.output.manifest import Manifest, load_manifest
 from nvcli.jobs.output.merge import Merged, merge_outputs
+from nvcli.jobs.output.shard_outputs import job_command
 from nvcli.jobs.own_files import manifest_path, rows_path
 from nvcli.jobs.shard import Shard
 from output_jobs import JOB, open_job, plain_bytes, rows_of, write
@@ -180,6 +181,8 @@ def test_missing_rows_are_named_with_the_commands_that_compute_them(tmp_path: Pa
         f"    nvcli generate in.jsonl --model m --shard 2/3 -o {cut}",
     ]
     assert not joined.exists()
+    scored = msgspec.structs.replace(JOB, facts={**JOB.facts, "task": "score"})
+    assert job_command(scored, ["-o", "x"]) == "nvcli score in.jsonl --model m -o x"
 
 
 def test_what_is_there_is_joined_if_asked_and_the_rest_comes_later(tmp_path: Path) -> None:

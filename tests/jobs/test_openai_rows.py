@@ -102,7 +102,7 @@ BAD = [
     (line(COMPLETION, prompt=5), "invalid_value", "`body.prompt` is 5"),
     (line(model=5), "invalid_value", "`body.model` is 5"),
     (line(outer={"method": "GET"}), "invalid_value", "`method`"),
-    (line("/v1/embeddings"), "unsupported_url", '`url` is "/v1/embeddings"'),
+    (line("/v1/embeddings"), "unsupported_url", "/v1/completions; `nvcli embed` answers such rows"),
     (line(outer={"url": 5}), "unsupported_url", "`url` is 5"),
     (line(outer={"body": None}), "invalid_value", "`body` is null"),
     (line(outer={"custom_id": None}), "invalid_id", "`custom_id` is missing"),

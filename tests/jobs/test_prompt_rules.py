@@ -159,6 +159,10 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
     assert warnings[0].startswith("warning: line 1 has `max_tokens` at its top level")
     assert warnings[0].endswith("put it into `sampling`")
     assert parser.warnings.totals()[0] == "`max_tokens` stood at the top level of 3 rows and had no effect there"
+    parse({"prompt": "p", "response_format": {"type": "json_object"}}, parser, 4)
+    parse({"messages": [{"role": "user", "content": "p"}], "reasoning_effort": "low"}, parser, 5)
+    ends = [warning.partition("setting, ")[2] for warning in parser.warnings.take_new()]
+    assert ends == ["put what it asks for into `sampling.structured`", "put it into `chat_template_kwargs`"]
     named = parser_of(prompt_template=TextTemplate("{system}"))
     assert isinstance(parse({"system": "a column"}, named), Job)
     assert named.warnings.take_new() == []

@@ -86,6 +86,7 @@ BODIES = [
     ({"input": "a", "encoding_format": "int8"}, '`body.encoding_format` is "int8"'),
     ({"input": "a", "dimensions": "4"}, '`body.dimensions` is "4"'),
     ({"input": "a", "temperature": 1}, "`body.temperature` is not supported"),
+    ({"input": "a", "dimension": 4}, "`body.dimension` is not supported; did you mean `dimensions`?"),
 ]
 
 

@@ -332,6 +332,8 @@ def test_a_text_streams(make_llm: MakeLLM) -> None:
     held = llm.stream("fe dcb a", sampling={"stop": ["cx"], "n": 2})
     assert "".join(held) == "a bcd ef"
     assert held.answer.texts == ["a bcd ef"] * 2
+    best = llm.stream("fe dcb a", sampling={"best_of": 2})
+    assert list(best) == [best.answer.text] == ["a bcd ef"]
     bad = llm.stream({"prompt": 3})
     assert list(bad) == []
     assert bad.answer.error is not None

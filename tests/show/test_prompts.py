@@ -54,18 +54,20 @@ def test_forms_of_prompts(tmp_path: Path) -> None:
         {"messages": messages},
         {"custom_id": "c", "body": {"messages": messages[:1]}},
         {"question": 5},
+        {"custom_id": "e", "body": {"input": "embedded"}},
     ]
     text = "".join(json.dumps(each) + "\n" for each in rows) + "no json\n"
     error = {"type": "invalid_json", "message": "m"}
     with Prompts(job(tmp_path, text, **{"job.prompt_field": "question"})) as prompts:
-        assert [prompts.of(row(index, "c" if index == 2 else None)) for index in range(5)] == [
+        assert [prompts.of(row(index, "c" if index == 2 else None)) for index in (0, 1, 2, 3, 5)] == [
             "q",
             "user: Hi\nassistant: ",
             "user: Hi",
             None,
             None,
         ]
-        assert [prompts.of(row(index, error=error)) for index in (3, 4)] == ['{"question": 5}', "no json"]
+        assert prompts.of(row(4, "e")) == "embedded"
+        assert [prompts.of(row(index, error=error)) for index in (3, 5)] == ['{"question": 5}', "no json"]
         assert prompts.of(row(0, question="kept")) == "kept"
         assert prompts.of(row(0, input={"question": "kept inside"})) == "kept inside"
 

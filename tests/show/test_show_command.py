@@ -59,6 +59,14 @@ def test_a_row_as_text() -> None:
     assert "error t: m␇\n" in Page(is_coloured=False).format(failed, None)
 
 
+def test_an_embedding_in_openais_form() -> None:
+    body = {"object": "list", "data": [{"index": 0, "embedding": [0.5, 1]}], "usage": {"prompt_tokens": 4}}
+    answer = {"id": "batch_req_2", "custom_id": "e", "response": {"status_code": 200, "body": body}, "error": None}
+    row = read_shown_row(json.dumps(answer).encode())
+    assert row is not None
+    assert Page(is_coloured=False).format(row, None) == " 2  id e  embedding  4 + 0 tokens \n[0.5, 1]\n\n"
+
+
 def test_options(output: Path) -> None:
     runner = CliRunner()
 

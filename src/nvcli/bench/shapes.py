@@ -14,6 +14,7 @@ from nvcli.bench.expert_shapes import EXPERT_SHAPES
 from nvcli.bench.hybrid_shapes import HYBRID_SHAPES
 from nvcli.errors import ConfigError
 from nvcli.models.checkpoint import resolve_model
+from nvcli.validation import suggest
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -120,7 +121,7 @@ def model_folder(name: str, shape: str | None) -> Iterator[Path]:
         yield resolve_model(name)
         return
     if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape}: allowed: {', '.join(SHAPES)}")
+        raise ConfigError(f"--shape {shape}: unknown; {suggest(shape, SHAPES)}")
     with tempfile.TemporaryDirectory(prefix="nvcli-shape-") as folder:
         yield write_shape(shape, Path(folder))
 

@@ -23,7 +23,7 @@ def merge(
         bool,
         typer.Option(
             "--allow-missing",
-            help="Join the rows that are there; `nvcli generate` can compute the others.",
+            help="Join the rows that are there; the command of the job can compute the others.",
             rich_help_panel=ROWS,
         ),
     ] = False,

@@ -26,7 +26,7 @@ _Index = Annotated[int, Meta(ge=0)]
 
 
 def show(
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="An output of `nvcli generate`.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="An output of `nvcli generate`, `score` or `embed`.")],
     errors: Annotated[bool, typer.Option("--errors", help="Only rows with errors.", rich_help_panel=ROWS)] = False,
     length: Annotated[
         bool,

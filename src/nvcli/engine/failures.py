@@ -33,11 +33,23 @@ def too_large(num_tokens: int, capacity: int) -> Failure:
 
 def not_finite(state: RequestState) -> Failure:
     """No token can be chosen behind the last one that is known."""
+    if may_forbid_all(state):
+        return Failure(
+            "invalid_structured",
+            f"behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}), none of `allowed_token_ids` is "
+            "a token with which `structured` can go on (or the logits are NaN or infinite); allow more tokens, the "
+            "model's end-of-sequence id among them, or leave one of the two out",
+        )
     return Failure(
         "non_finite_logits",
         f"the logits behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
         "infinite; the weights may be damaged, or the dtype too narrow for the model",
     )
+
+
+def may_forbid_all(state: RequestState) -> bool:
+    """Whether what the row asks for may itself forbid every token, whatever the logits are."""
+    return state.request.constraint is not None and state.request.sampling.allowed_token_ids is not None
 
 
 def constraint_failed(state: RequestState) -> Failure:

@@ -93,7 +93,8 @@ def job_facts(
         facts[f"sampling.{name}"] = _fact(value)
     if task is not None:
         facts["task"] = run.task
-        facts[run.task] = _fact(msgspec.to_builtins(task))
+        (settings,) = msgspec.to_builtins(task).values()
+        facts |= {f"{run.task}.{name}": _fact(value) for name, value in settings.items()}
     if shard is not None:
         facts[SHARD_FACT] = str(shard)
     return facts

@@ -40,7 +40,7 @@ class OpenRow:
         self.error: RowError | None = None
         self._stop_strings: StopStrings | None = None
         caller = prepared.place.caller
-        self.streams = caller is not None and caller.streams
+        self.streams = caller is not None and caller.streams and not prepared.sampling.is_ranked
         """Whether somebody wants the text of its first sample as it comes."""
 
     @property

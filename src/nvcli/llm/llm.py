@@ -218,8 +218,8 @@ class LLM:
     def stream(self, row: Row, *, sampling: Mapping[str, Any] | None = None, seed: int | None = None) -> AnswerStream:
         """Answer one row, and return an iterator over the text of its answer as it comes.
 
-        Where the row asks for several answers (`n`), the text is that of the first. The keywords and errors are those
-        of `generate`.
+        Where the row asks for several answers (`n`), the text is that of the first; with `best_of` it is that of the
+        best and comes in one piece. The keywords and errors are those of `generate`.
         """
         _check_seed(seed)
         self._check_task("generate")
@@ -313,6 +313,9 @@ class AnswerStream(_Results):
         while (item := self._take()) is not None:
             if isinstance(item, JobResult):
                 self._answer = make_answer(item, self._llm._session.form)
+                if item.choices and item.choices[0].score is not None:  # the best one is known only now
+                    self._pieces.append(item.choices[0].text)
+                    return item.choices[0].text
             else:
                 self._pieces.append(item)
                 return item

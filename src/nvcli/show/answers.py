@@ -85,9 +85,14 @@ class _Error(msgspec.Struct):
     code: str | None = None
 
 
+class _Embedding(msgspec.Struct):
+    embedding: msgspec.Raw
+
+
 class _Body(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
+    data: list[_Embedding] = []
 
 
 class _Response(msgspec.Struct):
@@ -112,6 +117,7 @@ def read_shown_row(line: bytes) -> ShownRow | None:
         values = _decode_row(line)
         if "response" in values:
             body = msgspec.json.decode(values["response"], type=_Response).body
+            body.choices += [_embedding(each.embedding) for each in body.data]
         elif "choices" in values:
             usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
             body = _Body(msgspec.json.decode(values["choices"], type=list[_Choice]), usage)

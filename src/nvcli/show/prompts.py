@@ -135,10 +135,10 @@ def _prompt_text(values: Values, keys: tuple[str, ...]) -> str | None:
     for key in keys:
         if key in values and (text := _as_text(_decoded(values[key]))) is not None:
             return text
-    for inner in ("input", "body"):
+    for inner, names in (("input", keys), ("body", (*keys, "input"))):  # the last is that of requests for embeddings
         held = _decoded(values[inner]) if inner in values else None
         if isinstance(held, dict):
-            for key in keys:
+            for key in names:
                 if (text := _as_text(held.get(key))) is not None:
                     return text
     return None

@@ -120,7 +120,7 @@ def _row_lines(counts: Counts) -> Iterator[str]:
     if counts.rows_deduplicated:
         yield (
             f"  equal     {_rows(counts.rows_deduplicated)} answered with the answer of an equal row "
-            f"({counts.deduplicated_tokens:,} tokens not computed)"
+            f"({_tokens(counts.deduplicated_tokens)} not computed)"
         )
     for reason, count in counts.outcomes.finish_reasons.most_common():
         example = counts.outcomes.answer_examples[reason][0]
@@ -136,7 +136,7 @@ def _score_lines(counts: Counts) -> Iterator[str]:
         yield f"  accuracy  {share:.2%}: {scores.rows_correct:,} of {_rows(scores.rows_with_answer)} with an answer"
     if scores.prompts:
         perplexity = math.exp(min(-scores.prompt_logprob / scores.prompt_tokens, 700.0))
-        tokens = f"{scores.prompt_tokens:,} tokens of {_rows(scores.prompts)}"
+        tokens = f"{_tokens(scores.prompt_tokens)} of {_rows(scores.prompts)}"
         yield f"  text      perplexity {perplexity:,.4g} over {tokens}"
 
 
@@ -223,6 +223,10 @@ def _notes(counts: Counts) -> Iterator[str]:
             f"  note      {counts.num_preemptions:,} preemptions: the KV cache was full; "
             "more memory or a smaller `max_num_seqs` avoids computing these twice"
         )
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count:,} tokens"
 
 
 def _rows(count: int) -> str:

@@ -117,9 +117,9 @@ def scored_prompt(
 
 
 def check_dimensions(task: EmbedTask, hidden_size: int) -> None:
-    """Raise RowError where a row asks for more numbers than a vector has."""
+    """Raise RowError where a row, which is one of an OpenAI file, asks for more numbers than a vector has."""
     if task.dimensions is not None and not 1 <= task.dimensions <= hidden_size:
-        raise RowError("invalid_value", f"`dimensions` is {task.dimensions}; allowed: 1 to {hidden_size}")
+        raise RowError("invalid_value", f"`body.dimensions` is {task.dimensions}; allowed: 1 to {hidden_size}")
 
 
 def request_tokens(prompt_ids: bytes, text: ScoredText) -> tuple[bytes, int, int]:

@@ -76,7 +76,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _show(facts: dict[str, str | int | float | bool | None], name: str) -> str:
-    return msgspec.json.encode(facts[name]).decode().strip('"') if name in facts else "not set"
+    """Return a fact on one line; lists and mappings, which are JSON texts, as they are."""
+    if name not in facts:
+        return "not set"
+    text = msgspec.json.encode(facts[name]).decode()
+    return text[1:-1].replace('\\"', '"') if isinstance(facts[name], str) else text
 
 
 def _names(inputs: Sequence[tuple[str, str]]) -> str:

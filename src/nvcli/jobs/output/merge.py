@@ -24,7 +24,7 @@ from nvcli.jobs.output.shard_outputs import (
     ShardOutput,
     ShardRows,
     expand_outputs,
-    generate_command,
+    job_command,
     known_digests,
     lines_by_shard,
     open_shards,
@@ -103,7 +103,7 @@ def merge_outputs(
         errors=dict(errors) if finished is None else finished.errors,
         missing=missing,
         was_complete=finished is not None,
-        command="" if output == STREAM else generate_command(job, ["-o", output]),
+        command="" if output == STREAM else job_command(job, ["-o", output]),
     )
 
 

@@ -167,7 +167,7 @@ def _command(like: ShardOutput, shard: Shard, output: ShardOutput | None) -> str
     mark, other = f"shard-{like.shard.number}-of-{shard.count}", f"shard-{shard.number}-of-{shard.count}"
     path = output.path if output is not None else like.path.with_name(like.path.name.replace(mark, other))
     to = [] if output is None and path == like.path else ["-o", str(path)]
-    return generate_command(like.manifest, ["--shard", str(shard), *to])
+    return job_command(like.manifest, ["--shard", str(shard), *to])
 
 
 def known_digests(outputs: Sequence[ShardOutput]) -> bytes:
@@ -176,10 +176,11 @@ def known_digests(outputs: Sequence[ShardOutput]) -> bytes:
     return max(paths, key=lambda path: path.stat().st_size).read_bytes() if paths else b""
 
 
-def generate_command(manifest: Manifest, options: Sequence[str]) -> str:
-    """Return the command of a job, as far as its manifest tells it: the model, and no other settings."""
+def job_command(manifest: Manifest, options: Sequence[str]) -> str:
+    """Return the command of a job, as far as its manifest tells it: its name and the model, and no other settings."""
+    name = str(manifest.facts.get("task", "generate"))
     inputs = [name for name, _ in manifest.inputs]
-    return shlex.join(["nvcli", "generate", *inputs, "--model", manifest.model, *options])
+    return shlex.join(["nvcli", name, *inputs, "--model", manifest.model, *options])
 
 
 def _open_unwritten(path: Path) -> IO[bytes]:

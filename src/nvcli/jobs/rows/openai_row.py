@@ -22,6 +22,8 @@ from nvcli.sampling_params import MAX_LOGPROBS
 from nvcli.validation import InvalidValue, convert, shorten, show, suggest
 
 URLS = {"/v1/chat/completions": RowForm.CHAT, "/v1/completions": RowForm.COMPLETION}
+_COMMANDS = {**dict.fromkeys(URLS, "generate"), "/v1/embeddings": "embed"}
+"""The commands that answer rows with these urls."""
 OWN_KEYS = frozenset(("custom_id", "method", "url", "body"))
 
 _SAME = (
@@ -118,7 +120,9 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
         raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
     url, body = row.get("url"), row.get("body")
     if not isinstance(url, str) or url not in urls:
-        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(urls)}")
+        command = _COMMANDS.get(url) if isinstance(url, str) else None
+        hint = f"; `nvcli {command}` answers such rows" if command else ""
+        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(urls)}{hint}")
     if not isinstance(body, dict):
         raise RowError("invalid_value", f"`body` is {show(body)}; expected an object with the request's parameters")
     given = {key: value for key, value in body.items() if value is not None}

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS, REASONING_EFFORT
+from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import shorten
 
@@ -20,7 +21,8 @@ _ELSEWHERE = {
     "system_prompt": 'give a message of the role "system" in `messages`, or --system for all rows',
     "chat_template": "a row cannot bring one: give --chat-template for all rows",
     **dict.fromkeys(CONVERSATION_KEYS, "it belongs beside `messages`"),
-    "enable_thinking": "put it into `chat_template_kwargs`",
+    **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
+    **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
 }
 """Keys that people put at the top level of a native row, and what to do with them."""
 _KEYS = frozenset(_ELSEWHERE)

@@ -15,7 +15,7 @@ from nvcli.jobs.rows.raw_values import as_text, decode, is_null
 from nvcli.jobs.tasks import EmbedTask, ScoreTask
 from nvcli.sampling_params import SamplingParams
 from nvcli.task_config import EmbeddingEncoding, ScoreConfig
-from nvcli.validation import InvalidValue, convert, shorten, show
+from nvcli.validation import InvalidValue, convert, shorten, show, suggest
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1)
 """The sampling of a row that asks for no answer: one token ends the request, and is dropped."""
@@ -133,7 +133,10 @@ class EmbedRows(msgspec.Struct, frozen=True):
     def openai_job(self, row: dict[str, Any], place: Place) -> Job:
         given = check_request(row, (_EMBEDDINGS_URL,))
         if unknown := [key for key in given if key not in _EMBEDDING_KEYS]:
-            raise RowError("unsupported_parameter", f"`body.{shorten(unknown[0])}` is not supported; leave it out")
+            name = unknown[0]
+            raise RowError(
+                "unsupported_parameter", f"`body.{shorten(name)}` is not supported; {suggest(name, _EMBEDDING_KEYS)}"
+            )
         prompt = single_prompt(given, "input")
         try:
             wanted = convert(given, _EmbeddingRequest, under=("body",))
