@@ -6,11 +6,31 @@ import contextlib
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from fake_command import ENVIRON, nvcli_command
+from nvcli.cli.answers import show_stream
+from nvcli.llm.answer import Answer
+from nvcli.llm.llm import AnswerStream
+
+
+class FailedStream:
+    """An answer that fails behind its first piece."""
+
+    text = "4"
+    answer = Answer({"choices": [], "error": {"type": "non_finite_logits", "message": "m"}})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["4"])
+
+
+def test_an_answer_that_fails_in_its_middle_is_a_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    show_stream(cast(AnswerStream, FailedStream()))
+    assert capsys.readouterr().out == "4\n"
 
 
 @pytest.mark.parametrize("progress", ["auto", "bar"])

@@ -34,6 +34,8 @@ def show_stream(stream: AnswerStream) -> Answer:
         for text in answer.texts[1:]:
             write(f"\n{text}")
             end_line(text)
+    elif stream.text:  # it failed in its middle
+        end_line(stream.text)
     return answer
 
 
