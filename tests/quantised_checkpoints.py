@@ -194,6 +194,7 @@ def packed(size: int, *, bits: int = 4, sym: bool = True, act_order: bool = Fals
 
     strategy = "channel" if size == -1 else "group"
     weights = {"type": "int", "num_bits": bits, "symmetric": sym, "strategy": strategy}
+    weights["actorder"] = "group" if act_order else None
     return Format(config=compressed({**weights, "group_size": None if size == -1 else size}), encode=encode)
 
 

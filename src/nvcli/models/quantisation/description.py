@@ -34,6 +34,9 @@ class Quantisation:
     """How codes are packed into words, where they are."""
     zero_offset: int = 0
     """What is added to the zeros of words."""
+    needed: tuple[str, ...] = ()
+    """The tensors that each weight's integers have beside them as config.json says, by the ends of their names: without
+    them the codes stand for other numbers."""
     left_alone: tuple[str, ...] = ()
     """Patterns of the layers that are not quantised (`module_names.py`)."""
 
@@ -118,6 +121,7 @@ def _read_awq(config: JsonFile) -> Quantisation:
         bits=bits,
         group_size=_read_group_size(config, 128),
         words="awq",
+        needed=("qzeros",) if config.get("zero_point", bool, True) else (),
         left_alone=names,
     )
 
@@ -127,12 +131,17 @@ def _read_gptq(config: JsonFile) -> Quantisation:
     version = config.get("checkpoint_format", str, "gptq").lower()
     if version not in ("gptq", "gptq_v2"):
         raise config.error("checkpoint_format", f"{show(version)} is not supported, only gptq and gptq_v2")
+    group_size = _read_group_size(config, 128)
+    needed = () if config.get("sym", bool, True) else ("qzeros",)
+    if config.get("desc_act", bool, False) and group_size is not None:
+        needed = (*needed, "g_idx")
     return Quantisation(
         method="gptq",
         numbers="integer",
         bits=_read_bits(config, "bits", _WORD_SIZES),
-        group_size=_read_group_size(config, 128),
+        group_size=group_size,
         words="gptq",
+        needed=needed,
         zero_offset=1 if version == "gptq" else 0,
         left_alone=_read_names(config, "modules_to_not_convert"),
     )
@@ -151,7 +160,7 @@ def _read_compressed(config: JsonFile) -> Quantisation:
     }
     if len(kinds) != 1:
         raise config.error("config_groups", f"{len(kinds)} kinds of weights; supported: one")
-    numbers, bits, block, group_size = kinds.pop()
+    numbers, bits, block, group_size, needed = kinds.pop()
     return Quantisation(
         method="compressed-tensors",
         numbers=numbers,
@@ -159,12 +168,15 @@ def _read_compressed(config: JsonFile) -> Quantisation:
         weight_block=block,
         group_size=group_size,
         words="compressed",
+        needed=needed,
         left_alone=_read_names(config, "ignore"),
     )
 
 
-def _read_group(group: JsonFile) -> tuple[Literal["fp8", "integer"], int, tuple[int, int] | None, int | None]:
-    """Read (numbers, bits, weight_block, group_size) of the weights of one group of layers."""
+def _read_group(
+    group: JsonFile,
+) -> tuple[Literal["fp8", "integer"], int, tuple[int, int] | None, int | None, tuple[str, ...]]:
+    """Read (numbers, bits, weight_block, group_size, needed) of the weights of one group of layers."""
     found = group.values.get("weights")
     if not isinstance(found, dict):
         raise group.error("weights", f"{show(found)} does not describe weights")
@@ -174,7 +186,13 @@ def _read_group(group: JsonFile) -> tuple[Literal["fp8", "integer"], int, tuple[
         raise weights.error("type", f"{show(kind)} is not supported, only float and int")
     bits = _read_bits(weights, "num_bits", (8,) if kind == "float" else _WORD_SIZES)
     block = _read_block(weights, "block_structure") if found.get("strategy") == "block" else None
-    return "fp8" if kind == "float" else "integer", bits, block, _read_group_size(weights, None)
+    group_size = _read_group_size(weights, None)
+    if kind == "float":
+        return "fp8", bits, block, group_size, ()
+    needed = () if weights.get("symmetric", bool, True) else ("weight_zero_point",)
+    if found.get("actorder") in ("group", "dynamic", True):
+        needed = (*needed, "weight_g_idx")
+    return "integer", bits, block, group_size, needed
 
 
 def _read_group_size(config: JsonFile, default: int | None) -> int | None:

@@ -19,6 +19,7 @@ from nvcli.models.quantisation.description import Quantisation
 from nvcli.models.safetensors_header import TensorInfo
 
 _WEIGHT = "weight"
+_INTEGERS = ("qweight", "weight_packed")
 _CODES = {"F8_E4M3", "I8"}
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 _FLOATS = {"F16", "BF16", "F32"}
@@ -41,6 +42,8 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
     """
     for name in list(found):
         parent, _, last = name.rpartition(".")
+        if last in _INTEGERS or (last == _WEIGHT and found[name].dtype == "I8"):
+            _check_needed(found, name, quantisation)
         if last == "qweight":
             weight = _words(found, parent, quantisation)
         elif last == "weight_packed":
@@ -57,6 +60,17 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
             raise LoadError(f"{weight.file}: tensor {weight.name} is there twice: {found[target].name} is the same")
         num_bytes = weight.num_bytes + sum(part.num_bytes for part in weight.parts.values())
         found[target] = replace(weight, num_bytes=num_bytes)
+
+
+def _check_needed(found: dict[str, TensorInfo], name: str, quantisation: Quantisation) -> None:
+    """Raise LoadError where a tensor is missing that config.json says is beside these codes."""
+    parent = name.rpartition(".")[0]
+    for part in quantisation.needed:
+        if f"{parent}.{part}" not in found:
+            raise LoadError(
+                f"{found[name].file}: tensor {found[name].name} has no {part}, and config.json says that there is one; "
+                "download both again"
+            )
 
 
 def _scaled(found: dict[str, TensorInfo], parent: str, quantisation: Quantisation) -> TensorInfo:
