@@ -59,26 +59,37 @@ def actors() -> list[int]:
 
 def row(number: int) -> dict[str, Any]:
     if number == LAST:
-        sampling = {"temperature": 1.0, "max_tokens": 2000, "ignore_eos": True}
+        sampling = {"temperature": 1.0, "max_tokens": 1000, "ignore_eos": True}
         return {"number": number, "prompt": "What is 1 + 1?\n", "sampling": sampling}
     first = number % NUM_PROMPTS
     prompt = f"Count from {first} to {first + 12}.\n" if number else None
     return {"number": number, "prompt": prompt, "sampling": {"temperature": 1.0, "max_tokens": 40}}
 
 
+def answer_and_kill() -> tuple[list[dict[str, Any]], list[int]]:
+    """Answer all rows, and kill the actor when the first one has come. Return the rows, and the actors there were."""
+    dataset = ray.data.from_items([row(number) for number in range(NUM_ROWS)], override_num_blocks=8)
+    answered = generate(dataset, "demo", device="cpu", batch_size=10, max_num_seqs=16)
+    rows: list[dict[str, Any]] = []
+    killed: list[int] = []
+    for each in answered.iter_rows():
+        if not rows:
+            killed = actors()
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        rows.append(each)
+    return rows, killed
+
+
 @pytest.mark.filterwarnings("ignore")  # those of Ray
 @pytest.mark.usefixtures("cluster")
 def test_no_row_is_lost_or_doubled_when_an_actor_is_killed() -> None:
-    dataset = ray.data.from_items([row(number) for number in range(NUM_ROWS)], override_num_blocks=8)
-    answered = generate(dataset, "demo", device="cpu", batch_size=10, max_num_seqs=16)
-    rows = []
-    killed = []
-    for each in answered.iter_rows():
-        rows.append(each)
+    rows: list[dict[str, Any]] = []
+    killed: list[int] = []
+    for _ in range(5):  # on a busy machine the first row may come here when all are answered
         if not killed:
-            killed = actors()
-            assert len(killed) == 1
-            os.kill(killed[0], signal.SIGKILL)
+            rows, killed = answer_and_kill()
+    assert len(killed) == 1
     assert sorted(each["number"] for each in rows) == list(range(NUM_ROWS))
     assert [each["number"] for each in rows if each["error"]] == [0]
     assert list(rows[0]) == ["number", "prompt", "sampling", "choices", "usage", "error"]
