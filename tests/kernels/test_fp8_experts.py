@@ -20,7 +20,7 @@ pytestmark = [*MARKS, pytest.mark.skipif(HAS_GPU and not HAS_UNITS, reason="need
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 SCALINGS = pytest.mark.parametrize("scaling", ["channel", "block"])
 # Experts, k, hidden, intermediate size.
-SHAPES = [(128, 8, 2048, 768), (8, 2, 1000, 384)] if HAS_GPU else [(4, 2, 256, 128), (3, 1, 144, 128)]
+SHAPES = [(128, 8, 2048, 768), (8, 2, 1008, 384)] if HAS_GPU else [(4, 2, 256, 128), (3, 1, 144, 128)]
 SILU = GatedActivation(kind="silu")
 
 __all__ = ["exact_conversions"]

@@ -10,9 +10,11 @@ from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import quantise_weight
-from nvcli.kernels.fp8_types import QuantisedRows
+from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton import fp8
-from nvcli.kernels.triton.fp8_linear import choose_launch, fp8_linear
+from nvcli.kernels.triton import fp8_linear as fp8_linear_module
+from nvcli.kernels.triton.fp8_launches import Kind, Launch
+from nvcli.kernels.triton.fp8_linear import choose_launch, fp8_linear, fp8_linear_for_sum
 from nvcli.kernels.weight_formats import FP8Scaling
 
 HAS_UNITS = HAS_GPU and torch.cuda.get_device_capability() >= (8, 9)
@@ -20,6 +22,7 @@ pytestmark = [*MARKS, pytest.mark.skipif(HAS_GPU and not HAS_UNITS, reason="need
 __all__ = ["exact_conversions"]
 
 SCALINGS = pytest.mark.parametrize("scaling", ["channel", "block"])
+KINDS: list[Kind] = ["rows", "sum", "blocks"]
 SIZES = [16, 96, 128, 1000, 1024, 4096, 12288] if HAS_GPU else [16, 200, 1280]
 
 
@@ -95,34 +98,82 @@ def test_zeros_and_what_is_not_finite(scaling: FP8Scaling) -> None:
     assert torch.equal(codes[3], expected.codes[3].float())
 
 
-@SCALINGS
-@pytest.mark.parametrize("num_rows", [1, 16, 33, 100, 300] if not HAS_GPU else [1, 7, 64, 65, 256, 1000, 8191])
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (1024, 3072)] if HAS_GPU else [(256, 128), (80, 400)])
-def test_products(shape: tuple[int, int], num_rows: int, scaling: FP8Scaling) -> None:
-    in_features = shape[1]
-    x = rand(num_rows, in_features, dtype=DTYPES[-1] if HAS_GPU else torch.float32)
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * in_features**-0.5
+def make_product(
+    num_rows: int, shape: tuple[int, int], scaling: FP8Scaling
+) -> tuple[QuantisedRows, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Rows and a weight with its scales on the device, and their product by the reference on the CPU."""
+    x = rand(num_rows, shape[1], dtype=torch.bfloat16 if HAS_GPU else torch.float32)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * shape[1] ** -0.5
     codes, scales = quantise_weight(weight, scaling)
     rows = reference.quantise(x, scaling)
     expected = reference.fp8_linear(rows, codes, scales, None, None)
-    moved = QuantisedRows(rows.codes.to(DEVICE), rows.scales.to(DEVICE), rows.dtype)
-    found = fp8_linear(moved, codes.to(DEVICE), scales.to(DEVICE))
-    assert found.dtype == expected.dtype
+    on_device = QuantisedRows(rows.codes.to(DEVICE), rows.scales.to(DEVICE), rows.dtype)
+    return on_device, (codes.to(DEVICE), scales.to(DEVICE)), expected
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Each row is near the expected one."""
     tolerance = 2e-2 if HAS_GPU else 1e-4
     norm = expected.float().norm(dim=1, keepdim=True)
     assert ((found.cpu().float() - expected.float()).norm(dim=1, keepdim=True) <= tolerance * norm).all()
 
 
-def test_every_tile_is_computed_whatever_the_order() -> None:
-    x, weight = rand(100, 128), torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
-    codes, scales = quantise_weight(weight, "block")
-    rows = reference.quantise(x, "block")
-    expected = reference.fp8_linear(rows, codes, scales, None, None)
-    moved = QuantisedRows(rows.codes.to(DEVICE), rows.scales.to(DEVICE), rows.dtype)
-    for together in (1, 2, 3):
-        launch = choose_launch(16)._replace(rows_together=together)
-        found = fp8_linear(moved, codes.to(DEVICE), scales.to(DEVICE), launch=launch).cpu()
-        torch.testing.assert_close(found, expected, atol=1e-3, rtol=2e-2)
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 100, 300] if not HAS_GPU else [1, 7, 64, 65, 256, 1000, 8191])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (1024, 3072)] if HAS_GPU else [(256, 128), (80, 400)])
+def test_products(shape: tuple[int, int], kind: Kind, num_rows: int) -> None:
+    x, weight, expected = make_product(num_rows, shape, "block" if kind == "blocks" else "channel")
+    launch = choose_launch(num_rows, weight[0], kind)
+    if launch is not None:
+        found = fp8_linear_for_sum(x, *weight, launch)
+        found = found.sum(0).to(expected.dtype) if found.dim() == 3 else found
+        assert found.dtype == expected.dtype
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("tiles", [(16, 32), (16, 128), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+def test_launches(tiles: tuple[int, int], is_exact: bool) -> None:
+    """Every tile is computed, whichever operand comes first and however the input features are cut."""
+    x, weight, expected = make_product(100, (112, 400), "channel")
+    for in_tile, num_parts in ((128, 1), (128, 3), (256, 2)):
+        launch = Launch(*tiles, in_tile, 3, 4, is_exact=is_exact, num_parts=num_parts)
+        found = fp8_linear_for_sum(x, *weight, launch)
+        if num_parts > 1:
+            assert found.shape == (num_parts, 100, 112)
+            assert found.dtype == torch.float32
+            found = found.sum(0)
+        assert_near(found, expected)
+
+
+def test_there_may_be_more_parts_than_the_input_features_have_tiles() -> None:
+    x, weight, expected = make_product(3, (64, 144), "channel")
+    found = fp8_linear_for_sum(x, *weight, Launch(16, 64, 128, 3, 4, num_parts=4))
+    assert_near(found.sum(0), expected)
+
+
+@pytest.mark.parametrize("tiles", [(16, 64), (64, 128), (128, 32), (128, 128)], ids=str)
+def test_launches_with_scales_by_blocks(tiles: tuple[int, int]) -> None:
+    x, weight, expected = make_product(150, (176, 272), "block")
+    out = torch.full(expected.shape, torch.nan, dtype=expected.dtype, device=DEVICE)
+    found = fp8_linear(x, *weight, Launch(*tiles, 128, 3, 4), out)
+    assert found is out
+    assert_near(found, expected)
+
+
+def test_launches_are_those_of_the_nearest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, last = (Launch(16, 64, 128, stages, 4) for stages in (2, 3, 4))
+    ranges = {(4096, 1024): ((16, one), (64, None), (128, other)), (4096, 12288): ((64, last),)}
+    monkeypatch.setattr(fp8_linear_module, "LINEAR", {"rows": ranges, "blocks": ranges})
+    fp8_linear_module._ranges.cache_clear()
+    weight = torch.empty(6144, 2048, dtype=FP8, device=DEVICE)
+    try:
+        chosen = [choose_launch(rows, weight, "rows") for rows in (1, 16, 17, 64, 65, 129)]
+        assert chosen == [one, one, None, None, other, None], "what is above is torch's own product"
+        assert choose_launch(129, weight, "blocks") == other, "which is not asked to scale blocks"
+        assert choose_launch(1, torch.empty(4096, 14336, dtype=FP8, device=DEVICE), "rows") == last
+    finally:
+        fp8_linear_module._ranges.cache_clear()
 
 
 @pytest.mark.gpu

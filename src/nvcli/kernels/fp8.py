@@ -18,10 +18,6 @@ from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
-_FEW_ROWS = 64
-"""Up to so many rows, the Triton kernel takes weights with a scale for each row, too. Not measured yet: the library's
-kernel takes 93 µs for 16 rows of Qwen3-8B's layer on an H200, and reading the weights takes 50."""
-
 
 def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     """Quantise activations. x: [T, in], its last dimension dense. NaN and infinity make their row, or their 128 values,
@@ -90,15 +86,29 @@ def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, bias: Tensor | 
     if not weight.is_cuda:
         result = F.linear(_values(x), dequantise_weight(weight, scales), None if bias is None else bias.float())
         return result.to(x.dtype) if out is None else out.copy_(result)
-    if scales.dim() == 1 and len(x.codes) > _FEW_ROWS:
+    from nvcli.kernels.triton import fp8_linear as kernels
+
+    launch = kernels.choose_launch(len(x.codes), weight, "rows" if scales.dim() == 1 else "blocks")
+    if launch is None:
         result = _scaled_product(x, weight, scales)
     else:
-        from nvcli.kernels.triton import fp8_linear as kernels
-
-        result = kernels.fp8_linear(x, weight, scales, out)
+        result = kernels.fp8_linear(x, weight, scales, launch, out)
     if bias is not None:
         result.add_(bias)
     return result if out is None or result is out else out.copy_(result)
+
+
+def fp8_linear_for_sum(x: QuantisedRows, weight: Tensor, scales: Tensor) -> Tensor:
+    """x Wᵀ as `fp8_linear` computes it, for the residual sum behind it: [T, out], or float32 parts [P, T, out] that add
+    up to it, as `norm_and_quantise` and `add_rms_norm` take them."""
+    if not weight.is_cuda or scales.dim() == 2:
+        return fp8_linear(x, weight, scales, None, None)
+    from nvcli.kernels.triton import fp8_linear as kernels
+
+    launch = kernels.choose_launch(len(x.codes), weight, "sum")
+    if launch is None:
+        return _scaled_product(x, weight, scales)
+    return kernels.fp8_linear_for_sum(x, weight, scales, launch)
 
 
 def _scaled_product(x: QuantisedRows, weight: Tensor, scales: Tensor) -> Tensor:

@@ -187,15 +187,14 @@ class ModelConfig:
         if isinstance(layer.mlp, ExpertsConfig):
             parts = 1 if self.expert_parallel else size
             lengths["the experts' gate_proj, up_proj and down_proj"] = layer.mlp.intermediate_size // parts
-        unit = FP8_BLOCK if self.fp8_scaling == "block" else FP8_ALIGNMENT
-        what = (
-            f"blocks of {FP8_BLOCK} × {FP8_BLOCK}" if self.fp8_scaling == "block" else f"multiples of {FP8_ALIGNMENT}"
-        )
-        if self.fp8_scaling == "channel":
-            lengths["the hidden size"] = self.hidden_size
+        unit, what = FP8_ALIGNMENT, f"multiples of {FP8_ALIGNMENT}"
+        if self.fp8_scaling == "block":
+            unit, what = FP8_BLOCK, f"blocks of {FP8_BLOCK} × {FP8_BLOCK}"
         for name, length in lengths.items():
             if length % unit:
                 yield f"each rank's {length:,} of {name} are not {what} in FP8"
+        if self.hidden_size % FP8_ALIGNMENT:  # its last block may be incomplete
+            yield f"each rank's {self.hidden_size:,} of the hidden size are not multiples of {FP8_ALIGNMENT} in FP8"
 
 
 def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConfig:

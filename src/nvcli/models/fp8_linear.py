@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.kernels.activation import Activation
-from nvcli.kernels.fp8 import activate_and_quantise, fp8_linear, quantise
+from nvcli.kernels.fp8 import activate_and_quantise, fp8_linear, fp8_linear_for_sum, quantise
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
 from nvcli.models.parallel import LinearMethod, PlainLinearMethod, ShardedLinear
@@ -66,11 +66,16 @@ class Fp8LinearMethod(PlainLinearMethod):
         return activate_and_quantise(self.apply(layer, x, with_bias=True), activation, scaling)
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
-        return self.apply(layer, x, with_bias=True)
+        if layer.bias is not None:
+            return self.apply(layer, x, with_bias=True)
+        return fp8_linear_for_sum(self._quantised(x), layer.weight, layer.weight_scale)
 
     def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
         return self._multiply(layer, x, with_bias=with_bias, out=out)
 
     def _multiply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None) -> Tensor:
-        rows = x if isinstance(x, QuantisedRows) else quantise(x, self.scaling)
-        return fp8_linear(rows, layer.weight, layer.weight_scale, layer.bias if with_bias else None, out)
+        bias = layer.bias if with_bias else None
+        return fp8_linear(self._quantised(x), layer.weight, layer.weight_scale, bias, out)
+
+    def _quantised(self, x: Activations) -> QuantisedRows:
+        return x if isinstance(x, QuantisedRows) else quantise(x, self.scaling)

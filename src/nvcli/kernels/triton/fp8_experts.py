@@ -14,42 +14,30 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes
 from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
-from nvcli.kernels.triton.experts import ExpertLaunch, Launch, activate_gated
+from nvcli.kernels.triton.experts import activate_gated
 from nvcli.kernels.triton.fp8 import quantise
+from nvcli.kernels.triton.fp8_launches import EXPERTS, ExpertLaunch, Kind, Launch
+from nvcli.kernels.triton.fp8_linear import dot, has_rows_first, scaled_dot, zeros
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
 
-def choose_launch(num_pairs: int, num_experts: int) -> ExpertLaunch:
-    """The launch for so many pairs. Not measured yet: the sizes follow those of the products of 16 bits."""
-    rows = num_pairs / num_experts
-    if rows <= 8:
-        return ExpertLaunch(16, Launch(32, FP8_BLOCK, 4, 4), Launch(64, FP8_BLOCK, 4, 4))
-    if rows <= 32:
-        return ExpertLaunch(32, Launch(64, FP8_BLOCK, 3, 4), Launch(64, FP8_BLOCK, 4, 4))
-    if rows <= 64:
-        return ExpertLaunch(64, Launch(64, FP8_BLOCK, 3, 4), Launch(128, FP8_BLOCK, 3, 4))
-    return ExpertLaunch(128, Launch(64, FP8_BLOCK, 3, 8), Launch(128, FP8_BLOCK, 3, 8))
-
-
-@triton.jit
-def _load(ptrs, start, has_row, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Load GROUP columns from `start` on of the rows at `ptrs` [rows, GROUP]; what is missing is 0."""
-    mask = has_row[:, None]
-    if SIZE % GROUP != 0:
-        mask = mask & (start + tl.arange(0, GROUP) < SIZE)[None, :]
-    return tl.load(ptrs + start, mask=mask, other=0.0)
+def choose_launch(num_pairs: int, num_experts: int, kind: Kind) -> ExpertLaunch:
+    """Choose the launch for so many pairs, by how many rows one of all the experts has on average."""
+    ranges = EXPERTS[kind]
+    return next((launch for most_rows, launch in ranges if num_pairs <= most_rows * num_experts), ranges[-1][1])
 
 
 @triton.jit
 def _gate_up_kernel(
     x_ptr,  # [T, IN_FEATURES] e4m3
     x_scales_ptr,  # [T] float32, or BY_BLOCKS [T, NUM_GROUPS]
-    weight_ptr,  # [E, 2 OUT_FEATURES, IN_FEATURES] e4m3
+    weight,  # descriptor of [E × 2 OUT_FEATURES, IN_FEATURES] e4m3, tiles [OUT_TILE, IN_TILE]
     weight_scales_ptr,  # [E, 2 OUT_FEATURES] float32, or BY_BLOCKS [E, 2 OUT_FEATURES / GROUP, NUM_GROUPS]
     order_ptr,  # [T × k] int32
     items_ptr,  # [N, ITEM_FIELDS] int32
@@ -60,6 +48,9 @@ def _gate_up_kernel(
     BY_BLOCKS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
+    IN_TILE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    MAX_IMPRECISE: tl.constexpr,
     GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -74,42 +65,45 @@ def _gate_up_kernel(
     num_rows = tl.load(item_ptr + 2)
     if num_rows == 0:
         return
-    expert = tl.load(item_ptr).to(tl.int64)
+    expert = tl.load(item_ptr)
     first_row = tl.load(item_ptr + 1)
-    first_feature = tl.program_id(0) % OUT_TILES * OUT_TILE
-    features = first_feature + tl.arange(0, OUT_TILE)
+    feature = tl.program_id(0) % OUT_TILES * OUT_TILE
+    weight_row = expert * (2 * OUT_FEATURES) + feature
+    features = feature + tl.arange(0, OUT_TILE)
     has_feature = features < OUT_FEATURES
     rows = tl.arange(0, ROW_TILE)
     has_row = rows < num_rows
     tokens = (tl.load(order_ptr + first_row + rows, mask=has_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
-    inner = tl.arange(0, GROUP)
+    inner = tl.arange(0, IN_TILE)
     x_ptrs = x_ptr + tokens[:, None] * IN_FEATURES + inner[None, :]
-    gate_rows = expert * (2 * OUT_FEATURES) + features
-    gate_ptrs = weight_ptr + gate_rows[:, None] * IN_FEATURES + inner[None, :]
-    up_ptrs = gate_ptrs + OUT_FEATURES * IN_FEATURES
-    gate = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
-    up = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
-    if BY_BLOCKS:  # OUT_FEATURES is whole blocks
-        gate_scale_ptr = weight_scales_ptr + (expert * (2 * OUT_FEATURES) + first_feature) // GROUP * NUM_GROUPS
-        up_scale_ptr = gate_scale_ptr + OUT_FEATURES // GROUP * NUM_GROUPS
-        for group in tl.range(0, NUM_GROUPS, num_stages=NUM_STAGES):
-            x = _load(x_ptrs, group * GROUP, has_row, IN_FEATURES, GROUP)
-            scales = tl.load(x_scales_ptr + tokens * NUM_GROUPS + group, mask=has_row, other=0.0)[:, None]
-            gate_weight = _load(gate_ptrs, group * GROUP, has_feature, IN_FEATURES, GROUP)
-            gate += tl.dot(x, gate_weight.T) * (scales * tl.load(gate_scale_ptr + group))
-            up_weight = _load(up_ptrs, group * GROUP, has_feature, IN_FEATURES, GROUP)
-            up += tl.dot(x, up_weight.T) * (scales * tl.load(up_scale_ptr + group))
-    else:
-        for group in tl.range(0, NUM_GROUPS, num_stages=NUM_STAGES):
-            x = _load(x_ptrs, group * GROUP, has_row, IN_FEATURES, GROUP)
-            gate_weight = _load(gate_ptrs, group * GROUP, has_feature, IN_FEATURES, GROUP)
-            gate = tl.dot(x, gate_weight.T, gate, max_num_imprecise_acc=GROUP)
-            up_weight = _load(up_ptrs, group * GROUP, has_feature, IN_FEATURES, GROUP)
-            up = tl.dot(x, up_weight.T, up, max_num_imprecise_acc=GROUP)
-        row_scales = tl.load(x_scales_ptr + tokens, mask=has_row, other=0.0)[:, None]
-        gate *= row_scales * tl.load(weight_scales_ptr + gate_rows, mask=has_feature, other=0.0)[None, :]
-        up_scales = tl.load(weight_scales_ptr + gate_rows + OUT_FEATURES, mask=has_feature, other=0.0)
-        up *= row_scales * up_scales[None, :]
+    x_scale_ptrs = x_scales_ptr + tokens * (NUM_GROUPS if BY_BLOCKS else 1)
+    gate_scale_ptr = weight_scales_ptr + weight_row // GROUP * NUM_GROUPS  # OUT_FEATURES is whole blocks
+    up_scale_ptr = gate_scale_ptr + OUT_FEATURES // GROUP * NUM_GROUPS
+    gate = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
+    up = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
+    for start in tl.range(0, IN_FEATURES, IN_TILE, num_stages=NUM_STAGES):
+        if IN_FEATURES % IN_TILE == 0:
+            x = tl.load(x_ptrs + start, mask=has_row[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs + start, mask=has_row[:, None] & (start + inner < IN_FEATURES)[None, :], other=0.0)
+        gate_weight = weight.load([weight_row, start])
+        up_weight = weight.load([weight_row + OUT_FEATURES, start])
+        if BY_BLOCKS:
+            group = start // GROUP
+            scales = tl.load(x_scale_ptrs + group, mask=has_row, other=0.0)
+            gate = scaled_dot(x, gate_weight, scales * tl.load(gate_scale_ptr + group), gate, ROWS_FIRST)
+            up = scaled_dot(x, up_weight, scales * tl.load(up_scale_ptr + group), up, ROWS_FIRST)
+        else:
+            gate = dot(x, gate_weight, gate, ROWS_FIRST, MAX_IMPRECISE)
+            up = dot(x, up_weight, up, ROWS_FIRST, MAX_IMPRECISE)
+    if not ROWS_FIRST:
+        gate = gate.T
+        up = up.T
+    if not BY_BLOCKS:
+        row_scales = tl.load(x_scale_ptrs, mask=has_row, other=0.0)[:, None]
+        scale_ptrs = weight_scales_ptr + expert * (2 * OUT_FEATURES) + features
+        gate *= row_scales * tl.load(scale_ptrs, mask=has_feature, other=0.0)[None, :]
+        up *= row_scales * tl.load(scale_ptrs + OUT_FEATURES, mask=has_feature, other=0.0)[None, :]
     # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     result = activate_gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, ALPHA, LIMIT)
@@ -119,9 +113,9 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
-    x_ptr,  # [T × k, IN_FEATURES] e4m3, in the order of order_ptr
+    x,  # descriptor of [T × k, IN_FEATURES] e4m3, in the order of order_ptr, tiles [ROW_TILE, IN_TILE]
     x_scales_ptr,  # [T × k] float32, or BY_BLOCKS [T × k, NUM_GROUPS]
-    weight_ptr,  # [E, OUT_FEATURES, IN_FEATURES] e4m3
+    weight,  # descriptor of [E × OUT_FEATURES, IN_FEATURES] e4m3, tiles [OUT_TILE, IN_TILE]
     weight_scales_ptr,  # [E, OUT_FEATURES] float32, or BY_BLOCKS [E, NUM_BLOCKS, NUM_GROUPS]
     order_ptr,  # [T × k] int32
     items_ptr,  # [N, ITEM_FIELDS] int32
@@ -134,6 +128,9 @@ def _down_kernel(
     BY_BLOCKS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
+    IN_TILE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    MAX_IMPRECISE: tl.constexpr,
     GROUP: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -146,33 +143,33 @@ def _down_kernel(
     num_rows = tl.load(item_ptr + 2)
     if num_rows == 0:
         return
-    expert = tl.load(item_ptr).to(tl.int64)
+    expert = tl.load(item_ptr)
     first_row = tl.load(item_ptr + 1)
-    first_feature = tl.program_id(0) % OUT_TILES * OUT_TILE
-    features = first_feature + tl.arange(0, OUT_TILE)
+    feature = tl.program_id(0) % OUT_TILES * OUT_TILE
+    weight_row = expert * OUT_FEATURES + feature
+    features = feature + tl.arange(0, OUT_TILE)
     has_feature = features < OUT_FEATURES
     rows = tl.arange(0, ROW_TILE)
     has_row = rows < num_rows
-    x_rows = (first_row + rows).to(tl.int64)
-    inner = tl.arange(0, GROUP)
-    x_ptrs = x_ptr + x_rows[:, None] * IN_FEATURES + inner[None, :]
-    weight_rows = expert * OUT_FEATURES + features
-    weight_ptrs = weight_ptr + weight_rows[:, None] * IN_FEATURES + inner[None, :]
-    total = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
-    if BY_BLOCKS:
-        scale_ptr = weight_scales_ptr + (expert * NUM_BLOCKS + first_feature // GROUP) * NUM_GROUPS
-        for group in tl.range(0, NUM_GROUPS, num_stages=NUM_STAGES):
-            x = _load(x_ptrs, group * GROUP, has_row, IN_FEATURES, GROUP)
-            scales = tl.load(x_scales_ptr + x_rows * NUM_GROUPS + group, mask=has_row, other=0.0)[:, None]
-            weight = _load(weight_ptrs, group * GROUP, has_feature, IN_FEATURES, GROUP)
-            total += tl.dot(x, weight.T) * (scales * tl.load(scale_ptr + group))
-    else:
-        for group in tl.range(0, NUM_GROUPS, num_stages=NUM_STAGES):
-            x = _load(x_ptrs, group * GROUP, has_row, IN_FEATURES, GROUP)
-            weight = _load(weight_ptrs, group * GROUP, has_feature, IN_FEATURES, GROUP)
-            total = tl.dot(x, weight.T, total, max_num_imprecise_acc=GROUP)
-        row_scales = tl.load(x_scales_ptr + x_rows, mask=has_row, other=0.0)[:, None]
-        total *= row_scales * tl.load(weight_scales_ptr + weight_rows, mask=has_feature, other=0.0)[None, :]
+    x_scale_ptrs = x_scales_ptr + (first_row + rows).to(tl.int64) * (NUM_GROUPS if BY_BLOCKS else 1)
+    weight_scale_ptr = weight_scales_ptr + (expert * NUM_BLOCKS + feature // GROUP) * NUM_GROUPS
+    total = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
+    for start in tl.range(0, IN_FEATURES, IN_TILE, num_stages=NUM_STAGES):
+        # Rows behind the item's last are those of other experts, or nobody's; their results are not stored.
+        x_tile = x.load([first_row, start])
+        weight_tile = weight.load([weight_row, start])
+        if BY_BLOCKS:
+            group = start // GROUP
+            scales = tl.load(x_scale_ptrs + group, mask=has_row, other=0.0) * tl.load(weight_scale_ptr + group)
+            total = scaled_dot(x_tile, weight_tile, scales, total, ROWS_FIRST)
+        else:
+            total = dot(x_tile, weight_tile, total, ROWS_FIRST, MAX_IMPRECISE)
+    if not ROWS_FIRST:
+        total = total.T
+    if not BY_BLOCKS:
+        row_scales = tl.load(x_scale_ptrs, mask=has_row, other=0.0)[:, None]
+        scale_ptrs = weight_scales_ptr + expert * OUT_FEATURES + features
+        total *= row_scales * tl.load(scale_ptrs, mask=has_feature, other=0.0)[None, :]
     pairs = tl.load(order_ptr + first_row + rows, mask=has_row, other=0)
     # Rounded where the two-step version stores.
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -195,13 +192,14 @@ def apply_fp8_experts(
     `launch` that of `choose_launch` is taken."""
     num_held = weights.gate_up.shape[0]
     if launch is None:
-        launch = choose_launch(routes.experts.numel(), num_held + weights.num_others)
+        kind: Kind = "rows" if x.scaling == "channel" else "blocks"
+        launch = choose_launch(routes.experts.numel(), num_held + weights.num_others, kind)
     if weights.num_others:
         out.zero_()
     work = group_by_expert(
         routes.experts,
         num_held,
-        launch.row_tile,
+        launch.down.row_tile,
         first_expert=weights.first_expert,
         num_others=weights.num_others,
     )
@@ -229,7 +227,7 @@ def _gate_up(
     _gate_up_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
         x.codes,
         x.scales,
-        weight,
+        TensorDescriptor.from_tensor(weight.flatten(0, 1), [launch.out_tile, launch.in_tile]),
         scales,
         work.order,
         work.items,
@@ -238,8 +236,11 @@ def _gate_up(
         IN_FEATURES=in_features,
         EXPERTS_PER_TOKEN=routes.experts.shape[1],
         BY_BLOCKS=x.scaling == "block",
-        ROW_TILE=work.row_tile,
+        ROW_TILE=launch.row_tile,
         OUT_TILE=launch.out_tile,
+        IN_TILE=launch.in_tile,
+        ROWS_FIRST=has_rows_first(launch),
+        MAX_IMPRECISE=FP8_BLOCK if launch.is_exact else None,
         GROUP=FP8_BLOCK,
         ACTIVATION=activation.kind,
         ALPHA=activation.alpha,
@@ -262,9 +263,9 @@ def _down(
     out_features, in_features = weight.shape[1:]
     num_tokens, experts_per_token = routes.experts.shape
     _down_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
-        x.codes,
+        TensorDescriptor.from_tensor(x.codes, [launch.row_tile, launch.in_tile]),
         x.scales,
-        weight,
+        TensorDescriptor.from_tensor(weight.flatten(0, 1), [launch.out_tile, launch.in_tile]),
         scales,
         work.order,
         work.items,
@@ -275,8 +276,11 @@ def _down(
         IN_FEATURES=in_features,
         EXPERTS_PER_TOKEN=experts_per_token,
         BY_BLOCKS=x.scaling == "block",
-        ROW_TILE=work.row_tile,
+        ROW_TILE=launch.row_tile,
         OUT_TILE=launch.out_tile,
+        IN_TILE=launch.in_tile,
+        ROWS_FIRST=has_rows_first(launch),
+        MAX_IMPRECISE=FP8_BLOCK if launch.is_exact else None,
         GROUP=FP8_BLOCK,
         ITEM_FIELDS=ITEM_FIELDS,
         NUM_STAGES=launch.num_stages,

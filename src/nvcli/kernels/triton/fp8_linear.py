@@ -1,144 +1,199 @@
 """Products of FP8 activations and FP8 weights: x Wᵀ.
 
-A program multiplies a tile of rows by a tile of features, 128 input features at a time. FP8 units add up these 128
-products, and the sums are added up in float32. With scales by blocks, every row has one for these 128 features and the
-features of the tile have another, and each sum is scaled; scales of rows are applied to the whole. Few rows take narrow
-tiles, so that enough programs read the weight; tiles that run at the same time share rows and weights, which are then
-found in the L2 cache.
+A program multiplies a tile of rows by a tile of features, and by a part of the input features where the norm behind the
+product adds up the parts. FP8 units add up products of 128 input features, and these sums are added up in float32,
+unless the launch leaves all of it to the units. With scales by blocks, every row has one for these 128 features and the
+features of the tile have another, and each sum is scaled; scales of rows are applied to the whole.
 
-The number of rows is an argument for which nothing is specialised: no other number compiles anew, but for the size of
-the tiles. Shapes: T rows, `in` and `out` features, G = in / 128, rounded up.
+Hopper's units take 64 or more rows of their first operand and as few as 8 of their second. So with fewer rows than
+features in a tile the features come first, and few rows are multiplied as fast as the weight is read. Tiles of rows
+that share features run at the same time, and find the weight in the L2 cache. The tensor memory accelerator fetches
+both and fills up what is missing with zeros.
+
+No number of rows or features is specialised: a launch is compiled once for all shapes. Shapes: T rows, `in` and `out`
+features, G = in / 128, rounded up, P parts.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.fp8_types import QuantisedRows
+from nvcli.kernels.triton.fp8_launches import LINEAR, Kind, Launch, Ranges
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
-
-class Launch(NamedTuple):
-    """The tile sizes of a product and how its programs work."""
-
-    row_tile: int
-    out_tile: int
-    """At most 128, so that the features of a tile share their scales."""
-    rows_together: int
-    """Tiles of rows that are taken in turn before the next features."""
-    num_stages: int
-    num_warps: int
+_MEASURED_CAPABILITY = (9, 0)
+_ROWS_TOGETHER = 8
+"""Tiles of rows that are taken in turn before the next features."""
 
 
-def choose_launch(num_rows: int) -> Launch:
-    """The launch for so many rows. Not measured yet: the sizes follow those of the products of 16 bits."""
-    if num_rows <= 64:
-        return Launch(
-            row_tile=16 if num_rows <= 16 else 32 if num_rows <= 32 else 64,
-            out_tile=32,
-            rows_together=1,
-            num_stages=5,
-            num_warps=4,
-        )
-    if num_rows <= 256:
-        return Launch(row_tile=64, out_tile=64, rows_together=4, num_stages=4, num_warps=4)
-    return Launch(row_tile=128, out_tile=128, rows_together=8, num_stages=4, num_warps=8)
+def choose_launch(num_rows: int, weight: Tensor, kind: Kind) -> Launch | None:
+    """Choose the launch for so many rows. None: torch's own product is faster."""
+    ranges = _ranges(kind, *weight.shape, weight.device)
+    for most_rows, launch in ranges:
+        if num_rows <= most_rows:
+            return launch
+    return ranges[-1][1] if kind == "blocks" else None
+
+
+@lru_cache(maxsize=256)
+def _ranges(kind: Kind, out_features: int, in_features: int, device: torch.device) -> Ranges:
+    """Return the ranges of the measured shape that is nearest, or of small tiles for GPUs that were not measured."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != _MEASURED_CAPABILITY:
+        return tuple((rows, Launch(rows, 64, FP8_BLOCK, num_stages=3, num_warps=4)) for rows in (16, 32, 64))
+
+    def distance(shape: tuple[int, int]) -> float:
+        return abs(math.log(shape[0] / out_features)) + abs(math.log(shape[1] / in_features))
+
+    table = LINEAR[kind]
+    return table[min(table, key=distance)]
+
+
+@triton.jit
+def zeros(ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    """Return the sums of a tile to begin with: [rows, features], or without ROWS_FIRST [features, rows]."""
+    return tl.zeros([ROW_TILE, OUT_TILE] if ROWS_FIRST else [OUT_TILE, ROW_TILE], tl.float32)
+
+
+@triton.jit
+def dot(x, weight, total, ROWS_FIRST: tl.constexpr, MAX_IMPRECISE: tl.constexpr):
+    """Add x Wᵀ of two tiles, [rows, inner] and [features, inner], to the sums `total` (see `zeros`). MAX_IMPRECISE
+    products are added up by FP8 units; None: all of them."""
+    first, second = (x, weight) if ROWS_FIRST else (weight, x)
+    return tl.dot(first, second.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
+
+
+@triton.jit
+def scaled_dot(x, weight, scales, total, ROWS_FIRST: tl.constexpr):
+    """Add x Wᵀ of two tiles, times a scale for each row, to the sums `total`."""
+    if ROWS_FIRST:
+        total += tl.dot(x, weight.T) * scales[:, None]
+    else:
+        total += tl.dot(weight, x.T) * scales[None, :]
+    return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fp8_linear_kernel(
-    x_ptr,  # [T, IN_FEATURES] e4m3
+    x,  # descriptor of [T, in] e4m3, tiles [ROW_TILE, IN_TILE]
     x_scales_ptr,  # [T] float32, or BY_BLOCKS [T, G]
-    weight_ptr,  # [OUT_FEATURES, IN_FEATURES] e4m3
-    weight_scales_ptr,  # [OUT_FEATURES] float32, or BY_BLOCKS [OUT_FEATURES / 128, rounded up, G]
-    out_ptr,  # [T, OUT_FEATURES], written
+    weight,  # descriptor of [out, in] e4m3, tiles [OUT_TILE, IN_TILE]
+    weight_scales_ptr,  # [out] float32, or BY_BLOCKS [out / 128, rounded up, G]
+    out_ptr,  # [P, T, out], written
     num_rows,
-    OUT_FEATURES: tl.constexpr,
-    IN_FEATURES: tl.constexpr,
+    out_features,
+    in_features,
+    part_features,  # of every part but the last, a multiple of IN_TILE
     BY_BLOCKS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
+    IN_TILE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    MAX_IMPRECISE: tl.constexpr,
     ROWS_TOGETHER: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Program (tile)."""
-    NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
-    OUT_TILES: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
-    BAND: tl.constexpr = ROWS_TOGETHER * OUT_TILES
+    """Program (tile, part)."""
     tile = tl.program_id(0)
+    part = tl.program_id(1)
     row_tiles = tl.cdiv(num_rows, ROW_TILE)
-    first = tile // BAND * ROWS_TOGETHER
+    band = ROWS_TOGETHER * tl.cdiv(out_features, OUT_TILE)
+    first = tile // band * ROWS_TOGETHER
     rows_together = tl.minimum(row_tiles - first, ROWS_TOGETHER)
-    rows = (first + tile % BAND % rows_together) * ROW_TILE + tl.arange(0, ROW_TILE)
-    first_feature = tile % BAND // rows_together * OUT_TILE
-    features = first_feature + tl.arange(0, OUT_TILE)
-    inner = tl.arange(0, GROUP)
-    is_row, is_feature = rows < num_rows, features < OUT_FEATURES
-    x_ptrs = x_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + inner[None, :]
-    weight_ptrs = weight_ptr + features[:, None].to(tl.int64) * IN_FEATURES + inner[None, :]
-    x_scale_ptrs = x_scales_ptr + rows.to(tl.int64) * NUM_GROUPS
-    weight_scale_ptr = weight_scales_ptr + first_feature // GROUP * NUM_GROUPS
-    total = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
-    for group in tl.range(0, NUM_GROUPS, num_stages=NUM_STAGES):
-        start = group * GROUP
-        if IN_FEATURES % GROUP == 0:
-            x = tl.load(x_ptrs + start, mask=is_row[:, None], other=0.0)
-            weight = tl.load(weight_ptrs + start, mask=is_feature[:, None], other=0.0)
-        else:
-            is_inside = (start + inner < IN_FEATURES)[None, :]
-            x = tl.load(x_ptrs + start, mask=is_row[:, None] & is_inside, other=0.0)
-            weight = tl.load(weight_ptrs + start, mask=is_feature[:, None] & is_inside, other=0.0)
+    row = (first + tile % band % rows_together) * ROW_TILE
+    feature = tile % band // rows_together * OUT_TILE
+    rows = row + tl.arange(0, ROW_TILE)
+    features = feature + tl.arange(0, OUT_TILE)
+    is_row, is_feature = rows < num_rows, features < out_features
+    num_groups = tl.cdiv(in_features, GROUP)
+    x_scale_ptrs = x_scales_ptr + rows.to(tl.int64) * num_groups
+    weight_scale_ptr = weight_scales_ptr + feature // GROUP * num_groups
+    total = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
+    first_inner = part * part_features
+    for start in tl.range(
+        first_inner, tl.minimum(first_inner + part_features, in_features), IN_TILE, num_stages=NUM_STAGES
+    ):
+        x_tile = x.load([row, start])
+        weight_tile = weight.load([feature, start])
         if BY_BLOCKS:
+            group = start // GROUP
             scales = tl.load(x_scale_ptrs + group, mask=is_row, other=0.0) * tl.load(weight_scale_ptr + group)
-            total += tl.dot(x, weight.T) * scales[:, None]
+            total = scaled_dot(x_tile, weight_tile, scales, total, ROWS_FIRST)
         else:
-            total = tl.dot(x, weight.T, total, max_num_imprecise_acc=GROUP)
+            total = dot(x_tile, weight_tile, total, ROWS_FIRST, MAX_IMPRECISE)
+    if not ROWS_FIRST:
+        total = total.T
     if not BY_BLOCKS:
         row_scales = tl.load(x_scales_ptr + rows, mask=is_row, other=0.0)
         total *= row_scales[:, None] * tl.load(weight_scales_ptr + features, mask=is_feature, other=0.0)[None, :]
-    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
+    out_rows = part.to(tl.int64) * num_rows + rows
+    out_ptrs = out_ptr + out_rows[:, None] * out_features + features[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_feature[None, :])
 
 
-def fp8_linear(
-    x: QuantisedRows, weight: Tensor, scales: Tensor, out: Tensor | None = None, launch: Launch | None = None
-) -> Tensor:
-    """See `nvcli.kernels.fp8.fp8_linear`, without a bias. Without `launch` that of `choose_launch` is taken."""
-    num_rows, in_features = x.codes.shape
-    out_features = weight.shape[0]
+def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: Launch, out: Tensor | None = None) -> Tensor:
+    """See `nvcli.kernels.fp8.fp8_linear`, without a bias. `in` is a multiple of 16, and the launch takes one part."""
+    assert launch.num_parts == 1
     if out is None:
-        out = torch.empty(num_rows, out_features, dtype=x.dtype, device=weight.device)
-    if launch is None:
-        launch = choose_launch(num_rows)
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=weight.device)
+    _multiply(x, weight, scales, launch, out)
+    return out
+
+
+def fp8_linear_for_sum(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: Launch) -> Tensor:
+    """See `nvcli.kernels.fp8.fp8_linear_for_sum`. `in` is a multiple of 16."""
+    if launch.num_parts == 1:
+        return fp8_linear(x, weight, scales, launch)
+    shape = (launch.num_parts, x.shape[0], weight.shape[0])
+    out = torch.empty(shape, dtype=torch.float32, device=weight.device)
+    _multiply(x, weight, scales, launch, out)
+    return out
+
+
+def _multiply(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: Launch, out: Tensor) -> None:
+    num_rows, in_features = x.shape
+    out_features = weight.shape[0]
     assert x.codes.is_contiguous()
     assert x.scales.is_contiguous()
     assert weight.is_contiguous()
     assert scales.is_contiguous()
     assert out.is_contiguous()
+    if num_rows == 0:
+        return
     num_tiles = triton.cdiv(num_rows, launch.row_tile) * triton.cdiv(out_features, launch.out_tile)
-    if num_tiles:
-        _fp8_linear_kernel[(num_tiles,)](
-            x.codes,
-            x.scales,
-            weight,
-            scales,
-            out,
-            num_rows,
-            OUT_FEATURES=out_features,
-            IN_FEATURES=in_features,
-            BY_BLOCKS=x.scaling == "block",
-            ROW_TILE=launch.row_tile,
-            OUT_TILE=launch.out_tile,
-            ROWS_TOGETHER=launch.rows_together,
-            GROUP=FP8_BLOCK,
-            NUM_STAGES=launch.num_stages,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-        )
-    return out
+    part_features = triton.cdiv(triton.cdiv(in_features, launch.in_tile), launch.num_parts) * launch.in_tile
+    _fp8_linear_kernel[(num_tiles, launch.num_parts)](
+        TensorDescriptor.from_tensor(x.codes, [launch.row_tile, launch.in_tile]),
+        x.scales,
+        TensorDescriptor.from_tensor(weight, [launch.out_tile, launch.in_tile]),
+        scales,
+        out,
+        num_rows,
+        out_features,
+        in_features,
+        part_features,
+        BY_BLOCKS=x.scaling == "block",
+        ROW_TILE=launch.row_tile,
+        OUT_TILE=launch.out_tile,
+        IN_TILE=launch.in_tile,
+        ROWS_FIRST=has_rows_first(launch),
+        MAX_IMPRECISE=FP8_BLOCK if launch.is_exact else None,
+        ROWS_TOGETHER=_ROWS_TOGETHER,
+        GROUP=FP8_BLOCK,
+        NUM_STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+def has_rows_first(launch: Launch) -> bool:
+    """Whether a tile's rows are the first operand of FP8 units, of which these take 64 or more."""
+    return 64 <= launch.row_tile <= launch.out_tile or launch.out_tile < 64

@@ -1,0 +1,65 @@
+"""How products with FP8 weights are launched on an H200: a table for each kind of product, written down as measured.
+
+`fp8_linear.py` and `fp8_experts.py` choose from these tables: the launch for a number of rows is that of the first
+range that holds it, and a shape that was not measured takes the ranges of the nearest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+
+class Launch(NamedTuple):
+    """The tile sizes of a product and how its programs work."""
+
+    row_tile: int
+    out_tile: int
+    """Features of the result. It is at most 128 for scales by blocks, so that the features of a tile share their
+    scales. The gated product of experts multiplies as many of the gate and of the up projection."""
+    in_tile: int
+    """128 for scales by blocks."""
+    num_stages: int
+    num_warps: int
+    is_exact: bool = True
+    """Whether FP8 units, which keep about 14 bits of a sum, add up 128 products at a time, and these sums are added up
+    in float32. Otherwise they add up all products. Sums of blocks are always exact."""
+    num_parts: int = 1
+    """Into how many parts the input features are cut, which are multiplied by programs of their own."""
+
+
+class ExpertLaunch(NamedTuple):
+    """How both products of experts are launched, whose tiles of rows are the same."""
+
+    gate_up: Launch
+    down: Launch
+
+
+Kind = Literal["rows", "sum", "blocks"]
+"""What a linear layer's product is like: with scales by rows, the same for a residual sum, which takes it in parts,
+and with scales by blocks."""
+Shape = tuple[int, int]
+"""The output and input features of a weight."""
+Ranges = tuple[tuple[int, Launch | None], ...]
+"""Launches for up to so many rows, ascending. None is torch's own product. Above the last range products with scales by
+rows are torch's own, and those with scales by blocks are launched as in the last range."""
+ExpertRanges = tuple[tuple[int, ExpertLaunch], ...]
+"""Launches for up to so many rows of an expert on average, ascending. The last one holds above its range, too."""
+
+_FEW: Ranges = (
+    (16, Launch(16, 32, 128, 5, 4)),
+    (32, Launch(32, 32, 128, 5, 4)),
+    (64, Launch(64, 32, 128, 5, 4)),
+)
+LINEAR: Mapping[Kind, Mapping[Shape, Ranges]] = {
+    "rows": {(6144, 4096): _FEW},
+    "sum": {(4096, 4096): _FEW},
+    "blocks": {(6144, 4096): (*_FEW, (256, Launch(64, 64, 128, 4, 4)), (512, Launch(128, 128, 128, 4, 8)))},
+}
+_EXPERTS: ExpertRanges = (
+    (8, ExpertLaunch(Launch(16, 32, 128, 4, 4), Launch(16, 64, 128, 4, 4))),
+    (32, ExpertLaunch(Launch(32, 64, 128, 3, 4), Launch(32, 64, 128, 4, 4))),
+    (64, ExpertLaunch(Launch(64, 64, 128, 3, 4), Launch(64, 128, 128, 3, 4))),
+    (128, ExpertLaunch(Launch(128, 64, 128, 3, 8), Launch(128, 128, 128, 3, 8))),
+)
+EXPERTS: Mapping[Kind, ExpertRanges] = {"rows": _EXPERTS, "blocks": _EXPERTS}
