@@ -22,7 +22,7 @@ pytestmark = [*MARKS, pytest.mark.skipif(HAS_GPU and not HAS_UNITS, reason="need
 __all__ = ["exact_conversions"]
 
 SCALINGS = pytest.mark.parametrize("scaling", ["channel", "block"])
-KINDS: list[Kind] = ["rows", "sum", "blocks"]
+KINDS: list[Kind] = ["channel", "sum", "block"]
 SIZES = [16, 96, 128, 1000, 1024, 4096, 12288] if HAS_GPU else [16, 200, 1280]
 
 
@@ -122,7 +122,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (1024, 3072)] if HAS_GPU else [(256, 128), (80, 400)])
 def test_products(shape: tuple[int, int], kind: Kind, num_rows: int) -> None:
-    x, weight, expected = make_product(num_rows, shape, "block" if kind == "blocks" else "channel")
+    x, weight, expected = make_product(num_rows, shape, "block" if kind == "block" else "channel")
     launch = choose_launch(num_rows, weight[0], kind)
     if launch is not None:
         found = fp8_linear_for_sum(x, *weight, launch)
@@ -164,14 +164,14 @@ def test_launches_with_scales_by_blocks(tiles: tuple[int, int]) -> None:
 def test_launches_are_those_of_the_nearest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, last = (Launch(16, 64, 128, stages, 4) for stages in (2, 3, 4))
     ranges = {(4096, 1024): ((16, one), (64, None), (128, other)), (4096, 12288): ((64, last),)}
-    monkeypatch.setattr(fp8_linear_module, "LINEAR", {"rows": ranges, "blocks": ranges})
+    monkeypatch.setattr(fp8_linear_module, "LINEAR", {"channel": ranges, "block": ranges})
     fp8_linear_module._ranges.cache_clear()
     weight = torch.empty(6144, 2048, dtype=FP8, device=DEVICE)
     try:
-        chosen = [choose_launch(rows, weight, "rows") for rows in (1, 16, 17, 64, 65, 129)]
+        chosen = [choose_launch(rows, weight, "channel") for rows in (1, 16, 17, 64, 65, 129)]
         assert chosen == [one, one, None, None, other, None], "what is above is torch's own product"
-        assert choose_launch(129, weight, "blocks") == other, "which is not asked to scale blocks"
-        assert choose_launch(1, torch.empty(4096, 14336, dtype=FP8, device=DEVICE), "rows") == last
+        assert choose_launch(129, weight, "block") == other, "which is not asked to scale blocks"
+        assert choose_launch(1, torch.empty(4096, 14336, dtype=FP8, device=DEVICE), "channel") == last
     finally:
         fp8_linear_module._ranges.cache_clear()
 

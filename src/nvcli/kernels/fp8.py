@@ -88,7 +88,7 @@ def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, bias: Tensor | 
         return result.to(x.dtype) if out is None else out.copy_(result)
     from nvcli.kernels.triton import fp8_linear as kernels
 
-    launch = kernels.choose_launch(len(x.codes), weight, "rows" if scales.dim() == 1 else "blocks")
+    launch = kernels.choose_launch(len(x.codes), weight, x.scaling)
     if launch is None:
         result = _scaled_product(x, weight, scales)
     else:

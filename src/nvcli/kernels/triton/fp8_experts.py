@@ -22,14 +22,14 @@ from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.experts import activate_gated
 from nvcli.kernels.triton.fp8 import quantise
-from nvcli.kernels.triton.fp8_launches import EXPERTS, ExpertLaunch, Kind, Launch
+from nvcli.kernels.triton.fp8_launches import EXPERTS, ExpertLaunch, Launch
 from nvcli.kernels.triton.fp8_linear import dot, has_rows_first, scaled_dot, zeros
-from nvcli.kernels.weight_formats import FP8_BLOCK
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
 
-def choose_launch(num_pairs: int, num_experts: int, kind: Kind) -> ExpertLaunch:
+def choose_launch(num_pairs: int, num_experts: int, scaling: FP8Scaling) -> ExpertLaunch:
     """Choose the launch for so many pairs, by how many rows one of all the experts has on average."""
-    ranges = EXPERTS[kind]
+    ranges = EXPERTS[scaling]
     return next((launch for most_rows, launch in ranges if num_pairs <= most_rows * num_experts), ranges[-1][1])
 
 
@@ -192,8 +192,7 @@ def apply_fp8_experts(
     `launch` that of `choose_launch` is taken."""
     num_held = weights.gate_up.shape[0]
     if launch is None:
-        kind: Kind = "rows" if x.scaling == "channel" else "blocks"
-        launch = choose_launch(routes.experts.numel(), num_held + weights.num_others, kind)
+        launch = choose_launch(routes.experts.numel(), num_held + weights.num_others, x.scaling)
     if weights.num_others:
         out.zero_()
     work = group_by_expert(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from nvcli.kernels.weight_formats import FP8Scaling
+
 
 class Launch(NamedTuple):
     """The tile sizes of a product and how its programs work."""
@@ -35,9 +37,9 @@ class ExpertLaunch(NamedTuple):
     down: Launch
 
 
-Kind = Literal["rows", "sum", "blocks"]
-"""What a linear layer's product is like: with scales by rows, the same for a residual sum, which takes it in parts,
-and with scales by blocks."""
+Kind = FP8Scaling | Literal["sum"]
+"""A linear layer's products: those of a scaling, and those with scales by rows for a residual sum, which takes
+parts."""
 Shape = tuple[int, int]
 """The output and input features of a weight."""
 Ranges = tuple[tuple[int, Launch | None], ...]
@@ -46,20 +48,42 @@ rows are torch's own, and those with scales by blocks are launched as in the las
 ExpertRanges = tuple[tuple[int, ExpertLaunch], ...]
 """Launches for up to so many rows of an expert on average, ascending. The last one holds above its range, too."""
 
-_FEW: Ranges = (
-    (16, Launch(16, 32, 128, 5, 4)),
-    (32, Launch(32, 32, 128, 5, 4)),
-    (64, Launch(64, 32, 128, 5, 4)),
-)
+# Not measured yet: the sizes follow those of the products of 16 bits.
 LINEAR: Mapping[Kind, Mapping[Shape, Ranges]] = {
-    "rows": {(6144, 4096): _FEW},
-    "sum": {(4096, 4096): _FEW},
-    "blocks": {(6144, 4096): (*_FEW, (256, Launch(64, 64, 128, 4, 4)), (512, Launch(128, 128, 128, 4, 8)))},
+    "channel": {
+        (6144, 4096): (
+            (16, Launch(16, 64, 128, 8, 4)),
+            (32, Launch(32, 64, 128, 8, 4)),
+            (64, Launch(64, 64, 128, 6, 4)),
+        ),
+    },
+    "sum": {
+        (4096, 4096): (
+            (16, Launch(16, 64, 128, 8, 4)),
+            (32, Launch(32, 64, 128, 8, 4)),
+            (64, Launch(64, 64, 128, 6, 4)),
+        ),
+    },
+    "block": {
+        (6144, 4096): (
+            (16, Launch(16, 64, 128, 8, 4)),
+            (32, Launch(32, 64, 128, 8, 4)),
+            (256, Launch(64, 64, 128, 4, 4)),
+            (512, Launch(128, 128, 128, 4, 8)),
+        ),
+    },
 }
-_EXPERTS: ExpertRanges = (
-    (8, ExpertLaunch(Launch(16, 32, 128, 4, 4), Launch(16, 64, 128, 4, 4))),
-    (32, ExpertLaunch(Launch(32, 64, 128, 3, 4), Launch(32, 64, 128, 4, 4))),
-    (64, ExpertLaunch(Launch(64, 64, 128, 3, 4), Launch(64, 128, 128, 3, 4))),
-    (128, ExpertLaunch(Launch(128, 64, 128, 3, 8), Launch(128, 128, 128, 3, 8))),
-)
-EXPERTS: Mapping[Kind, ExpertRanges] = {"rows": _EXPERTS, "blocks": _EXPERTS}
+EXPERTS: Mapping[FP8Scaling, ExpertRanges] = {
+    "channel": (
+        (8, ExpertLaunch(Launch(16, 64, 128, 4, 4), Launch(16, 64, 128, 4, 4))),
+        (32, ExpertLaunch(Launch(32, 64, 128, 3, 4), Launch(32, 64, 128, 4, 4))),
+        (64, ExpertLaunch(Launch(64, 64, 128, 3, 4), Launch(64, 128, 128, 3, 4))),
+        (128, ExpertLaunch(Launch(128, 64, 128, 3, 8), Launch(128, 128, 128, 3, 8))),
+    ),
+    "block": (
+        (8, ExpertLaunch(Launch(16, 64, 128, 4, 4), Launch(16, 64, 128, 4, 4))),
+        (32, ExpertLaunch(Launch(32, 64, 128, 3, 4), Launch(32, 64, 128, 4, 4))),
+        (64, ExpertLaunch(Launch(64, 64, 128, 3, 4), Launch(64, 128, 128, 3, 4))),
+        (128, ExpertLaunch(Launch(128, 64, 128, 3, 8), Launch(128, 128, 128, 3, 8))),
+    ),
+}

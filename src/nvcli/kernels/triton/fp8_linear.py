@@ -40,7 +40,7 @@ def choose_launch(num_rows: int, weight: Tensor, kind: Kind) -> Launch | None:
     for most_rows, launch in ranges:
         if num_rows <= most_rows:
             return launch
-    return ranges[-1][1] if kind == "blocks" else None
+    return ranges[-1][1] if kind == "block" else None
 
 
 @lru_cache(maxsize=256)
