@@ -134,6 +134,16 @@ class Vocabulary:
         return _innermost(schema, fails)
 
 
+def check_structured(wanted: Structured) -> None:
+    """Raise GrammarError where what is asked for is no grammar; whether this model's tokens can follow it is not
+    known."""
+    from llguidance import LLMatcher
+
+    problem = LLMatcher.validate_grammar(grammar_of(wanted))
+    if problem:
+        raise GrammarError(_reason(problem))
+
+
 def grammar_of(wanted: Structured) -> str:
     """Return a grammar in llguidance's own form; whether it can be followed is not known yet. Raises GrammarError."""
     from llguidance import LLMatcher, grammar_from

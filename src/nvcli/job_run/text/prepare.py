@@ -26,6 +26,7 @@ from nvcli.job_run.text.prompt_tasks import (
     scored_continuations,
     scored_prompt,
 )
+from nvcli.job_run.text.reasoning import unknown_marks
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.token_rules import TokenRules, token_rules
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -375,11 +376,7 @@ class Preparer:
         """Return the limit of an answer's thought; None: the prompt leaves it none. Raises RowError."""
         parser, name = self._reader.reasoning, f"{under}.thinking_budget"
         if parser is None:
-            raise RowError(
-                "unsupported_parameter",
-                f"`{name}` is given, and how this model marks its thoughts is not known; leave it out, or set "
-                "`job.reasoning_parser`",
-            )
+            raise unknown_marks(name)
         return parser.limit(budget, parser.state_of(ids, _last_message(job)), name)
 
     def _is_cut(self, text: str, has_continuations: bool) -> bool:

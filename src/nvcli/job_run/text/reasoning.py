@@ -82,6 +82,15 @@ def find_reasoning_format(name: str, chat_template: str) -> ReasoningFormat | No
     return next((each for each in formats if each.start in chat_template or each.end in chat_template), None)
 
 
+def unknown_marks(name: str) -> RowError:
+    """Return the error of a key that asks for something of thoughts, where their marks are not known."""
+    return RowError(
+        "unsupported_parameter",
+        f"`{name}` is given, and how this model marks its thoughts is not known; leave it out, or set "
+        "`job.reasoning_parser`",
+    )
+
+
 class ReasoningParser:
     """Finds the thoughts in the answers of one model. It is used by one thread for prompts and by one for answers."""
 
