@@ -116,20 +116,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of an answer's tokens, as OpenAI's completions API spells them."""
+    """Log-probabilities of the tokens of an answer, of a prompt or of both, as OpenAI's completions API spells them.
 
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    """The log-probabilities of each token's alternatives, by their text."""
-
-
-class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a prompt's tokens. Those of the first token, before which there is nothing, are None."""
+    Those of a prompt's first token, before which there is nothing, are None.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
+    """The log-probabilities of each token's alternatives, by their text."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +197,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     answer: ScoreAnswer | EmbedAnswer | None = None
     """The answer of a row that is scored or embedded; it has no `choices` then."""
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     """The log-probabilities of the prompt's tokens, where the row asks for them."""
 
     @property

@@ -77,10 +77,11 @@ def fit_prompt(ids: list[int], sampling: SamplingParams, limits: ModelLimits, un
             f"`{under}.prompt_logprobs` is {sampling.prompt_logprobs}, and a prompt of {len(ids):,} tokens has more "
             f"than {MAX_ANSWER_NUMBERS:,} numbers; lower it",
         )
-    if (num_numbers := sampling.num_samples * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
+    num_tokens = max_tokens + (len(ids) if sampling.echo and sampling.logprobs is not None else 0)
+    if (num_numbers := sampling.num_samples * num_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
         raise RowError(
             "invalid_sampling",
-            f"{sampling.num_samples:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids "
+            f"{sampling.num_samples:,} answers of up to {num_tokens:,} tokens with `{under}.logprobs` or token ids "
             f"hold {num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` "
             f"or `{under}.logprobs`",
         )

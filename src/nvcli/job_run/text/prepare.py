@@ -357,7 +357,7 @@ class Preparer:
     def _echo(self, job: Job, ids: list[int], *, is_whole: bool) -> str:
         """Return the text of the prompt, which is `ids` now, or of the message that the answer goes on with.
 
-        Raises RowError for a conversation whose answer begins a message.
+        Raises RowError for a conversation whose answer begins a message, or whose row wants log-probabilities too.
         """
         if job.messages is not None:
             content = _last_message(job)
@@ -366,6 +366,12 @@ class Preparer:
                     "invalid_sampling",
                     "`echo` is true, and the answer to a conversation goes on with no text of it; leave it out, or "
                     f"give `{CONTINUE_FINAL_MESSAGE}`: true",
+                )
+            if job.sampling.logprobs is not None:
+                raise RowError(
+                    "invalid_sampling",
+                    "`echo` is true beside `logprobs`, and the message that the answer goes on with is only a part of "
+                    "the prompt's tokens; leave `echo` out, or ask for `prompt_logprobs` beside `logprobs`",
                 )
             return content
         if job.prompt is not None and is_whole:
