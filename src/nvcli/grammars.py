@@ -24,7 +24,7 @@ from nvcli.validation import shorten
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_WHITESPACE = r" ?|\n[ \t]{0,20}"
+JSON_WHITESPACE = r" ?|\n[ \t]{0,20}"
 """What may stand between two tokens of JSON: a blank, or a line end and what indents the next line. Without a bound a
 model may write blanks until `max_tokens`."""
 
@@ -165,7 +165,7 @@ def grammar_of(wanted: Structured) -> str:
         schema = {}
     text = msgspec.json.encode(schema).decode()
     try:
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_WHITESPACE})
     except ValueError as error:
         raise GrammarError(_reason(str(error))) from None
 

@@ -96,6 +96,17 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Whoever waits for the answer; None where all rows belong to one job."""
 
 
+class CallRule(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row asks of the tool calls in its answer, beside `tools`."""
+
+    is_required: bool = False
+    """Whether the answer is a call, or several, and nothing else; else it may be a text too."""
+    function: str | None = None
+    """The only function that may be called; None: any of the tools."""
+    is_single: bool = False
+    """Whether there may be one call and no more."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A row that is well formed: exactly one of prompt, messages and prompt_token_ids is set."""
 
@@ -109,6 +120,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     None: nothing."""
     tools: Sequence[dict[str, Any]] = ()
     """The tools that the answer may call; empty: tool calls are not looked for."""
+    call_rule: CallRule | None = None
+    """What the tool calls of the answer are held to while it is generated; None: nothing."""
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams
     task: PromptTask | None = None

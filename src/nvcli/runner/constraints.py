@@ -262,6 +262,8 @@ class Constraints:
         for row, answer in enumerate(answers):
             if answer.matcher is None or answer.is_free:
                 words[row] = _ALL
+                if answer.is_free and answer.constraint.must_begin:
+                    _hold_back(words[row], answer.constraint.end_ids)
             else:
                 matchers.append((answer.matcher, row))
             if answer.num_opening is not None:
