@@ -256,6 +256,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
+    prepare_grammars: bool = False
+    """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
     embedding_size: int = 0

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import read_chat_template
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
@@ -33,7 +35,7 @@ from nvcli.jobs.input.digests import is_repeatable
 from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
 from nvcli.jobs.input.reader import RowDigests, RowReader, check_first_rows
-from nvcli.jobs.job import Caller
+from nvcli.jobs.job import Caller, Job
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
@@ -160,11 +162,13 @@ def resolve_job(
     resolved = resolve_settings(run, weights=weights, found_device=found_device, setter_of=setter_of)
     can_continue = is_repeatable(names)
     if can_continue and run.job.check_columns:
-        check_first_rows(
+        rows = check_first_rows(
             names if limit is None else names[:1],
             lambda: make_parser(run.job, resolved.sampling_defaults, task=resolved.task),
             limit=limit,
         )
+        if any(isinstance(row, Job) and row.wants_grammar for row in rows):
+            resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
@@ -280,6 +284,7 @@ def resolve_engine_config(
         step_timeout=run.step_timeout,
         quantization=_kept_weights(run),
         embedding_size=model.hidden_size if run.task == "embed" else 0,
+        prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
 
 

@@ -127,6 +127,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     task: PromptTask | None = None
     """What the row asks for in place of a generated answer; None: it asks for an answer."""
 
+    @property
+    def wants_grammar(self) -> bool:
+        """Whether its answer is held to a grammar."""
+        return self.sampling.structured is not None or self.call_rule is not None
+
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of the tokens of an answer, of a prompt or of both, as OpenAI's completions API spells them.
