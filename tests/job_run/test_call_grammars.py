@@ -3,6 +3,7 @@ its reader finds calls in it, with arguments that the tools' schemas allow."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nvcli.grammars import Vocabulary
+from nvcli.grammars import GrammarError, Vocabulary
 from nvcli.job_run.text.call_grammars import callable_tools, write_call_grammar
 from nvcli.job_run.text.tool_calls import HARMONY, TOOL_FORMATS
 from nvcli.jobs.job import CallRule
@@ -57,6 +60,12 @@ SCHEMAS = {"look": LOOK, "wait": {"maxProperties": 0}, "say": TOOLS[2]["function
 REQUIRED = CallRule(is_required=True)
 NAMED = CallRule(is_required=True, function="look", is_single=True)
 SINGLE = CallRule(is_single=True)
+
+
+KEYWORDS = (
+    *("properties", "required", "type", "enum", "const", "anyOf", "oneOf", "items", "$ref", "$defs", "minItems"),
+    *("additionalProperties", "string", "object", "#/$defs/a", "a"),
+)
 
 
 class Model:
@@ -115,9 +124,12 @@ class Model:
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
+SPELLED = Model(has_marks=False)
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["marks are tokens", "marks are texts"])
 def model(request: pytest.FixtureRequest) -> Model:
-    return Model(has_marks=request.param)
+    return Model(has_marks=True) if request.param else SPELLED
 
 
 def check_calls(name: str, answer: str, rule: CallRule) -> int:
@@ -229,3 +241,26 @@ def test_schemas_that_are_not_strict_keep_what_can_be_kept(model: Model) -> None
     assert not model.allows(grammar(), '{"name": "look", "parameters": {}}')
     with pytest.raises(Exception, match="uniqueItems"):
         grammar(strict=True)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    st.sampled_from([*TOOL_FORMATS, HARMONY]),
+    st.dictionaries(st.sampled_from(KEYWORDS[2:]), json_values, max_size=3),
+    st.dictionaries(st.text(max_size=4), json_values, max_size=3),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_the_schemas_are_there_is_a_grammar_or_a_reason(
+    name: str, schema: dict[str, Any], properties: dict[str, Any], strict: bool
+) -> None:
+    parameters = {**schema, "properties": properties}
+    tools = [{"type": "function", "function": {"name": "look", "strict": strict, "parameters": parameters}}]
+    with contextlib.suppress(GrammarError):
+        SPELLED.grammar(name, REQUIRED, tools=tools)

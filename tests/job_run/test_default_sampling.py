@@ -21,7 +21,7 @@ REFUSED = {
     "structured={json_schema: {type: foo}}": "`sampling.structured` cannot be used: Invalid type: foo",
     "structured={grammar: 'start: nothing'}": "`sampling.structured` cannot be used: ",
     "thinking_budget=5": "`sampling.thinking_budget` is given, and how this model marks its thoughts is not known",
-    "max_tokens=2048": "`sampling.max_tokens` is 2048, and a prompt of 1 tokens leaves room for 2047",
+    "max_tokens=2048": "`sampling.max_tokens` is 2048, and a prompt of 1 token leaves room for 2047",
     "min_tokens=2048": "`sampling.min_tokens` is 2048, and there is room for 2047 tokens",
 }
 

@@ -79,6 +79,16 @@ BAD = [
         "invalid_value",
         'tool_choice` names the function "lok"; did you mean `look`?',
     ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 7}}], "tool_choice": "required"},
+        "invalid_value",
+        'tools[0].function.parameters` is 7; allowed: a JSON schema of the type "object"',
+    ),
+    (
+        {"tools": [{**STRICT, "function": {"name": "f", "strict": True, "parameters": {"properties": [1]}}}]},
+        "invalid_value",
+        "tools[0].function.parameters.properties` is [1]; allowed: an object",
+    ),
     ({"tools": [TOOL], "parallel_tool_calls": "no"}, "invalid_value", 'parallel_tool_calls` is "no"; allowed: true or'),
     ({"documents": ["x"]}, "invalid_value", 'documents[0]` is "x"'),
     ({"continue_final_message": 1}, "invalid_value", "continue_final_message` is 1; allowed: true or false"),

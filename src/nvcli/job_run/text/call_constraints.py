@@ -51,9 +51,12 @@ class CallConstraints:
         if self._grammars is None:
             raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
         tools = callable_tools(job.tools, rule)
-        text = write_call_grammar(
-            form, tools, rule, chat_template=self._tokenizer.chat_template, token_id=self._tokenizer.token_id
-        )
+        try:
+            text = write_call_grammar(
+                form, tools, rule, chat_template=self._tokenizer.chat_template, token_id=self._tokenizer.token_id
+            )
+        except RecursionError:
+            raise RowError("invalid_structured", f"`{under}{TOOLS}` are nested too deep for a grammar") from None
         try:
             return self._grammars.grammar(Structured(grammar=text), name=f"the grammar of `{under}{TOOLS}`")
         except RowError:

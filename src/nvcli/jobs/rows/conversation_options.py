@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from nvcli.jobs.job import CallRule
-from nvcli.validation import InvalidValue, convert, join_path, show, suggest
+from nvcli.validation import InvalidValue, Path, convert, join_path, show, suggest
 
 TOOLS, TOOL_CHOICE, DOCUMENTS = "tools", "tool_choice", "documents"
 PARALLEL_TOOL_CALLS = "parallel_tool_calls"
@@ -76,8 +76,24 @@ def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = (
         arguments[REASONING_EFFORT] = convert(given[REASONING_EFFORT], str, under=(*under, REASONING_EFFORT))
     if not may_call:
         return ConversationOptions(arguments=arguments or None)
-    is_free = call_rule == CallRule() and not any(tool["function"].get("strict") is True for tool in tools)
-    return ConversationOptions(arguments=arguments or None, tools=tools, call_rule=None if is_free else call_rule)
+    if call_rule == CallRule() and not any(tool["function"].get("strict") is True for tool in tools):
+        return ConversationOptions(arguments=arguments, tools=tools)
+    for number, tool in enumerate(tools):
+        _check_parameters(tool["function"].get("parameters"), (*under, TOOLS, number, "function", "parameters"))
+    return ConversationOptions(arguments=arguments, tools=tools, call_rule=call_rule)
+
+
+def _check_parameters(schema: Any, path: Path) -> None:
+    """Raise InvalidValue for what is no schema of an object, which the arguments of a call are."""
+    if schema is None:
+        return
+    name = join_path(path)
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise InvalidValue(path, f'`{name}` is {show(schema)}; allowed: a JSON schema of the type "object"')
+    for key, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(key, kind()), kind):
+            article = "an object" if kind is dict else "a list"
+            raise InvalidValue((*path, key), f"`{name}.{key}` is {show(schema[key])}; allowed: {article}")
 
 
 def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
