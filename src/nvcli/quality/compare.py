@@ -101,9 +101,10 @@ def compare_quality(
     answers_a: Sequence[array[int] | None] = [None] * len(passages)
     agreed = None
     if max_answer_tokens:
-        say(f"A answers {len(passages):,} prompts")
+        how_many = "1 prompt" if len(passages) == 1 else f"{len(passages):,} prompts"
+        say(f"A answers {how_many}")
         answers_a = greedy_answers(run_a, passages, say)
-        say(f"B answers {len(passages):,} prompts")
+        say(f"B answers {how_many}")
         agreed = agreement(answers_a, greedy_answers(run_b, passages, say))
     tasks = [_task(passage, answer) for passage, answer in zip(passages, answers_a, strict=True)]
     lengths = [len(task.token_ids) // 4 for task in tasks]
