@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
     FORBIDDEN,
@@ -159,6 +160,7 @@ class StepDraft:
         decode_lens: bytes,
         freed_slots: Sequence[int],
         restarts: bool,
+        segments: SharedSegments,
     ) -> StepInput | None:
         """Return the step's input, or None if nothing is to be computed.
 
@@ -170,6 +172,7 @@ class StepDraft:
         block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
+        changes = segments.take_changes()
         return StepInput(
             step_id=step_id,
             freed_slots=pack(freed_slots),
@@ -189,6 +192,9 @@ class StepDraft:
             num_decodes=num_decodes,
             grammars=list(self._grammars),
             restarts=restarts,
+            segments=pack(number for segment in changes.segments for number in segment),
+            slot_segments=pack(number for slot in changes.slots for number in slot),
+            shares_segments=changes.is_used and num_decodes > 0,
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 
