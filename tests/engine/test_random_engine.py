@@ -87,8 +87,8 @@ def num_lowerings(limits: SchedulerLimits) -> int:
     return 0 if lowered is None else 1 + num_lowerings(lowered)
 
 
-def _costs(least_saved: int) -> SegmentCosts:
-    return SegmentCosts(least_saved=least_saved, partial_result=0, least_saved_in_step=1)
+def _costs(least_gain: int) -> SegmentCosts:
+    return SegmentCosts(tile=1, partial_result=0, least_gain=least_gain, least_saved_in_step=1)
 
 
 def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:

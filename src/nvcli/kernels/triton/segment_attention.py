@@ -186,7 +186,13 @@ class _Launch:
 
 
 def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> _Launch:
-    """Choose by head size and type, so that tiles fit in shared memory (99 KiB on GPUs that are made for graphics)."""
+    """Choose by head size and type, so that tiles fit in shared memory (99 KiB on GPUs that are made for graphics).
+
+    Tiles of 64 rows against 128 with 8 warps, both with the rows' own keys, in microseconds a layer on an H200 (bf16,
+    heads of 128, 32 query heads and 8 KV heads): 243 against 239 for 1,024 rows behind one segment of 2,048 keys, 247
+    against 241 behind 16, 418 against 499 for 256 groups of 4 rows behind 512 keys each. In FP8 the conversion of keys
+    counts for more: 388 against 362 for the first.
+    """
     if dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         return _Launch(rows=32, keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
     capability = torch.cuda.get_device_capability(device)
@@ -198,8 +204,10 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, dev
     if head_dim > 128:
         rows, keys = (128, 64) if shared_memory >= 192 else (64, 32)
         return _Launch(rows=rows, keys=keys, num_warps=8, num_stages=2)
-    stages = 3 if head_dim <= 64 or shared_memory >= 112 else 2
-    return _Launch(rows=128, keys=64, num_warps=8, num_stages=stages)
+    stages = 3 if head_dim <= 64 or shared_memory >= 163 else 2
+    if is_fp8:
+        return _Launch(rows=128, keys=64, num_warps=8, num_stages=stages)
+    return _Launch(rows=64, keys=64, num_warps=4, num_stages=stages)
 
 
 class SegmentAttention:
