@@ -21,8 +21,8 @@ def test_answers_are_the_same_with_shared_segments(enforce_eager: bool) -> None:
         enforce_eager=enforce_eager,
     )  # fmt: skip
     prompts = prompts_of_a_tree(random.Random(3), 60, 640, lengths=(16, 48, 160))
-    expected, _ = answers(runner, prompts, 40, num_blocks=300, costs=None)
-    found, num_steps = answers(runner, prompts, 40, num_blocks=300, costs=EAGER_COSTS)
+    expected, _, _ = answers(runner, prompts, 40, num_blocks=300, costs=None)
+    found, num_steps, _ = answers(runner, prompts, 40, num_blocks=300, costs=EAGER_COSTS)
     assert found == expected
     assert num_steps > 20
     graphs = runner.steps._graphs
