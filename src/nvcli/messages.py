@@ -293,6 +293,8 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The numbers of the KV groups whose blocks hold recurrent states."""
     reads_segments: bool = False
     """Whether the ranks read blocks that decoding requests share once for all of them."""
+    group_token_bytes: list[int] = []
+    """The bytes that a token's keys and values take in the layers of each KV group, on one rank."""
     seconds: dict[str, float]
     """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""
     notes: list[str] = []

@@ -35,6 +35,9 @@ class KVGroup:
     """Whether a block holds the recurrent state behind the last token of its column, and not keys. Its window is of two
     tokens: a token goes on from the state behind the one before it."""
 
+    token_bytes: int = 0
+    """The bytes that a token's keys and values take in the layers, on all ranks of a replica."""
+
     def first_column(self, position: int, block_size: int) -> int:
         """The first column of a block table that a token at `position`, or one behind it, attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
@@ -70,6 +73,7 @@ class BlockTables:
         )
         self.segments = SharedSegments(
             {group: groups[group].window for group in self._of_keys},
+            token_bytes=[group.token_bytes for group in groups],
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             costs=segment_costs,

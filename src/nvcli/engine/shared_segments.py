@@ -341,10 +341,17 @@ class SharedSegments:
     """The segments of all KV groups that have keys, and what is to be told of them."""
 
     def __init__(
-        self, windows: dict[int, int | None], *, block_size: int, max_num_seqs: int, costs: SegmentCosts | None
+        self,
+        windows: dict[int, int | None],
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        costs: SegmentCosts | None,
+        token_bytes: Sequence[int] = (),
     ) -> None:
         """`windows`: by number, the window of each KV group with keys (None: full attention). `costs`: None where the
-        ranks do not read segments; then there are none."""
+        ranks do not read segments; then there are none. `token_bytes`: what a token takes in each KV group, for
+        `num_bytes_saved`."""
         self._block_size = block_size
         self._least_saved = 0 if costs is None else costs.least_saved_in_step
         self._forests = {
@@ -352,7 +359,12 @@ class SharedSegments:
             for group, window in windows.items()
             if costs is not None
         }
-        self._without_windows = [group for group in self._forests if windows[group] is None]
+        self._counted = {
+            group: size for group, size in enumerate(token_bytes) if group in self._forests and windows[group] is None
+        }
+        self.num_bytes_saved = 0
+        """The bytes of keys and values that the steps so far did not read, because they had read them for another row.
+        Groups with windows are not counted, whose rows may see a part of a segment."""
         self._inside: set[int] = set()
         """The slots of the requests that are in the forests."""
         self._told: dict[tuple[int, int], int | None] = {}
@@ -381,12 +393,12 @@ class SharedSegments:
 
     @property
     def num_saved(self) -> int:
-        """Keys of a layer that a step saves, in groups without a window: one key for each row but the first of each
-        active segment."""
-        return sum(self._forests[group].num_saved for group in self._without_windows)
+        """Keys of a layer that a step saves, in all groups: those of each active segment, for each row but the
+        first."""
+        return sum(forest.num_saved for forest in self._forests.values())
 
-    def take_changes(self) -> SegmentChanges:
-        """Return what the ranks are to be told with the next step."""
+    def take_changes(self, num_decodes: int) -> SegmentChanges:
+        """Return what the ranks are to be told with the next step, which has so many decode rows."""
         segments: list[tuple[int, int, int, int, int]] = []
         slots: list[tuple[int, int, int]] = []
         for group, forest in self._forests.items():
@@ -398,8 +410,11 @@ class SharedSegments:
                     slots.append((group, slot, number))
             forest.changed_segments.clear()
             forest.changed_slots.clear()
-        num_saved = sum(forest.num_saved for forest in self._forests.values())
-        is_used = num_saved > 0 and num_saved >= self._least_saved
+        num_saved = self.num_saved
+        is_used = num_decodes > 1 and num_saved > 0 and num_saved >= self._least_saved
+        if is_used:
+            saved = sum(self._forests[group].num_saved * size for group, size in self._counted.items())
+            self.num_bytes_saved += saved * min(num_decodes, len(self._inside)) // len(self._inside)
         return SegmentChanges(segments, slots, is_used)
 
     def forget_told(self) -> None:

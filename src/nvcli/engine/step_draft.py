@@ -172,7 +172,7 @@ class StepDraft:
         block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
-        changes = segments.take_changes()
+        changes = segments.take_changes(num_decodes)
         return StepInput(
             step_id=step_id,
             freed_slots=pack(freed_slots),
@@ -194,7 +194,7 @@ class StepDraft:
             restarts=restarts,
             segments=pack(number for segment in changes.segments for number in segment),
             slot_segments=pack(number for slot in changes.slots for number in slot),
-            shares_segments=changes.is_used and num_decodes > 0,
+            shares_segments=changes.is_used,
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 

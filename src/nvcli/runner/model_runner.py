@@ -101,6 +101,7 @@ class ModelRunner:
             group_windows=[group.window for group in self._kv_groups],
             state_groups=[number for number, group in enumerate(self._kv_groups) if group.is_state],
             reads_segments=self._max_shared_rows > 0,
+            group_token_bytes=[self._kv_spec.token_bytes(group) for group in range(self._kv_spec.num_groups)],
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
