@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.decode_attention import LOG2_E, SegmentResults, soft_capped
+from nvcli.kernels.triton.decode_attention import LOG2_E, SegmentResults, float16_query, soft_capped
 from nvcli.kernels.triton.fp8_kv import load_scales
 from nvcli.kernels.triton.segment_work_list import TILE_FIELDS, SegmentWorkList
 
@@ -85,8 +85,11 @@ def segment_attention_kernel(
             q + (row.to(tl.int64) * q_stride + head * HEAD_DIM)[:, None] + dims[None, :],
             mask=in_tile[:, None], other=0.0,
         )  # fmt: skip
-        # Keys in FP8 are multiplied in the query's type: see decode_attention.
-        if not IS_FP8:
+        # FP8 is multiplied in float16, and the sum of values has a maximum of its own: see decode_attention.
+        if IS_FP8:
+            query, query_scale = float16_query(query)
+            highest_scaled = tl.full([ROWS], -float("inf"), tl.float32)
+        else:
             query = query.to(k_cache.dtype.element_ty)
         # The blocks of a segment stand in the table of each of its rows; with a window, those that the tile sees do in
         # that of the shortest row.
@@ -139,7 +142,7 @@ def segment_attention_kernel(
                 key = key.to(query.dtype)
             scores = tl.dot(query, key.T, input_precision="ieee")
             if IS_FP8:
-                scores = scores * key_scale.to(tl.float32)[None, :]
+                scores = scores * query_scale[:, None] * key_scale.to(tl.float32)[None, :]
             unit = scale_log2
             if SOFT_CAP > 0:
                 scores = soft_capped(scores * scale_log2, SOFT_CAP)
@@ -155,17 +158,26 @@ def segment_attention_kernel(
             decay = tl.exp2(highest - reference)
             weights = tl.exp2(scores * unit - reference[:, None])
             weight_sum = weight_sum * decay + tl.sum(weights, 1)
-            acc = acc * decay[:, None]
             if ONE_BLOCK:
                 value = tl.load(v_cache + cache_offset)
             else:
                 value = tl.load(v_cache + cache_offset, mask=(keys < end)[:, None], other=0.0)
             if IS_FP8:
-                weights = weights * value_scale.to(tl.float32)[None, :]
+                scores = scores * unit + tl.log2(value_scale.to(tl.float32))[None, :]
+                new_highest_scaled = tl.maximum(highest_scaled, tl.max(scores, 1))
+                reference = new_highest_scaled
+                if HAS_WINDOW:
+                    reference = tl.where(new_highest_scaled == -float("inf"), 0.0, new_highest_scaled)
+                decay = tl.exp2(highest_scaled - reference)
+                weights = tl.exp2(scores - reference[:, None])
+                highest_scaled = new_highest_scaled
                 value = value.to(query.dtype)
+            acc = acc * decay[:, None]
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
             highest = new_highest
 
+        if IS_FP8:
+            acc = acc * tl.where(highest_scaled > -float("inf"), tl.exp2(highest_scaled - highest), 0.0)[:, None]
         divisor = tl.where(weight_sum > 0, weight_sum, 1.0)
         acc = acc / divisor[:, None]
         lse = tl.where(weight_sum > 0, highest + tl.log2(divisor), NOTHING_SEEN)
