@@ -162,6 +162,8 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """Prefill chunks."""
     num_used_blocks: int = 0
     """KV blocks held by running requests when the step was scheduled."""
+    num_keys_saved: int = 0
+    """The part of `decode_keys` that layers without a window did not read, because it was read for another row."""
     seconds: float = 0.0
     """The device's time for the step."""
     idle_seconds: float = 0.0

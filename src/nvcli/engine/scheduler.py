@@ -174,7 +174,7 @@ class Scheduler:
         self._freed_slots.clear()
         self._restarts = False
         registered, self._registered = self._registered, []
-        return ScheduledStep(step, sampling, registered, draft.reading)
+        return ScheduledStep(step, sampling, registered, draft.reading, self._tables.segments.num_keys_saved)
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
         """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.

@@ -33,6 +33,8 @@ class ScheduledStep:
     """Blocks registered for reuse since the step before. This step or the one before it fills them."""
     reading: list[RequestState]
     """The request of each of the step's `reads`."""
+    num_keys_saved: int = 0
+    """`SharedSegments.num_keys_saved` of this step."""
 
     @property
     def num_requests(self) -> int:

@@ -210,12 +210,13 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, dev
     capability = torch.cuda.get_device_capability(device)
     shared_memory = 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
     is_fp8 = kv_dtype == torch.float8_e4m3fn
-    if head_dim > 256 or (is_fp8 and head_dim > 128):
-        rows, keys = (64, 32) if shared_memory >= 112 else (32, 16)
+    if is_fp8 and head_dim > 128:  # larger tiles do not fit in registers
+        return _Launch(rows=32, keys=32, num_warps=8 if head_dim > 256 else 4, num_stages=2)
+    if head_dim > 256:
+        rows, keys = (64, 32) if shared_memory >= 227 else (32, 16)
         return _Launch(rows=rows, keys=keys, num_warps=8, num_stages=2)
     if head_dim > 128:
-        rows, keys = (128, 64) if shared_memory >= 192 else (64, 32)
-        return _Launch(rows=rows, keys=keys, num_warps=8, num_stages=2)
+        return _Launch(rows=64, keys=32, num_warps=4, num_stages=2)
     stages = 3 if head_dim <= 64 or shared_memory >= 163 else 2
     if is_fp8:
         return _Launch(rows=128, keys=64, num_warps=8, num_stages=stages)
