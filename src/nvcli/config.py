@@ -199,6 +199,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One for all work, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
     enable_prefix_caching: bool = True
     """Prompts that begin alike share the KV cache of what they have in common."""
+    enable_cascade_attention: bool = True
+    """Each decode step reads the KV cache that running requests share once for all of them, where that pays, instead
+    of once for each."""
     enforce_eager: bool = False
     """true: no CUDA graphs."""
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
@@ -258,6 +261,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     than what is free now leaves them."""
     prepare_grammars: bool = False
     """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
+    enable_cascade_attention: bool = True
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
     embedding_size: int = 0
@@ -317,6 +321,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """One that runs and one that waits behind it, so that the device goes from step to step without waiting for us;
         with stages, one for each."""
         return max(2, self.pipeline_parallel_size) if self.overlap_steps else 1
+
+    @property
+    def max_shared_rows(self) -> int:
+        """Most rows of a step that reads what requests share once for all of them; 0: no step does."""
+        shares = self.enable_cascade_attention and self.enable_prefix_caching and self.max_num_decodes > 1
+        return self.max_num_decodes if shares else 0
 
     @property
     def max_blocks_per_seq(self) -> int:

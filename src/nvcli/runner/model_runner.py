@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -104,6 +105,8 @@ class ModelRunner:
             attention_backend=self.backend.name,
             group_windows=[group.window for group in self._kv_groups],
             state_groups=[number for number, group in enumerate(self._kv_groups) if group.is_state],
+            reads_segments=self._max_shared_rows > 0,
+            group_token_bytes=[self._kv_spec.token_bytes(group) for group in range(self._kv_spec.num_groups)],
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
@@ -182,9 +185,11 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
+            max_shared_rows=config.max_shared_rows,
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
+        self._max_shared_rows = config.max_shared_rows if self.backend.reads_segments else 0
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
         self._kv_spec = KVCacheSpec.of_layers(
@@ -203,6 +208,11 @@ class ModelRunner:
             sizes = step_graph_sizes(config, self.model_config)
             shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
+        # Few jobs need these: they are captured when they are first used, and their memory is set aside.
+        shares = self._max_shared_rows > 1
+        self._shared_shapes = [
+            replace(shape, shares_segments=True) for shape in self._graph_shapes if shares and shape.decode_rows > 1
+        ]
 
     def _make_slots(self) -> None:
         """Make the empty tables and buffers of the steps, large enough for padded ones."""
@@ -259,7 +269,7 @@ class ModelRunner:
                 largest = before - free_bytes(self.device)
                 graphs.capture(decode_only[-1:])
                 smallest = max(_LEAST_GRAPH_BYTES, before - largest - free_bytes(self.device))
-                self._graph_bytes = largest + smallest * (len(graphs.shapes) - 1)
+                self._graph_bytes = largest + smallest * (len(graphs.shapes) + len(self._shared_shapes) - 1)
                 del graphs
                 torch.cuda.empty_cache()
 
@@ -307,8 +317,8 @@ class ModelRunner:
         if self._graph_shapes:
             with self._phase("capture graphs"):
                 before = free_bytes(self.device)
-                graphs = self.steps.make_graphs(self._graph_shapes)
-                graphs.capture()
+                graphs = self.steps.make_graphs(self._graph_shapes + self._shared_shapes)
+                graphs.capture(self._graph_shapes)
                 self.steps.use_graphs(graphs)
                 self._graph_bytes = before - free_bytes(self.device)
 
