@@ -39,10 +39,13 @@ class ModelDriver:
         max_positions: int | None = None,
         expert_parallel: bool = False,
         quantization: Literal["none", "fp8"] = "none",
+        has_fp8_units: bool = True,
     ) -> None:
         config = load_model_config(path, expert_parallel=expert_parallel).keeping(quantization)
         self.group = group or TensorParallelGroup.single()
-        self.model = build_model(config, self.group, dtype, stage=stage, max_positions=max_positions)
+        self.model = build_model(
+            config, self.group, dtype, stage=stage, max_positions=max_positions, has_fp8_units=has_fp8_units
+        )
         self.notes: list[str] = []
         self.num_bytes = load_weights(self.model, path, device, say=self.notes.append)
         layers = self.model.attention_layers

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoints import write_tiny_model
-from nvcli.errors import ConfigError
-from nvcli.runner.device import check_fp8_units
+from nvcli.models.config import load_model_config
+from nvcli.runner.device import has_fp8_units, kept_weights_note
 from one_rank import make_runner, run_requests
 from quantised_checkpoints import fp8_blocks, write_quantised
 from requests_factory import make_request
@@ -29,8 +31,26 @@ def test_batches_and_chunks_do_not_change_the_answers(tmp_path: Path) -> None:
     assert all(len(tokens) == 8 for tokens in answers[0].values())
 
 
-def test_gpus_without_fp8_units_are_refused() -> None:
-    check_fp8_units("NVIDIA L40S", (8, 9))
-    check_fp8_units("NVIDIA H200", (9, 0))
-    with pytest.raises(ConfigError, match=r"`quantization` is fp8, and NVIDIA A100 .*8\.0.* use quantization: none"):
-        check_fp8_units("NVIDIA A100", (8, 0))
+def test_units_for_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU computes what such units would."""
+    assert has_fp8_units(torch.device("cpu"))
+    for capability, has_units in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert has_fp8_units(torch.device("cuda")) == has_units
+
+
+def test_the_log_says_how_weights_are_kept(tmp_path: Path) -> None:
+    original = write_tiny_model(tmp_path / "original", head_dim=64, **SIZES)
+    path, _ = write_quantised(original, tmp_path, fp8_blocks((128, 128)))
+    plain, stored = load_model_config(original), load_model_config(path)
+    note = partial(kept_weights_note, dtype="bfloat16", has_units=True)
+    assert note(plain) is None
+    assert note(plain.keeping("fp8")) == (
+        "weights of linear layers are kept in FP8 (quantization: none keeps them in bfloat16)"
+    )
+    assert "FP8 weights are turned into bfloat16 (quantization: fp8 keeps them)" in str(note(stored))
+    assert str(note(stored.keeping("fp8"))).startswith("the checkpoint's weights of linear layers stay in FP8 (")
+    found = str(kept_weights_note(stored.keeping("fp8"), "bfloat16", has_units=False))
+    assert "become bfloat16 in each product, as this GPU has no units for FP8" in found
+    runner = make_runner(path, "cpu", quantization="fp8", kv_cache_memory=1 << 22)
+    assert any("stay in FP8" in note for note in runner.ready.notes)

@@ -70,12 +70,12 @@ def check_gpus(
 
 
 def check_fp8(report: DeviceReport, *, chosen: Sequence[int]) -> Finding:
-    """Check that the GPUs of a run can multiply in FP8. `chosen` says which, as `Layout.gpus`; none: all."""
+    """Tell whether the GPUs of a run can multiply in FP8. `chosen` says which, as `Layout.gpus`; none: all."""
     lacking = [gpu for gpu in report.gpus if gpu.capability < FP8_CAPABILITY and (not chosen or gpu.index in chosen)]
     if not lacking:
         return ok("FP8", "the GPUs have units for FP8 products")
     names = ", ".join(dict.fromkeys(gpu.name for gpu in lacking))
-    return problem("FP8", f"no units for FP8 products: {names}", "use quantization: none")
+    return note("FP8", f"no units for FP8 products: {names}; weights are turned into plain numbers in each product")
 
 
 def free_bytes(gpu: GpuReport, smi: SmiReport) -> int:

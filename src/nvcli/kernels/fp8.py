@@ -98,6 +98,22 @@ def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, bias: Tensor | 
     return result if out is None or result is out else out.copy_(result)
 
 
+def fp8_weight_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x Wᵀ + b as `fp8_linear` computes it, for activations that are not quantised: [T, in] → [T, out]. The codes
+    become numbers in the type of `x`, which holds them exactly, as they are multiplied, so that GPUs without FP8 units
+    can do it."""
+    if not weight.is_cuda:
+        values = dequantise_weight(weight, scales)
+        result = F.linear(x.float(), values, None if bias is None else bias.float()).to(x.dtype)
+    else:
+        from nvcli.kernels.triton import fp8_linear as kernels
+
+        result = kernels.fp8_linear(x, weight, scales, kernels.choose_plain_launch(len(x)), out)
+        if bias is not None:
+            result.add_(bias)
+    return result if out is None or result is out else out.copy_(result)
+
+
 def fp8_linear_for_sum(x: QuantisedRows, weight: Tensor, scales: Tensor) -> Tensor:
     """x Wᵀ as `fp8_linear` computes it, for the residual sum behind it: [T, out], or float32 parts [P, T, out] that add
     up to it, as `norm_and_quantise` and `add_rms_norm` take them."""

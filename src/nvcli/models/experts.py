@@ -134,7 +134,7 @@ class Experts(WeightModule):
         num_experts, size, hidden = gate.kept_shape(self.size)
         self.gate_up_proj = empty_parameter(gate, num_experts, 2 * size, hidden)
         self.down_proj = empty_parameter(down, *down.kept_shape(self.size))
-        self.scaling = gate.scaling
+        self.scaling, self.quantises = gate.scaling, build.has_fp8_units
         if gate.scaling is not None:
             self.gate_up_scale = _empty_scales(self.gate_up_proj, gate.scaling)
             self.down_scale = _empty_scales(self.down_proj, gate.scaling)
@@ -165,7 +165,7 @@ class Experts(WeightModule):
             apply_experts(x, routes, weights, self.activation, out)
         else:
             scales = ExpertScales(self.gate_up_scale, self.down_scale)
-            apply_fp8_experts(x, routes, weights, scales, self.activation, out)
+            apply_fp8_experts(x, routes, weights, scales, self.activation, out, quantises=self.quantises)
 
 
 def _empty_scales(weight: nn.Parameter, scaling: FP8Scaling) -> nn.Parameter:

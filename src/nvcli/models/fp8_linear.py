@@ -1,4 +1,5 @@
-"""Fp8LinearMethod: linear layers whose weights ranks keep in FP8, and whose inputs are quantised as they come.
+"""Fp8LinearMethod: linear layers whose weights ranks keep in FP8, and whose inputs are quantised as they come; and
+Fp8WeightLinearMethod, for GPUs without FP8 units: inputs stay as they are, and weights are dequantised in the product.
 
 A weight's scales are those of the checkpoint where it has such ones; any other weight is quantised when it is loaded.
 Scales of the checkpoint for activations are not used: those of each token lose less.
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.kernels.activation import Activation
-from nvcli.kernels.fp8 import activate_and_quantise, fp8_linear, fp8_linear_for_sum, quantise
+from nvcli.kernels.fp8 import activate_and_quantise, fp8_linear, fp8_linear_for_sum, fp8_weight_linear, quantise
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
 from nvcli.models.parallel import LinearMethod, PlainLinearMethod, ShardedLinear
@@ -79,3 +80,18 @@ class Fp8LinearMethod(PlainLinearMethod):
 
     def _quantised(self, x: Activations) -> QuantisedRows:
         return x if isinstance(x, QuantisedRows) else quantise(x, self.scaling)
+
+
+class Fp8WeightLinearMethod(Fp8LinearMethod):
+    """Weights as Fp8LinearMethod keeps them, and inputs in the type of the model."""
+
+    @property
+    def input_scaling(self) -> FP8Scaling | None:
+        return None
+
+    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
+        return self.apply(layer, x, with_bias=True)
+
+    def _multiply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor), "what comes before is not told to quantise"
+        return fp8_weight_linear(x, layer.weight, layer.weight_scale, layer.bias if with_bias else None, out)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nvcli.models.fp8_linear import Fp8LinearMethod
+from nvcli.models.fp8_linear import Fp8LinearMethod, Fp8WeightLinearMethod
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod
 
 
-def linear_method(path: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
-    """Return the method of the layer `path`. All pieces of a layer are kept alike (`geometry.py`)."""
+def linear_method(path: str, pieces: Sequence[LinearPiece], *, has_fp8_units: bool = True) -> LinearMethod:
+    """Return the method of the layer `path`. All pieces of a layer are kept alike (`geometry.py`).
+
+    `has_fp8_units` says whether activations may be multiplied in FP8.
+    """
     scaling = pieces[0].weight.scaling
     assert all(piece.weight.scaling == scaling for piece in pieces)
-    return PlainLinearMethod() if scaling is None else Fp8LinearMethod(scaling)
+    if scaling is None:
+        return PlainLinearMethod()
+    return Fp8LinearMethod(scaling) if has_fp8_units else Fp8WeightLinearMethod(scaling)

@@ -168,6 +168,8 @@ class BuildContext:
     """The part of the model that is built."""
     dtype: StoredDtype
     """The model's type."""
+    has_fp8_units: bool = True
+    """Whether products with FP8 weights may quantise activations; otherwise these stay plain."""
 
 
 class ColumnParallelLinear(ShardedLinear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 from nvcli.distributed.stage import WHOLE, Stage
@@ -24,11 +25,13 @@ def build_model(
     max_positions: int | None = None,
     linear_method: LinearMethodFactory | None = None,
     stage: Stage = WHOLE,
+    has_fp8_units: bool = True,
 ) -> CausalLM:
     """Build this rank's part of the model on the meta device; `loader.load_weights` gives it memory and weights.
 
     `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
-    chooses how each linear layer is stored (None: as the model's tensors say), and `stage` is the part of a pipeline.
+    chooses how each linear layer is stored (None: as the model's tensors say), `stage` is the part of a pipeline, and
+    `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8, or with plain ones.
     Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
     """
     import torch
@@ -43,10 +46,11 @@ def build_model(
     build = BuildContext(
         group=group,
         tensors={tensor.name: tensor for tensor in model_tensors(config, stored_dtype, stage)},
-        linear_method=linear_method or method_of_pieces,
+        linear_method=linear_method or partial(method_of_pieces, has_fp8_units=has_fp8_units),
         max_positions=max_positions or config.max_position_embeddings,
         stage=stage,
         dtype=stored_dtype,
+        has_fp8_units=has_fp8_units,
     )
     with torch.device("meta"):
         return DenseForCausalLM(config, build)

@@ -22,6 +22,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import load_kv_scales, load_weights
 from nvcli.models.registry import build_model
+from nvcli.runner.device import has_fp8_units
 from nvcli.runner.memory import check_weights_fit
 
 CHUNK_TOKENS = 1024
@@ -40,7 +41,9 @@ class PassageReader:
             config.quantization
         )
         self.device = device
-        self.model = build_model(self.config, group, dtype, max_positions=config.max_model_len)
+        self.model = build_model(
+            self.config, group, dtype, max_positions=config.max_model_len, has_fp8_units=has_fp8_units(device)
+        )
         check_weights_fit(sum(self.model.weight_bytes().values()), device)
         load_weights(self.model, config.model_path, device, say=say)
         kv_dtype = torch_kv_dtype(config.kv_dtype)

@@ -13,16 +13,14 @@ import torch
 from nvcli.config import EngineConfig
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
+from nvcli.models.config import ModelConfig
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
     """Open a GPU of the rank's own, or give it its share of the CPU's cores. Raises ConfigError if there is no such
-    GPU, or none that can do what the configuration asks for."""
+    GPU."""
     if config.device == "cuda":
-        device = _open_gpu(config.gpu_index(rank))
-        if config.quantization == "fp8":
-            check_fp8_units(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-        return device
+        return _open_gpu(config.gpu_index(rank))
     if "OMP_NUM_THREADS" not in os.environ:
         num_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, num_cores // config.num_ranks))
@@ -47,13 +45,19 @@ def _open_gpu(index: int) -> torch.device:
     return device
 
 
-def check_fp8_units(name: str, capability: tuple[int, int]) -> None:
-    """Raise ConfigError for a GPU that cannot multiply in FP8, by its name and compute capability."""
-    if capability < FP8_CAPABILITY:
-        raise ConfigError(
-            f"`quantization` is fp8, and {name} (compute capability {capability[0]}.{capability[1]}) has no units for "
-            f"FP8 products, which came with {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}: use quantization: none"
-        )
+def has_fp8_units(device: torch.device) -> bool:
+    """Tell whether a device multiplies in FP8. A CPU computes what such units would."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+def kept_weights_note(model: ModelConfig, dtype: str, *, has_units: bool) -> str | None:
+    """Say how the weights of linear layers are kept, where a checkpoint or a run has them in FP8; None: it has not."""
+    is_stored = model.quantisation is not None and model.quantisation.numbers == "fp8"
+    if model.quantization == "fp8":
+        whose = "the checkpoint's weights of linear layers stay" if is_stored else "weights of linear layers are kept"
+        units = "" if has_units else f", and become {dtype} in each product, as this GPU has no units for FP8"
+        return f"{whose} in FP8{units} (quantization: none keeps them in {dtype})"
+    return f"the checkpoint's FP8 weights are turned into {dtype} (quantization: fp8 keeps them)" if is_stored else None
 
 
 def import_kernels() -> None:

@@ -31,7 +31,7 @@ from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.constraints import Constraints
-from nvcli.runner.device import import_kernels, open_device
+from nvcli.runner.device import has_fp8_units, import_kernels, kept_weights_note, open_device
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import (
@@ -139,7 +139,12 @@ class ModelRunner:
             config = config.headless() if self.config.embedding_size else config
             self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(
-                self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
+                self.model_config,
+                self.group,
+                self.dtype,
+                max_positions=self.config.max_model_len,
+                stage=self.stage,
+                has_fp8_units=has_fp8_units(self.device),
             )
 
     def _share_memory(self) -> None:
@@ -164,6 +169,9 @@ class ModelRunner:
         with self._phase("load weights"):
             check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
             check_positions_fit(self.config, self.model_config.decoder.angles_per_position, self.device)
+            has_units = has_fp8_units(self.device)
+            if note := kept_weights_note(self.model_config, self.config.dtype, has_units=has_units):
+                self._notes.append(note)
             if self.config.load_format == "random":
                 self._weight_bytes = init_random_weights(self.model, self.device)
             else:

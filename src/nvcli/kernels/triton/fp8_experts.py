@@ -2,8 +2,9 @@
 
 Like those of `experts.py` two kernels go over the work list of `expert_groups`: the gate and up projection with the
 activation, which gathers its rows of x and writes them sorted by expert, and the down projection, which writes every
-pair's result, times the pair's weight, to its own place. Between them one kernel quantises. 128 products at a time are
-added up by FP8 units, then in float32; scales by blocks are applied to these sums, scales of rows to the whole.
+pair's result, times the pair's weight, to its own place. Between them one kernel quantises, unless the activations are
+plain, as on GPUs without FP8 units (`fp8_linear.py`). 128 products at a time are added up by FP8 units, then in
+float32; scales by blocks are applied to these sums, scales of rows to the whole.
 
 Shapes: T tokens, H hidden, E experts that are held, k experts per token, I intermediate size.
 """
@@ -18,26 +19,42 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes
-from nvcli.kernels.fp8_types import QuantisedRows
+from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.experts import activate_gated
 from nvcli.kernels.triton.fp8 import quantise
-from nvcli.kernels.triton.fp8_launches import EXPERTS, ExpertLaunch, Launch
-from nvcli.kernels.triton.fp8_linear import dot, has_rows_first, scaled_dot, zeros
+from nvcli.kernels.triton.fp8_launches import EXPERTS, ExpertLaunch, ExpertRanges, Launch
+from nvcli.kernels.triton.fp8_linear import (
+    codes_for,
+    dot,
+    has_rows_first,
+    load_row_scales,
+    max_imprecise,
+    scaled_dot,
+    zeros,
+)
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
+_PLAIN: ExpertRanges = (
+    (8, ExpertLaunch(Launch(16, 64, 64, 3, 4), Launch(16, 64, 64, 3, 4))),
+    (32, ExpertLaunch(Launch(32, 64, 64, 3, 4), Launch(32, 64, 64, 3, 4))),
+    (64, ExpertLaunch(Launch(64, 64, 64, 3, 4), Launch(64, 64, 64, 3, 4))),
+)
+"""Those of plain activations, which were not measured."""
 
-def choose_launch(num_pairs: int, num_experts: int, scaling: FP8Scaling) -> ExpertLaunch:
-    """Choose the launch for so many pairs, by how many rows one of all the experts has on average."""
-    ranges = EXPERTS[scaling]
+
+def choose_launch(num_pairs: int, num_experts: int, scaling: FP8Scaling | None) -> ExpertLaunch:
+    """Choose the launch for so many pairs, by how many rows one of all the experts has on average. `scaling` is that of
+    the activations; None: they are plain."""
+    ranges = _PLAIN if scaling is None else EXPERTS[scaling]
     return next((launch for most_rows, launch in ranges if num_pairs <= most_rows * num_experts), ranges[-1][1])
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr,  # [T, IN_FEATURES] e4m3
-    x_scales_ptr,  # [T] float32, or BY_BLOCKS [T, NUM_GROUPS]
-    weight,  # descriptor of [E × 2 OUT_FEATURES, IN_FEATURES] e4m3, tiles [OUT_TILE, IN_TILE]
+    x_ptr,  # [T, IN_FEATURES], QUANTISED in e4m3
+    x_scales_ptr,  # QUANTISED: [T] float32, or BY_BLOCKS [T, NUM_GROUPS]
+    weight,  # descriptor of [E × 2 OUT_FEATURES, IN_FEATURES] e4m3, for plain x uint8, tiles [OUT_TILE, IN_TILE]
     weight_scales_ptr,  # [E, 2 OUT_FEATURES] float32, or BY_BLOCKS [E, 2 OUT_FEATURES / GROUP, NUM_GROUPS]
     order_ptr,  # [T × k] int32
     items_ptr,  # [N, ITEM_FIELDS] int32
@@ -45,6 +62,7 @@ def _gate_up_kernel(
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     EXPERTS_PER_TOKEN: tl.constexpr,
+    QUANTISED: tl.constexpr,
     BY_BLOCKS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
@@ -90,7 +108,7 @@ def _gate_up_kernel(
         up_weight = weight.load([weight_row + OUT_FEATURES, start])
         if BY_BLOCKS:
             group = start // GROUP
-            scales = tl.load(x_scale_ptrs + group, mask=has_row, other=0.0)
+            scales = load_row_scales(x_scale_ptrs + group, has_row, QUANTISED)
             gate = scaled_dot(x, gate_weight, scales * tl.load(gate_scale_ptr + group), gate, ROWS_FIRST)
             up = scaled_dot(x, up_weight, scales * tl.load(up_scale_ptr + group), up, ROWS_FIRST)
         else:
@@ -100,7 +118,7 @@ def _gate_up_kernel(
         gate = gate.T
         up = up.T
     if not BY_BLOCKS:
-        row_scales = tl.load(x_scale_ptrs, mask=has_row, other=0.0)[:, None]
+        row_scales = load_row_scales(x_scale_ptrs, has_row, QUANTISED)[:, None]
         scale_ptrs = weight_scales_ptr + expert * (2 * OUT_FEATURES) + features
         gate *= row_scales * tl.load(scale_ptrs, mask=has_feature, other=0.0)[None, :]
         up *= row_scales * tl.load(scale_ptrs + OUT_FEATURES, mask=has_feature, other=0.0)[None, :]
@@ -113,9 +131,9 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
-    x,  # descriptor of [T × k, IN_FEATURES] e4m3, in the order of order_ptr, tiles [ROW_TILE, IN_TILE]
-    x_scales_ptr,  # [T × k] float32, or BY_BLOCKS [T × k, NUM_GROUPS]
-    weight,  # descriptor of [E × OUT_FEATURES, IN_FEATURES] e4m3, tiles [OUT_TILE, IN_TILE]
+    x,  # descriptor of [T × k, IN_FEATURES], QUANTISED in e4m3, in the order of order_ptr, tiles [ROW_TILE, IN_TILE]
+    x_scales_ptr,  # QUANTISED: [T × k] float32, or BY_BLOCKS [T × k, NUM_GROUPS]
+    weight,  # descriptor of [E × OUT_FEATURES, IN_FEATURES] e4m3, for plain x uint8, tiles [OUT_TILE, IN_TILE]
     weight_scales_ptr,  # [E, OUT_FEATURES] float32, or BY_BLOCKS [E, NUM_BLOCKS, NUM_GROUPS]
     order_ptr,  # [T × k] int32
     items_ptr,  # [N, ITEM_FIELDS] int32
@@ -125,6 +143,7 @@ def _down_kernel(
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     EXPERTS_PER_TOKEN: tl.constexpr,
+    QUANTISED: tl.constexpr,
     BY_BLOCKS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
@@ -160,14 +179,15 @@ def _down_kernel(
         weight_tile = weight.load([weight_row, start])
         if BY_BLOCKS:
             group = start // GROUP
-            scales = tl.load(x_scale_ptrs + group, mask=has_row, other=0.0) * tl.load(weight_scale_ptr + group)
+            row_scales = load_row_scales(x_scale_ptrs + group, has_row, QUANTISED)
+            scales = row_scales * tl.load(weight_scale_ptr + group)
             total = scaled_dot(x_tile, weight_tile, scales, total, ROWS_FIRST)
         else:
             total = dot(x_tile, weight_tile, total, ROWS_FIRST, MAX_IMPRECISE)
     if not ROWS_FIRST:
         total = total.T
     if not BY_BLOCKS:
-        row_scales = tl.load(x_scale_ptrs, mask=has_row, other=0.0)[:, None]
+        row_scales = load_row_scales(x_scale_ptrs, has_row, QUANTISED)[:, None]
         scale_ptrs = weight_scales_ptr + expert * OUT_FEATURES + features
         total *= row_scales * tl.load(scale_ptrs, mask=has_feature, other=0.0)[None, :]
     pairs = tl.load(order_ptr + first_row + rows, mask=has_row, other=0)
@@ -180,7 +200,7 @@ def _down_kernel(
 
 
 def apply_fp8_experts(
-    x: QuantisedRows,
+    x: Activations,
     routes: Routes,
     weights: ExpertWeights,
     scales: ExpertScales,
@@ -192,7 +212,8 @@ def apply_fp8_experts(
     `launch` that of `choose_launch` is taken."""
     num_held = weights.gate_up.shape[0]
     if launch is None:
-        launch = choose_launch(routes.experts.numel(), num_held + weights.num_others, x.scaling)
+        scaling = x.scaling if isinstance(x, QuantisedRows) else None
+        launch = choose_launch(routes.experts.numel(), num_held + weights.num_others, scaling)
     if weights.num_others:
         out.zero_()
     work = group_by_expert(
@@ -203,11 +224,12 @@ def apply_fp8_experts(
         num_others=weights.num_others,
     )
     hidden = _gate_up(x, routes, weights.gate_up, scales.gate_up, activation, work, launch.gate_up)
-    _down(quantise(hidden, x.scaling), routes, weights.down, scales.down, work, launch.down, out)
+    inner = quantise(hidden, x.scaling) if isinstance(x, QuantisedRows) else hidden
+    _down(inner, routes, weights.down, scales.down, work, launch.down, out)
 
 
 def _gate_up(
-    x: QuantisedRows,
+    x: Activations,
     routes: Routes,
     weight: Tensor,
     scales: Tensor,
@@ -216,17 +238,18 @@ def _gate_up(
     launch: Launch,
 ) -> Tensor:
     """Compute the activation of the gate and up projection of every pair: [T, H] → [T × k, I], sorted by expert."""
-    assert x.codes.is_contiguous()
+    numbers, row_scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x, scales)
+    assert numbers.is_contiguous()
     assert weight.is_contiguous()
     assert scales.is_contiguous()
-    in_features = x.codes.shape[1]
+    in_features = numbers.shape[1]
     out_features = weight.shape[1] // 2
-    assert x.scaling == "channel" or out_features % FP8_BLOCK == 0
+    assert scales.dim() == 2 or out_features % FP8_BLOCK == 0
     out = torch.empty(len(work.order), out_features, dtype=x.dtype, device=weight.device)
     _gate_up_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
-        x.codes,
-        x.scales,
-        TensorDescriptor.from_tensor(weight.flatten(0, 1), [launch.out_tile, launch.in_tile]),
+        numbers,
+        row_scales,
+        TensorDescriptor.from_tensor(codes_for(x, weight.flatten(0, 1)), [launch.out_tile, launch.in_tile]),
         scales,
         work.order,
         work.items,
@@ -234,12 +257,13 @@ def _gate_up(
         OUT_FEATURES=out_features,
         IN_FEATURES=in_features,
         EXPERTS_PER_TOKEN=routes.experts.shape[1],
-        BY_BLOCKS=x.scaling == "block",
+        QUANTISED=isinstance(x, QuantisedRows),
+        BY_BLOCKS=scales.dim() == 3,
         ROW_TILE=launch.row_tile,
         OUT_TILE=launch.out_tile,
         IN_TILE=launch.in_tile,
         ROWS_FIRST=has_rows_first(launch),
-        MAX_IMPRECISE=FP8_BLOCK if launch.is_exact else None,
+        MAX_IMPRECISE=max_imprecise(x, launch),
         GROUP=FP8_BLOCK,
         ACTIVATION=activation.kind,
         ALPHA=activation.alpha,
@@ -253,18 +277,19 @@ def _gate_up(
 
 
 def _down(
-    x: QuantisedRows, routes: Routes, weight: Tensor, scales: Tensor, work: WorkList, launch: Launch, out: Tensor
+    x: Activations, routes: Routes, weight: Tensor, scales: Tensor, work: WorkList, launch: Launch, out: Tensor
 ) -> None:
     """Compute the down projection of every pair, times its weight: [T × k, I], sorted by expert → [k, T, H]."""
+    numbers, row_scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x, scales)
     assert weight.is_contiguous()
     assert scales.is_contiguous()
     assert out.is_contiguous()
     out_features, in_features = weight.shape[1:]
     num_tokens, experts_per_token = routes.experts.shape
     _down_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
-        TensorDescriptor.from_tensor(x.codes, [launch.row_tile, launch.in_tile]),
-        x.scales,
-        TensorDescriptor.from_tensor(weight.flatten(0, 1), [launch.out_tile, launch.in_tile]),
+        TensorDescriptor.from_tensor(numbers, [launch.row_tile, launch.in_tile]),
+        row_scales,
+        TensorDescriptor.from_tensor(codes_for(x, weight.flatten(0, 1)), [launch.out_tile, launch.in_tile]),
         scales,
         work.order,
         work.items,
@@ -274,12 +299,13 @@ def _down(
         OUT_FEATURES=out_features,
         IN_FEATURES=in_features,
         EXPERTS_PER_TOKEN=experts_per_token,
-        BY_BLOCKS=x.scaling == "block",
+        QUANTISED=isinstance(x, QuantisedRows),
+        BY_BLOCKS=scales.dim() == 3,
         ROW_TILE=launch.row_tile,
         OUT_TILE=launch.out_tile,
         IN_TILE=launch.in_tile,
         ROWS_FIRST=has_rows_first(launch),
-        MAX_IMPRECISE=FP8_BLOCK if launch.is_exact else None,
+        MAX_IMPRECISE=max_imprecise(x, launch),
         GROUP=FP8_BLOCK,
         ITEM_FIELDS=ITEM_FIELDS,
         NUM_STAGES=launch.num_stages,

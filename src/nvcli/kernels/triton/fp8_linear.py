@@ -1,4 +1,4 @@
-"""Products of FP8 activations and FP8 weights: x Wᵀ.
+"""Products of activations and FP8 weights: x Wᵀ.
 
 A program multiplies a tile of rows by a tile of features, and by a part of the input features where the norm behind the
 product adds up the parts. FP8 units add up products of 128 input features, and these sums are added up in float32,
@@ -9,6 +9,9 @@ Hopper's units take 64 or more rows of their first operand and as few as 8 of th
 features in a tile the features come first, and few rows are multiplied as fast as the weight is read. Tiles of rows
 that share features run at the same time, and find the weight in the L2 cache. The tensor memory accelerator fetches
 both and fills up what is missing with zeros.
+
+Activations are in FP8, or plain: then each tile of codes is turned into their type, exactly, and multiplied so, which
+serves GPUs without FP8 units. The bits of a code, put where a larger type has such ones, are a power of two too small.
 
 No number of rows or features is specialised: a launch is compiled once for all shapes. Shapes: T rows, `in` and `out`
 features, G = in / 128, rounded up, P parts.
@@ -25,13 +28,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nvcli.kernels.fp8_types import QuantisedRows
+from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.fp8_launches import LINEAR, Kind, Launch, Ranges
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
 _MEASURED_CAPABILITY = (9, 0)
 _ROWS_TOGETHER = 8
 """Tiles of rows that are taken in turn before the next features."""
+_PLAIN = (
+    (16, Launch(16, 64, 128, 3, 4)),
+    (32, Launch(32, 64, 128, 3, 4)),
+    (64, Launch(64, 64, 64, 3, 4)),
+    (128, Launch(128, 128, 64, 3, 8)),
+)
+"""Launches for up to so many rows of plain activations; the last one holds above its range, too. Not measured: their
+tiles fit the 99 KiB of shared memory of the smallest GPUs without FP8 units."""
 
 
 def choose_launch(num_rows: int, weight: Tensor, kind: Kind) -> Launch | None:
@@ -41,6 +52,11 @@ def choose_launch(num_rows: int, weight: Tensor, kind: Kind) -> Launch | None:
         if num_rows <= most_rows:
             return launch
     return ranges[-1][1] if kind == "block" else None
+
+
+def choose_plain_launch(num_rows: int) -> Launch:
+    """Choose the launch for so many rows of plain activations."""
+    return next((launch for most_rows, launch in _PLAIN if num_rows <= most_rows), _PLAIN[-1][1])
 
 
 @lru_cache(maxsize=256)
@@ -66,31 +82,63 @@ def zeros(ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, ROWS_FIRST: tl.constex
 def dot(x, weight, total, ROWS_FIRST: tl.constexpr, MAX_IMPRECISE: tl.constexpr):
     """Add x Wᵀ of two tiles, [rows, inner] and [features, inner], to the sums `total` (see `zeros`). MAX_IMPRECISE
     products are added up by FP8 units; None: all of them."""
-    first, second = (x, weight) if ROWS_FIRST else (weight, x)
-    return tl.dot(first, second.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
+    first, second = (x, as_factors(weight, x.dtype)) if ROWS_FIRST else (as_factors(weight, x.dtype), x)
+    return tl.dot(first, second.T, total, max_num_imprecise_acc=MAX_IMPRECISE, input_precision="ieee")
 
 
 @triton.jit
 def scaled_dot(x, weight, scales, total, ROWS_FIRST: tl.constexpr):
     """Add x Wᵀ of two tiles, times a scale for each row, to the sums `total`."""
     if ROWS_FIRST:
-        total += tl.dot(x, weight.T) * scales[:, None]
+        total += tl.dot(x, as_factors(weight, x.dtype).T, input_precision="ieee") * scales[:, None]
     else:
-        total += tl.dot(weight, x.T) * scales[None, :]
+        total += tl.dot(as_factors(weight, x.dtype), x.T, input_precision="ieee") * scales[None, :]
     return total
+
+
+@triton.jit
+def as_factors(weight, DTYPE: tl.constexpr):
+    """Return a tile of a weight as numbers that a product with DTYPE takes: e4m3 as it is, or of uint8, which is its
+    bits, the numbers in DTYPE."""
+    if weight.dtype == tl.uint8:
+        if tl.float32 == DTYPE:
+            codes = weight.to(tl.uint32)
+            bits = ((codes & 128) << 24) | ((codes & 127) << 20)
+            factors = bits.to(tl.float32, bitcast=True) * 2.0**120
+        elif tl.bfloat16 == DTYPE:
+            codes = weight.to(tl.uint16)
+            bits = ((codes & 128) << 8) | ((codes & 127) << 4)
+            factors = bits.to(tl.bfloat16, bitcast=True) * tl.full([], 2.0**120, tl.bfloat16)
+        else:
+            codes = weight.to(tl.uint16)
+            bits = ((codes & 128) << 8) | ((codes & 127) << 7)
+            factors = bits.to(tl.float16, bitcast=True) * tl.full([], 2.0**8, tl.float16)
+    else:
+        factors = weight
+    return factors
+
+
+@triton.jit
+def load_row_scales(pointers, has_row, QUANTISED: tl.constexpr):
+    """Load the scales of rows of activations, which are 1 unless they are quantised."""
+    scales = has_row.to(tl.float32)
+    if QUANTISED:
+        scales = tl.load(pointers, mask=has_row, other=0.0)
+    return scales
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fp8_linear_kernel(
-    x,  # descriptor of [T, in] e4m3, tiles [ROW_TILE, IN_TILE]
-    x_scales_ptr,  # [T] float32, or BY_BLOCKS [T, G]
-    weight,  # descriptor of [out, in] e4m3, tiles [OUT_TILE, IN_TILE]
+    x,  # descriptor of [T, in], QUANTISED in e4m3, tiles [ROW_TILE, IN_TILE]
+    x_scales_ptr,  # QUANTISED: [T] float32, or BY_BLOCKS [T, G]
+    weight,  # descriptor of [out, in] e4m3, for plain x uint8, tiles [OUT_TILE, IN_TILE]
     weight_scales_ptr,  # [out] float32, or BY_BLOCKS [out / 128, rounded up, G]
     out_ptr,  # [P, T, out], written
     num_rows,
     out_features,
     in_features,
     part_features,  # of every part but the last, a multiple of IN_TILE
+    QUANTISED: tl.constexpr,
     BY_BLOCKS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
@@ -125,22 +173,24 @@ def _fp8_linear_kernel(
         weight_tile = weight.load([feature, start])
         if BY_BLOCKS:
             group = start // GROUP
-            scales = tl.load(x_scale_ptrs + group, mask=is_row, other=0.0) * tl.load(weight_scale_ptr + group)
+            row_scales = load_row_scales(x_scale_ptrs + group, is_row, QUANTISED)
+            scales = row_scales * tl.load(weight_scale_ptr + group)
             total = scaled_dot(x_tile, weight_tile, scales, total, ROWS_FIRST)
         else:
             total = dot(x_tile, weight_tile, total, ROWS_FIRST, MAX_IMPRECISE)
     if not ROWS_FIRST:
         total = total.T
     if not BY_BLOCKS:
-        row_scales = tl.load(x_scales_ptr + rows, mask=is_row, other=0.0)
+        row_scales = load_row_scales(x_scales_ptr + rows, is_row, QUANTISED)
         total *= row_scales[:, None] * tl.load(weight_scales_ptr + features, mask=is_feature, other=0.0)[None, :]
     out_rows = part.to(tl.int64) * num_rows + rows
     out_ptrs = out_ptr + out_rows[:, None] * out_features + features[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_feature[None, :])
 
 
-def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: Launch, out: Tensor | None = None) -> Tensor:
-    """See `nvcli.kernels.fp8.fp8_linear`, without a bias. `in` is a multiple of 16, and the launch takes one part."""
+def fp8_linear(x: Activations, weight: Tensor, scales: Tensor, launch: Launch, out: Tensor | None = None) -> Tensor:
+    """See `nvcli.kernels.fp8.fp8_linear` and `fp8_weight_linear`, without a bias. `in` is a multiple of 16, and the
+    launch takes one part."""
     assert launch.num_parts == 1
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=weight.device)
@@ -158,11 +208,12 @@ def fp8_linear_for_sum(x: QuantisedRows, weight: Tensor, scales: Tensor, launch:
     return out
 
 
-def _multiply(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: Launch, out: Tensor) -> None:
+def _multiply(x: Activations, weight: Tensor, scales: Tensor, launch: Launch, out: Tensor) -> None:
     num_rows, in_features = x.shape
     out_features = weight.shape[0]
-    assert x.codes.is_contiguous()
-    assert x.scales.is_contiguous()
+    numbers, row_scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x.contiguous(), scales)
+    assert numbers.is_contiguous()
+    assert row_scales.is_contiguous()
     assert weight.is_contiguous()
     assert scales.is_contiguous()
     assert out.is_contiguous()
@@ -171,27 +222,38 @@ def _multiply(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: Launch, 
     num_tiles = triton.cdiv(num_rows, launch.row_tile) * triton.cdiv(out_features, launch.out_tile)
     part_features = triton.cdiv(triton.cdiv(in_features, launch.in_tile), launch.num_parts) * launch.in_tile
     _fp8_linear_kernel[(num_tiles, launch.num_parts)](
-        TensorDescriptor.from_tensor(x.codes, [launch.row_tile, launch.in_tile]),
-        x.scales,
-        TensorDescriptor.from_tensor(weight, [launch.out_tile, launch.in_tile]),
+        TensorDescriptor.from_tensor(numbers, [launch.row_tile, launch.in_tile]),
+        row_scales,
+        TensorDescriptor.from_tensor(codes_for(x, weight), [launch.out_tile, launch.in_tile]),
         scales,
         out,
         num_rows,
         out_features,
         in_features,
         part_features,
-        BY_BLOCKS=x.scaling == "block",
+        QUANTISED=isinstance(x, QuantisedRows),
+        BY_BLOCKS=scales.dim() == 2,
         ROW_TILE=launch.row_tile,
         OUT_TILE=launch.out_tile,
         IN_TILE=launch.in_tile,
         ROWS_FIRST=has_rows_first(launch),
-        MAX_IMPRECISE=FP8_BLOCK if launch.is_exact else None,
+        MAX_IMPRECISE=max_imprecise(x, launch),
         ROWS_TOGETHER=_ROWS_TOGETHER,
         GROUP=FP8_BLOCK,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
+
+
+def codes_for(x: Activations, weight: Tensor) -> Tensor:
+    """Return a weight as products with such activations take it: e4m3, or for plain ones its bits."""
+    return weight if isinstance(x, QuantisedRows) else weight.view(torch.uint8)
+
+
+def max_imprecise(x: Activations, launch: Launch) -> int | None:
+    """How many products FP8 units add up; None: all, or they are not asked."""
+    return FP8_BLOCK if launch.is_exact and isinstance(x, QuantisedRows) else None
 
 
 def has_rows_first(launch: Launch) -> bool:
