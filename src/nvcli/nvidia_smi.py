@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 _SECONDS = 30.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,mig.mode.current"
+_GPU_FIELDS = "index,uuid,name,driver_version,memory.total,memory.used,mig.mode.current,compute_cap"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class SmiGpu:
     """The memory of the GPU; 0: not told, as for one that shares the machine's memory or is cut into slices."""
     used_bytes: int
     mig: bool
+    capability: tuple[int, int] | None = None
+    """The compute capability; None: not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +137,11 @@ def _run(*arguments: str) -> str:
 
 
 def parse_gpus(text: str) -> dict[str, SmiGpu]:
-    """Parse the CSV of `--query-gpu`. Memory that is not told counts 0."""
+    """Parse the CSV of `--query-gpu`. Memory that is not told counts 0; the compute capability may be absent."""
     gpus = {}
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
-            index, uuid, name, driver, total, used, mig = (field.strip() for field in line.split(","))
+            index, uuid, name, driver, total, used, mig, *rest = (field.strip() for field in line.split(","))
             gpu = SmiGpu(
                 index=int(index),
                 uuid=uuid.removeprefix("GPU-"),
@@ -148,9 +150,16 @@ def parse_gpus(text: str) -> dict[str, SmiGpu]:
                 total_bytes=_mib(total),
                 used_bytes=_mib(used),
                 mig=mig == "Enabled",
+                capability=_capability(rest[0] if rest else ""),
             )
             gpus[gpu.uuid] = gpu
     return gpus
+
+
+def _capability(text: str) -> tuple[int, int] | None:
+    """Return a compute capability such as 9.0; None for a text that is none, such as [N/A]."""
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
 
 def _mib(text: str) -> int:

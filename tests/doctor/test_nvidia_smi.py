@@ -18,7 +18,7 @@ from nvcli.nvidia_smi import (
 
 GPUS = """\
 0, GPU-aaaa, NVIDIA H200, 580.65.06, 143771, 4, Disabled
-1, GPU-bbbb, NVIDIA H200, 580.65.06, 143771, 2055, Enabled
+1, GPU-bbbb, NVIDIA H200, 580.65.06, 143771, 2055, Enabled, 9.0
 this line is of another version
 """
 TOPOLOGY = """\
@@ -46,6 +46,7 @@ def test_gpus() -> None:
     assert (first.index, first.uuid, first.name, first.driver) == (0, "aaaa", "NVIDIA H200", "580.65.06")
     assert (first.total_bytes, first.used_bytes, first.mig) == (143771 << 20, 4 << 20, False)
     assert second.mig
+    assert (first.capability, second.capability) == (None, (9, 0))
 
 
 def test_processes() -> None:

@@ -11,9 +11,8 @@ from comparison.job import Job, Rows
 from nvcli.config import RunConfig
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request
-from nvcli.job_run.resolve import resolve_engine_config
+from nvcli.job_run.resolve import load_model, resolve_engine_config
 from nvcli.messages import pack, unpack
-from nvcli.models.config import load_model_config
 from nvcli.sampling_params import SamplingParams
 
 
@@ -29,7 +28,7 @@ def opened(job: Job) -> Iterator[Callable[[Rows], None]]:
         max_num_batched_tokens=max(8192, job.max_num_seqs or 0),
         **options,
     )
-    client = EngineClient.start(resolve_engine_config(run, Path(job.model), load_model_config(Path(job.model))))
+    client = EngineClient.start(resolve_engine_config(run, Path(job.model), load_model(run, Path(job.model))))
     sampling = SamplingParams(temperature=job.temperature, ignore_eos=True)
     ids = count()
 

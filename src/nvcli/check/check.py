@@ -130,6 +130,7 @@ def check_job(
         shard=options.shard,
         weights=False,
         found_device="cuda" if options.gpus is not None else None,
+        gpus=options.gpus,
         setter_of=source.setter,
     )
     if options.gpus is not None and job.config.device == "cpu":

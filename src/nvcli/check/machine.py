@@ -20,14 +20,14 @@ from nvcli.sizing.ram import check_ram
 
 _MIB = 1 << 20
 GPUS = {
-    "b200": ("NVIDIA B200", 183_359 * _MIB),
-    "h200": ("NVIDIA H200", 143_771 * _MIB),
-    "h100": ("NVIDIA H100 80GB HBM3", 81_559 * _MIB),
-    "a100": ("NVIDIA A100-SXM4-80GB", 81_920 * _MIB),
-    "a100-40gb": ("NVIDIA A100-SXM4-40GB", 40_960 * _MIB),
-    "l40s": ("NVIDIA L40S", 46_068 * _MIB),
+    "b200": ("NVIDIA B200", 183_359 * _MIB, (10, 0)),
+    "h200": ("NVIDIA H200", 143_771 * _MIB, (9, 0)),
+    "h100": ("NVIDIA H100 80GB HBM3", 81_559 * _MIB, (9, 0)),
+    "a100": ("NVIDIA A100-SXM4-80GB", 81_920 * _MIB, (8, 0)),
+    "a100-40gb": ("NVIDIA A100-SXM4-40GB", 40_960 * _MIB, (8, 0)),
+    "l40s": ("NVIDIA L40S", 46_068 * _MIB, (8, 9)),
 }
-"""GPUs that can be named: the name and the bytes of memory that nvidia-smi tells of them."""
+"""GPUs that can be named: the name, the bytes of memory and the compute capability that nvidia-smi tells of them."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,10 +64,17 @@ def named_gpus(kind: str | None, count: int | None) -> list[SmiGpu] | None:
     known = GPUS.get(kind.lower())
     if known is None:
         raise ConfigError(f"--gpu {kind} is unknown; known: {', '.join(GPUS)}")
-    name, total_bytes = known
+    name, total_bytes, capability = known
     return [
         SmiGpu(
-            index=index, uuid=f"{kind}-{index}", name=name, driver="", total_bytes=total_bytes, used_bytes=0, mig=False
+            index=index,
+            uuid=f"{kind}-{index}",
+            name=name,
+            driver="",
+            total_bytes=total_bytes,
+            used_bytes=0,
+            mig=False,
+            capability=capability,
         )
         for index in range(count or 1)
     ]

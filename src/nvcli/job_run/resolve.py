@@ -20,10 +20,10 @@ import msgspec
 from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import read_chat_template
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
-from nvcli.config_types import KeptWeights
 from nvcli.errors import ConfigError
 from nvcli.job_run.default_sampling import check_default_sampling
 from nvcli.job_run.job_facts import job_facts
+from nvcli.job_run.kept_weights import keep_weights
 from nvcli.job_run.planning.layout import Layout, choose_layout
 from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.job_run.task import task_rows
@@ -47,7 +47,7 @@ from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
+from nvcli.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sampling_params import SamplingParams
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
@@ -143,6 +143,7 @@ def resolve_job(
     shard: Shard | None = None,
     weights: bool = True,
     found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
     setter_of: SetterOf = unknown_setter,
 ) -> ResolvedJob:
     """Resolve a job, or a shard of it, from the names and settings that the user gave.
@@ -151,7 +152,7 @@ def resolve_job(
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
     inputs. `weights` false: the job is only looked at, so that the checkpoint needs no weights. `found_device` is what
-    `device: auto` stands for; None: look for a GPU.
+    `device: auto` stands for (None: look for a GPU), and `gpus` are those that the job is for (None: those here).
     `setter_of` names for messages what set each key of `run`.
     """
     names = expand_inputs(inputs, output)
@@ -159,7 +160,7 @@ def resolve_job(
     output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
-    resolved = resolve_settings(run, weights=weights, found_device=found_device, setter_of=setter_of)
+    resolved = resolve_settings(run, weights=weights, found_device=found_device, gpus=gpus, setter_of=setter_of)
     can_continue = is_repeatable(names)
     if can_continue and run.job.check_columns:
         rows = check_first_rows(
@@ -203,15 +204,16 @@ def resolve_settings(
     *,
     weights: bool = True,
     found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
     setter_of: SetterOf = unknown_setter,
 ) -> ResolvedModel:
     """Resolve the model and the settings of a run. Raises ConfigError and LoadError.
 
     Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
-    `found_device` and `setter_of` are as in `resolve_job`.
+    `found_device`, `gpus` and `setter_of` are as in `resolve_job`.
     """
     model_path = resolve_model(run.model, weights=weights)
-    model = load_model(run, model_path)
+    model = load_model(run, model_path, found_device=found_device, gpus=gpus)
     task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
     if weights:
@@ -231,10 +233,21 @@ def resolve_settings(
     return replace(resolved, tokenizer=tokenizer)
 
 
-def load_model(run: RunConfig, model_path: Path) -> ModelConfig:
-    """Load a checkpoint's configuration, with its weights kept as a run's ranks do. Raises LoadError and
-    ConfigError."""
-    return load_model_config(model_path, expert_parallel=run.enable_expert_parallel).keeping(_kept_weights(run))
+def load_model(
+    run: RunConfig,
+    model_path: Path,
+    *,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
+) -> ModelConfig:
+    """Load a checkpoint's configuration, with its weights kept as a run's ranks do. Raises LoadError and ConfigError.
+
+    `found_device` is what `device: auto` stands for (None: look for a GPU), and `gpus` are those that the run is for
+    (None: those here).
+    """
+    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel)
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    return keep_weights(run, model, device, gpus=gpus)
 
 
 def resolve_engine_config(
@@ -242,11 +255,12 @@ def resolve_engine_config(
 ) -> EngineConfig:
     """Replace every `auto` and null that can be decided here. Raises ConfigError.
 
-    An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is what `device: auto`
-    stands for; None: look for a GPU.
+    With `quantization: auto` weights are kept as `model` does it (`load_model`). An automatic `tensor_parallel_size` is
+    1 until `resolve_layout` chooses. `found_device` is what `device: auto` stands for; None: look for a GPU.
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
-    model = model.keeping(_kept_weights(run))
+    if run.quantization != "auto":
+        model = model.keeping(run.quantization)
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
     max_model_len = run.max_model_len or model.max_position_embeddings
@@ -283,15 +297,10 @@ def resolve_engine_config(
         enable_cascade_attention=run.enable_cascade_attention,
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
-        quantization=_kept_weights(run),
+        quantization=model.quantization,
         embedding_size=model.hidden_size if run.task == "embed" else 0,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
-
-
-def _kept_weights(run: RunConfig) -> KeptWeights:
-    """Return how ranks keep the weights of linear layers. auto keeps none in FP8 until its products are measured."""
-    return "none" if run.quantization == "auto" else run.quantization
 
 
 def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:

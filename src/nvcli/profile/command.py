@@ -41,7 +41,7 @@ def run_profile(
     if shape is not None and input_file is not None:
         raise ConfigError("--input needs a tokenizer, which a --shape has not; name a --model")
     with model_folder(run.model, shape) as path:
-        model = load_model(run, path)
+        model = load_model(run, path, found_device="cuda" if dry_run else None, gpus=() if total else None)
         config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
         config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")
         lengths = _file_lengths(run, config, model, input_file) if input_file is not None else None
