@@ -14,7 +14,7 @@ from nvcli.kernels.fp8 import (
     quantise,
     quantise_weight,
 )
-from nvcli.kernels.fp8_types import FP8, FP8_MAX
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, numbers
 from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.weight_formats import FP8Scaling
 
@@ -91,3 +91,14 @@ def test_fused_operations_are_those_in_two_steps(scaling: FP8Scaling) -> None:
     gate, up = delta.chunk(2, dim=1)
     expected = quantise(F.silu(gate) * up, scaling)
     assert torch.equal(activate_and_quantise(delta, "silu", scaling).codes.float(), expected.codes.float())
+
+
+def test_numbers_of_codes() -> None:
+    """Looked up in pairs, they are what torch gives, wherever the codes lie."""
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    square = codes.view(16, 16)
+    for some in (codes, codes[1:], codes[1:255], square.t(), square[:, 3:8], square[3:, 2:], codes[:0]):
+        found, expected = numbers(some), some.float()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+        assert found.shape == expected.shape

@@ -28,6 +28,7 @@ from nvcli.kernels import fp8
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.models import fp8_values, loader, quantised_values
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.geometry import model_tensors
 from nvcli.models.loader import init_random_weights
@@ -102,6 +103,40 @@ def test_other_weights_get_a_scale_for_each_row(name: str, original: Path, tmp_p
             torch.testing.assert_close(scales.data, expected_scales)
 
 
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["fp8, blocks of 128", "fp8, small blocks", "fbgemm", "compressed, int8", "plain", "reordered"]
+)
+def test_weights_are_computed_piece_by_piece(
+    name: str, quantization: Any, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces are whole blocks of rows and whole heads, the last one may be shorter; together they are the whole, and no
+    more numbers than a piece has are ever in float32."""
+    path = original
+    if name == "reordered":
+        path = write_tiny_model(tmp_path / "model", "Cohere2", **{**SIZES, "intermediate_size": 416})
+    elif name != "plain":
+        path = write_quantised(original, tmp_path, FORMATS[name])[0]
+    whole = dict(load_model(path, 1, 2, quantization=quantization).named_parameters())
+    monkeypatch.setattr(loader, "_PIECE_NUMBERS", {"cpu": 128 * 256})
+    sizes = []
+    for module, function in ((fp8_values, "quantise_weight"), (quantised_values, "scale_codes")):
+        compute = getattr(module, function)
+
+        def watched(values: Tensor, *others: Any, compute: Any = compute) -> Any:
+            sizes.append(values.numel())
+            return compute(values, *others)
+
+        monkeypatch.setattr(module, function, watched)
+    pieces = load_model(path, 1, 2, quantization=quantization).named_parameters()
+    for parameter, values in pieces:
+        assert torch.equal(values.float(), whole[parameter].float()), parameter
+    assert max(sizes, default=0) <= 128 * 256
+    is_kept = quantization == "fp8" and name == "fp8, blocks of 128"
+    is_computed = not is_kept and (quantization == "fp8" or name not in ("plain", "reordered"))
+    assert bool(sizes) == is_computed
+
+
 def test_bytes_are_counted_with_scales(blocks: tuple[Path, Path], original: Path) -> None:
     for path in (blocks[0], original):
         for size, stage in ((1, WHOLE), (2, WHOLE), (1, Stage(1, 2))):
@@ -172,6 +207,7 @@ def test_nothing_is_lost_but_by_rounding(name: str, tmp_path: Path, monkeypatch:
 
     (expected,), (exact,) = (driver.step((RequestState(), IDS)) for driver in (plain, without_units))
     monkeypatch.setattr(fp8, "_encode", scaled)
+    monkeypatch.setattr(fp8, "numbers", lambda codes: codes.float().clone())
     (found,) = kept.step((RequestState(), IDS))
     for one in (found, exact):
         torch.testing.assert_close(one, expected, atol=2e-4, rtol=1e-4)

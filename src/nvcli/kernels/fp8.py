@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
-from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows, numbers
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
@@ -73,10 +73,10 @@ def quantise_weight(values: Tensor, scaling: FP8Scaling) -> tuple[Tensor, Tensor
 def dequantise_weight(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the values of a weight in float32: [out, in]. `scales` are those of `quantise_weight`."""
     if scales.dim() == 1:
-        return codes.float() * scales.unsqueeze(-1)
+        return numbers(codes).mul_(scales.unsqueeze(-1))
     rows, columns = codes.shape
     factors = scales.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-    return codes.float() * factors
+    return numbers(codes).mul_(factors)
 
 
 def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
@@ -138,8 +138,8 @@ def _scaled_product(x: QuantisedRows, weight: Tensor, scales: Tensor) -> Tensor:
 def _values(x: QuantisedRows) -> Tensor:
     """The values of activations in float32."""
     if x.scales.dim() == 1:
-        return x.codes.float() * x.scales.unsqueeze(-1)
-    return x.codes.float() * x.scales.repeat_interleave(FP8_BLOCK, 1)[:, : x.codes.shape[1]]
+        return numbers(x.codes).mul_(x.scales.unsqueeze(-1))
+    return numbers(x.codes).mul_(x.scales.repeat_interleave(FP8_BLOCK, 1)[:, : x.codes.shape[1]])
 
 
 def _encode(values: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:

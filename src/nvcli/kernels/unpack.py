@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.weight_formats import WORD_BITS
 
 
@@ -25,7 +26,7 @@ def unpack(words: Tensor, bits: int, *, dim: int, order: Sequence[int] | None = 
 
 
 def scale_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Compute (codes - zeros) × scales in float32. codes: [rows, columns], not float32; scales, zeros: as large, or 1
-    where all rows or columns share them → [rows, columns]."""
-    values = codes.float()  # a copy
+    """Compute (codes - zeros) × scales in float32. codes: of any shape, not float32; scales, zeros: as large, or 1 in
+    dimensions that share them."""
+    values = numbers(codes) if codes.dtype == FP8 else codes.float()  # a copy
     return (values if zeros is None else values.sub_(zeros)).mul_(scales)

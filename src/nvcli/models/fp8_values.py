@@ -24,13 +24,12 @@ def read_fp8(files: OpenFiles, info: TensorInfo, source: WeightSource, device: t
     Raises SafetensorError and OSError for files that cannot be read.
     """
     order = source.tensor.row_order
-    taken = _take_over(info, source, files.reader(device))
-    if taken is None:
+    if not has_kept_codes(info, source):
         values = files.read(info, source.read, device).to(device)
         values = values if order is None else reorder_rows(values, order)
         assert source.scales is not None
         return quantise_weight(values, source.scales.scaling)
-    codes, scales = taken
+    codes, scales = _take_over(info, source, files.reader(device))
     if order is not None:
         codes = reorder_rows(codes.view(torch.uint8), order).view(FP8)
         scales = reorder_rows(scales, order) if scales.dim() == 1 else scales
@@ -43,22 +42,29 @@ def reorder_rows(values: Tensor, order: Sequence[int]) -> Tensor:
     return values.view(-1, len(order), *values.shape[1:])[:, indices].flatten(0, 1)
 
 
-def _take_over(info: TensorInfo, source: WeightSource, read: ReadSlice) -> tuple[Tensor, Tensor] | None:
-    """Return the codes and scales of a checkpoint, or None where they are not those that the rank keeps."""
+def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
+    """Tell whether the codes and scales of a checkpoint are those that the rank keeps."""
     packing, scales = info.packing, source.scales
     if packing is None or packing.kind != "scaled" or info.dtype != _STORED_AS or scales is None:
-        return None
+        return False
+    rows, columns = source.read
+    if scales.scaling == "channel":
+        return bool(packing.block[1] >= columns.stop)  # a row has one scale
+    order = source.tensor.row_order
+    if packing.block != (FP8_BLOCK, FP8_BLOCK) or (order is not None and FP8_BLOCK % len(order)):
+        return False
+    return bool((info.first_row + rows.start) % FP8_BLOCK == 0)
+
+
+def _take_over(info: TensorInfo, source: WeightSource, read: ReadSlice) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a checkpoint, which `has_kept_codes`."""
+    packing, scales = info.packing, source.scales
+    assert packing is not None
+    assert scales is not None
     rows, columns = source.read
     stored_rows = slice(info.first_row + rows.start, info.first_row + rows.stop)
     if scales.scaling == "channel":
-        if packing.block[1] < columns.stop:  # a row has several
-            return None
         grid = read_grid(info.parts["scales"], packing.block, stored_rows, columns, read)
         return read(info, (stored_rows, columns)), grid.expand(rows.stop - rows.start, 1).squeeze(1)
-    order = source.tensor.row_order
-    if packing.block != (FP8_BLOCK, FP8_BLOCK) or (order is not None and FP8_BLOCK % len(order)):
-        return None
-    if stored_rows.start % FP8_BLOCK:
-        return None
     blocks = tuple(slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK)) for part in (stored_rows, columns))
     return read(info, (stored_rows, columns)), read(info.parts["scales"], blocks).float()

@@ -7,9 +7,9 @@ files and threads. Only this rank's slices are read, straight into the parameter
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
+from nvcli.kernels.weight_formats import FP8_BLOCK
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
-from nvcli.models.fp8_values import read_fp8, reorder_rows
+from nvcli.models.fp8_values import has_kept_codes, read_fp8, reorder_rows
 from nvcli.models.geometry import TensorSpec
 from nvcli.models.kv_scales import find_kv_scales
 from nvcli.models.layers import Attention
@@ -35,6 +36,9 @@ _RANDOM_ROWS = 4096
 """Random codes are made from so many rows at a time in float32."""
 _BYTES_PER_TASK = 256 << 20
 """A file larger than it is read by several threads."""
+_PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 23}
+"""Weights that are dequantised or quantised are read in pieces of about so many numbers: on a CPU those in float32 stay
+in its cache, and on a GPU they take little memory beside the weights."""
 _COMPARED_PLACES, _COMPARED_ROWS = 16, 64
 """Two tensors are compared in this many places of this many rows: one that was trained differs everywhere, and reading
 all of both takes as long as loading them."""
@@ -234,16 +238,40 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
     try:
         # The mode is a thread's own, and parameters made in inference mode may be written in it alone.
         with torch.inference_mode(), OpenFiles() as files:
-            for a in assignments:
-                info = tensors[a.source.stored_name]
-                if a.scales is None:
-                    a.target.copy_(_as_kept(files.read(info, a.source.read, a.target.device), a.source.tensor))
-                else:
-                    codes, scales = read_fp8(files, info, a.source, a.target.device)
-                    a.target.copy_(codes)
-                    a.scales.copy_(scales)
+            for whole in assignments:
+                info = tensors[whole.source.stored_name]
+                for a in _pieces(whole, info):
+                    if a.scales is None:
+                        a.target.copy_(_as_kept(files.read(info, a.source.read, a.target.device), a.source.tensor))
+                    else:
+                        codes, scales = read_fp8(files, info, a.source, a.target.device)
+                        a.target.copy_(codes)
+                        a.scales.copy_(scales)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
+
+
+def _pieces(a: _Assignment, info: TensorInfo) -> Iterator[_Assignment]:
+    """Cut an assignment into whole blocks of rows, where numbers with scales are computed from others; elsewhere it
+    stays one piece."""
+    has_stored_codes = info.packing is not None and info.packing.kind == "scaled"
+    is_plain = info.packing is None and info.scales is None and not info.is_transposed
+    is_computed = has_stored_codes if a.scales is None else is_plain or has_stored_codes
+    if not is_computed or has_kept_codes(info, a.source):
+        yield a
+        return
+    num_rows, num_columns = a.target.shape
+    unit = math.lcm(FP8_BLOCK, len(a.source.tensor.row_order or (0,)))
+    step = unit * max(1, _PIECE_NUMBERS[a.target.device.type] // (unit * num_columns))
+    rows, columns = a.source.read
+    for first in range(0, num_rows, step):
+        last = min(first + step, num_rows)
+        scales = a.scales
+        if scales is not None:
+            per_scale = FP8_BLOCK if scales.dim() == 2 else 1
+            scales = scales[first // per_scale : -(-last // per_scale)]
+        source = replace(a.source, read=(slice(rows.start + first, rows.start + last), columns))
+        yield _Assignment(source, a.target[first:last], scales)
 
 
 def _as_kept(values: Tensor, tensor: TensorSpec) -> Tensor:

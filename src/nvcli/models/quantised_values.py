@@ -31,8 +31,14 @@ def read_values(info: TensorInfo, rows: slice, columns: slice, read: ReadSlice) 
     assert packing is not None
     if packing.kind == "scaled":
         stored_zeros = info.parts.get("zeros")
+        codes = read(info, (rows, columns))
+        if stored_zeros is None and (blocks := _whole_blocks(info.parts["scales"], packing.block, rows, columns)):
+            high, wide = packing.block
+            grid = read(info.parts["scales"], blocks).float()
+            tiles = codes.reshape(-1, high, len(grid[0]), wide)
+            return scale_codes(tiles, grid[:, None, :, None]).view(codes.shape)
         return scale_codes(
-            read(info, (rows, columns)),
+            codes,
             read_grid(info.parts["scales"], packing.block, rows, columns, read),
             None if stored_zeros is None else read_grid(stored_zeros, packing.block, rows, columns, read),
         )
@@ -42,6 +48,20 @@ def read_values(info: TensorInfo, rows: slice, columns: slice, read: ReadSlice) 
         return scale_codes(codes, scales, zeros)
     group_of = _group_of_column(info, packing, columns, scales, read)
     return scale_codes(codes, scales[:, group_of], zeros[:, group_of])
+
+
+def _whole_blocks(
+    scales: TensorInfo, block: tuple[int, int], rows: slice, columns: slice
+) -> tuple[slice, slice] | None:
+    """Return which scales a part of a weight has, if it is whole blocks with a scale each; None: it is not."""
+    is_whole = all(
+        part.start % size == 0 and part.stop % size == 0 for part, size in zip((rows, columns), block, strict=True)
+    )
+    if not is_whole or len(scales.shape) != 2 or scales.shape[1] == 1:
+        return None
+    return slice(rows.start // block[0], rows.stop // block[0]), slice(
+        columns.start // block[1], columns.stop // block[1]
+    )
 
 
 def read_grid(info: TensorInfo, block: tuple[int, int], rows: slice, columns: slice, read: ReadSlice) -> Tensor:
