@@ -156,6 +156,10 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """The tokens that each prefill chunk attended to, summed over the chunks."""
     prefill_pairs: int
     """The number of pairs of a chunk's token and a token that it attended to."""
+    repeated_decode_keys: int = 0
+    """The part of `decode_keys` that need not be read, because another decode row of the step reads the same keys."""
+    repeated_prefill_keys: int = 0
+    """The part of `prefill_keys` that another chunk of the step reads too, likewise."""
     num_chunks: int = 0
     """Prefill chunks."""
     num_used_blocks: int = 0
