@@ -256,6 +256,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
+    plan_admission: bool = True
+    """Admit as many requests as will fit into the KV cache until they end, by what the answers so far tell; false: as
+    many as fit now, and take some back when there is too little room."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
     embedding_size: int = 0

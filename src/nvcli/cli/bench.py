@@ -129,7 +129,7 @@ def bench(
         typer.Option(
             "--ablate",
             metavar="PART,...",
-            help="Run again without each: overlap, graphs, prefix-cache; or with another: backend=NAME.",
+            help="Run again without each: overlap, graphs, prefix-cache, admission; or with another: backend=NAME.",
             rich_help_panel=RESULT,
         ),
     ] = None,

@@ -82,6 +82,7 @@ def scheduler_limits(
         block_size=config.block_size,
         num_micro_batches=config.pipeline_parallel_size,
         kv_groups=tuple(KVGroup(window, number in state_groups) for number, window in enumerate(windows)),
+        plans_admission=config.plan_admission,
     )
 
 
