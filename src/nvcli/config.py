@@ -262,6 +262,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prepare_grammars: bool = False
     """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
     enable_cascade_attention: bool = True
+    plan_admission: bool = True
+    """Admit as many requests as will fit into the KV cache until they end, by what the answers so far tell; false: as
+    many as fit now, and take some back when there is too little room."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
     embedding_size: int = 0

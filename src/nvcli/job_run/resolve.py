@@ -281,6 +281,7 @@ def resolve_engine_config(
         attention_backend=attention_backend,
         enable_prefix_caching=run.enable_prefix_caching,
         enable_cascade_attention=run.enable_cascade_attention,
+        plan_admission=run.job.plan,
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
         quantization=_kept_weights(run),
