@@ -259,6 +259,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
+    prepare_grammars: bool = False
+    """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
     enable_cascade_attention: bool = True
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
@@ -351,14 +353,18 @@ def load_run_config(
     *,
     settings: Mapping[str, Any] | None = None,
     needs_model: bool = True,
+    other_overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> RunConfig:
     """Lay `--set key=value` overrides over the file, and flags (of `FLAG_KEYS`; None: not given) over both.
 
-    `settings` are values by key that a Python program gives, in place of overrides and flags. Without `needs_model`,
-    `model` may stay empty. Raises ConfigError that names where the value came from, the key, the value and what is
-    allowed.
+    `settings` are values by key that a Python program gives, in place of overrides and flags. `other_overrides` are
+    overrides of options beside `--set`, by the name of the option; they go over those of `--set`. Without
+    `needs_model`, `model` may stay empty. Raises ConfigError that names where the value came from, the key, the value
+    and what is allowed.
     """
-    return load_sourced_config(path, overrides, flags, settings=settings, needs_model=needs_model)[0]
+    return load_sourced_config(
+        path, overrides, flags, settings=settings, needs_model=needs_model, other_overrides=other_overrides
+    )[0]
 
 
 def load_sourced_config(
@@ -368,6 +374,7 @@ def load_sourced_config(
     *,
     settings: Mapping[str, Any] | None = None,
     needs_model: bool = True,
+    other_overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[RunConfig, ConfigSource]:
     """Do what `load_run_config` does, and return the source too, which knows the origin of each key."""
     from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
@@ -375,8 +382,9 @@ def load_sourced_config(
     source = ConfigSource()
     if path is not None:
         source.add_file(path)
-    for text in overrides:
-        source.add_override(text)
+    for option, texts in {"--set": overrides, **(other_overrides or {})}.items():
+        for text in texts:
+            source.add_override(text, option)
     for flag, value in (flags or {}).items():
         if value is not None:
             source.add_flag(flag, FLAG_KEYS[flag], value)

@@ -104,6 +104,8 @@ class SlotConstraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """`Constraint.starts_after`."""
     opens_with: list[int] = []
     """`Constraint.opens_with`."""
+    must_begin: bool = False
+    """`Constraint.must_begin`."""
     stop_ids: list[int] = []
     """Ids that must not be chosen before `SlotSampling.min_tokens`, unless the grammar allows no others."""
 

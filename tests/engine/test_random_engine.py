@@ -18,7 +18,7 @@ from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput,
 from nvcli.engine.shared_segments import SegmentCosts
 from nvcli.messages import StepInput, unpack
 from nvcli.sampling_params import SamplingParams, StopRepetition
-from rank_in_process import RankInProcess, make_core, random_count
+from rank_in_process import RankInProcess, make_core, random_count, wait_for_last_tokens
 from requests_factory import make_request
 
 MAX_MODEL_LEN = 96
@@ -139,7 +139,7 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
             core.add([request])
             num_added += 1
             if rng.random() < hold_back:
-                scheduler._by_id[request.request_id].require_last_token()
+                wait_for_last_tokens(scheduler, request.request_id)
         if num_added and rng.random() < abort:
             core.abort([rng.randrange(num_added)])
         if rng.random() < 0.01:

@@ -114,6 +114,7 @@ class StepDraft:
             grammar=self._grammars[grammar],
             end_ids=constraint.end_ids,
             starts_after=constraint.starts_after,
+            must_begin=constraint.must_begin,
             opens_with=constraint.opens_with,
             stop_ids=state.request.stop_ids if state.request.sampling.min_tokens else [],
         )

@@ -46,6 +46,7 @@ from nvcli.runner.memory import (
     peak_bytes,
     plan_memory,
 )
+from nvcli.runner.prepared_vocabulary import PreparedVocabulary
 from nvcli.runner.prompt_reader import PromptReader
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
@@ -56,6 +57,7 @@ from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
+from nvcli.structured import MAX_END_IDS
 
 _CPU_WARM_UP_TOKENS = 16
 _LEAST_GRAPH_BYTES = 2 << 20
@@ -82,6 +84,7 @@ class ModelRunner:
             self._join_process_group()
             self._build_model()
             self._share_memory()
+            self._prepare_vocabulary()
             self._load_weights()
             self._select_attention()
             self._choose_graphs()
@@ -149,6 +152,14 @@ class ModelRunner:
             memory = self.group.peer_memory
             self._shared_bytes = 0 if memory is None else memory.num_bytes
 
+    def _prepare_vocabulary(self) -> None:
+        """Begin to load the tokens for grammars, where rows are known to want them from this rank."""
+        config, model = self.config, self.model_config
+        self._vocabulary: PreparedVocabulary | None = None
+        end_ids = [token for token in model.eos_token_ids if token < model.vocab_size][:MAX_END_IDS]
+        if config.prepare_grammars and end_ids and self._context.rank == config.output_rank:
+            self._vocabulary = PreparedVocabulary(config.model_path, vocab_size=model.vocab_size, end_ids=end_ids)
+
     def _load_weights(self) -> None:
         with self._phase("load weights"):
             check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
@@ -211,7 +222,9 @@ class ModelRunner:
         vocab_size = self.model_config.vocab_size
         self.sampler = Sampler(self.slots, self.group, vocab_size)
         follows = self._context.rank == config.output_rank
-        self.constraints = Constraints(config.model_path, vocab_size, self.device, follows=follows)
+        self.constraints = Constraints(
+            config.model_path, vocab_size, self.device, follows=follows, prepared=self._vocabulary
+        )
         self.buffers = InputBuffers(
             self.slots.state,
             max_rows=config.max_padded_rows,
