@@ -35,7 +35,6 @@ from collections.abc import Iterable, Sequence
 from nvcli.engine import failures
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.failures import Failure
 from nvcli.engine.limits import SchedulerLimits
@@ -54,7 +53,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self.limits = limits
-        self._tables = _empty_tables(limits, block_manager)
+        self._tables = limits.empty_tables(block_manager)
         self._admission = Admission(limits)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[RequestState, None] = {}
@@ -286,7 +285,7 @@ class Scheduler:
         assert not self._running
         blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
         saved = self._tables.segments.num_bytes_saved
-        self._tables = _empty_tables(self.limits, blocks)
+        self._tables = self.limits.empty_tables(blocks)
         self._tables.segments.num_bytes_saved = saved
         self._freed_slots = []
         self._restarts = False
@@ -504,13 +503,3 @@ class Scheduler:
             assert not state.finished
             assert state.num_computed <= self.limits.max_model_len
             assert state.num_tokens < state.max_len
-
-
-def _empty_tables(limits: SchedulerLimits, blocks: BlockManager) -> BlockTables:
-    return BlockTables(
-        blocks,
-        limits.kv_groups,
-        limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        segment_costs=limits.segment_costs,
-    )

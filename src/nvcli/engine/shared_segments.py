@@ -373,9 +373,10 @@ class SharedSegments:
         """The number that they have for all other slots; None: nobody knows."""
 
     def enter(self, state: RequestState) -> None:
-        """Take in a request whose prompt is computed by the steps that were scheduled, unless it is in."""
+        """Take in a request whose prompt is computed by the steps that were scheduled, unless it is in, or ends with
+        the token that they give."""
         assert state.slot is not None
-        if state.slot in self._inside or not self._forests:
+        if state.slot in self._inside or not self._forests or state.max_len <= state.num_tokens + 1:
             return
         self._inside.add(state.slot)
         # The block that the last known token fills is the request's own: that token is always computed.
