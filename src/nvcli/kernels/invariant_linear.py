@@ -1,0 +1,34 @@
+"""Matrix products that give a row the same bits whatever other rows there are, for runs that are batch-invariant.
+
+On a GPU one Triton kernel takes any number of rows. On a CPU every row is a call of its own, so that the library sees
+the same shapes each time. Shapes: T rows, `in` and `out` features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x Wᵀ + b. x: [T, in]; weight: [out, in] → [T, out], in `out` (contiguous) if that is given.
+
+    `dtype` is the type of the result, without `out`; None: that of x.
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype, device=x.device)
+    if x.is_cuda:
+        from nvcli.kernels.triton import invariant_linear as kernels
+
+        kernels.invariant_linear(x, weight, bias, out)
+        return out
+    for row, result in zip(x, out, strict=True):
+        result.copy_(torch.mv(weight, row))
+    return out if bias is None else out.add_(bias)
