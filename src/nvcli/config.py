@@ -201,6 +201,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Prompts that begin alike share the KV cache of what they have in common."""
     enforce_eager: bool = False
     """true: no CUDA graphs."""
+    batch_invariant: bool = False
+    """true: a row gets the same bits whatever batch, chunks, prefix hits and preemptions it meets, and however many
+    copies there are, at some cost of speed."""
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
     """The seed of all random choices; a row's choices follow from it and the row's index."""
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
@@ -253,6 +256,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Once all is allocated, run the largest batches again and report what each item then took."""
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers."""
+    batch_invariant: bool = False
+    """As in RunConfig."""
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
@@ -416,6 +421,8 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             f"`max_num_batched_tokens` ({run.max_num_batched_tokens}) is smaller than `max_num_seqs` "
             f"({run.max_num_seqs}), so a step could not hold one token of each; raise it or lower `max_num_seqs`",
         )
+    if run.batch_invariant:
+        _check_batch_invariant(run, fail)
     for path, size in (
         (("kv_cache_memory",), run.kv_cache_memory),
         (("job", "reorder_memory"), run.job.reorder_memory),
@@ -439,6 +446,24 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             f"{', '.join(RESERVED_KEYS)}",
         )
     _check_prompts(job, fail)
+
+
+def _check_batch_invariant(run: RunConfig, fail: Callable[[tuple[str, ...], str], None]) -> None:
+    """Check that the other keys allow what `batch_invariant` promises. `fail` raises for the key at a path."""
+    choice = run.attention_backend
+    for name in (choice,) if isinstance(choice, str) else (choice.prefill, choice.decode):
+        if name not in ("auto", "torch", "triton"):
+            fail(
+                ("attention_backend",),
+                f"`attention_backend` {name} gives a row other bits in other batches, and `batch_invariant` is true; "
+                "use auto, triton or torch, or set `batch_invariant` to false",
+            )
+    for path, value in (("quantization", run.quantization), ("kv_cache_dtype", run.kv_cache_dtype)):
+        if value == "fp8":
+            fail(
+                (path,),
+                f"`{path}` is fp8, which `batch_invariant` does not support yet; leave one of the two out",
+            )
 
 
 def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None]) -> None:

@@ -226,6 +226,8 @@ def resolve_engine_config(
     model = model.keeping(_kept_weights(run))
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
+    if run.batch_invariant:
+        model.check_batch_invariant()
     max_model_len = run.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -261,6 +263,7 @@ def resolve_engine_config(
         step_timeout=run.step_timeout,
         quantization=_kept_weights(run),
         embedding_size=model.hidden_size if run.task == "embed" else 0,
+        batch_invariant=run.batch_invariant,
     )
 
 

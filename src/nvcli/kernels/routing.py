@@ -13,10 +13,16 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import TINY, Routing
 from nvcli.kernels.expert_types import Routes
+from nvcli.kernels.invariant_linear import invariant_linear
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ in float32, in parts that add up to it. x: [T, H]; weight: [E, H] → [P, T, E] float32."""
+def router_logits(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
+    """x Wᵀ in float32, in parts that add up to it. x: [T, H]; weight: [E, H] → [P, T, E] float32.
+
+    `batch_invariant`: a token's logits have the same bits whatever other tokens there are.
+    """
+    if batch_invariant:
+        return invariant_linear(x, weight, dtype=torch.float32).unsqueeze(0)
     if not x.is_cuda:
         return F.linear(x, weight).float().unsqueeze(0)
     from nvcli.kernels.triton import linear

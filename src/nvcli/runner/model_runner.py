@@ -123,6 +123,7 @@ class ModelRunner:
             )
             self._groups = divide_ranks(config, self._world.group, rank)
             self.group = self._groups.tensor
+            self.group.sums_in_order = config.batch_invariant
             self.stage = Stage(config.stage_of(rank), config.pipeline_parallel_size)
 
     def _build_model(self) -> None:
@@ -131,7 +132,12 @@ class ModelRunner:
             config = config.headless() if self.config.embedding_size else config
             self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(
-                self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
+                self.model_config,
+                self.group,
+                self.dtype,
+                max_positions=self.config.max_model_len,
+                stage=self.stage,
+                batch_invariant=self.config.batch_invariant,
             )
 
     def _share_memory(self) -> None:
@@ -169,6 +175,7 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
+            batch_invariant=config.batch_invariant,
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
