@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.linear import has_many_rows
+
 
 def invariant_linear(
     x: Tensor,
@@ -32,3 +35,15 @@ def invariant_linear(
     for row, result in zip(x, out, strict=True):
         result.copy_(torch.mv(weight, row))
     return out if bias is None else out.add_(bias)
+
+
+def invariant_gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. weight: [2 × out, in] → [T, out].
+
+    The kernel for many rows adds up in the same order (the same bits were seen on an H200).
+    """
+    if has_many_rows(x, weight):
+        from nvcli.kernels.triton import gated_linear as many_rows
+
+        return many_rows.gated_linear(x, weight, is_gelu=activation == "gelu_tanh")
+    return ACTIVATE_AND_MUL[activation](invariant_linear(x, weight))
