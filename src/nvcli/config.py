@@ -421,8 +421,15 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             f"`max_num_batched_tokens` ({run.max_num_batched_tokens}) is smaller than `max_num_seqs` "
             f"({run.max_num_seqs}), so a step could not hold one token of each; raise it or lower `max_num_seqs`",
         )
-    if run.batch_invariant:
-        _check_batch_invariant(run, fail)
+    choice = run.attention_backend
+    backends = (choice,) if isinstance(choice, str) else (choice.prefill, choice.decode)
+    other = next((name for name in backends if name not in ("auto", "torch", "triton")), None)
+    if run.batch_invariant and other is not None:
+        fail(
+            ("attention_backend",),
+            f"`attention_backend` {other} gives a row other bits in other batches, and `batch_invariant` is true; use "
+            "auto, triton or torch, or set `batch_invariant` to false",
+        )
     for path, size in (
         (("kv_cache_memory",), run.kv_cache_memory),
         (("job", "reorder_memory"), run.job.reorder_memory),
@@ -446,24 +453,6 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             f"{', '.join(RESERVED_KEYS)}",
         )
     _check_prompts(job, fail)
-
-
-def _check_batch_invariant(run: RunConfig, fail: Callable[[tuple[str, ...], str], None]) -> None:
-    """Check that the other keys allow what `batch_invariant` promises. `fail` raises for the key at a path."""
-    choice = run.attention_backend
-    for name in (choice,) if isinstance(choice, str) else (choice.prefill, choice.decode):
-        if name not in ("auto", "torch", "triton"):
-            fail(
-                ("attention_backend",),
-                f"`attention_backend` {name} gives a row other bits in other batches, and `batch_invariant` is true; "
-                "use auto, triton or torch, or set `batch_invariant` to false",
-            )
-    for path, value in (("quantization", run.quantization), ("kv_cache_dtype", run.kv_cache_dtype)):
-        if value == "fp8":
-            fail(
-                (path,),
-                f"`{path}` is fp8, which `batch_invariant` does not support yet; leave one of the two out",
-            )
 
 
 def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None]) -> None:

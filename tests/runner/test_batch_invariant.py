@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from generation import generate
 
-from checkpoints import write_tiny_qwen3
+from checkpoints import write_tiny_model, write_tiny_qwen3
 from nvcli.engine.request import PromptScoring, Request, RequestOutput
 from nvcli.runner.model_runner import ModelRunner
 from nvcli.sampling_params import SamplingParams
@@ -110,3 +111,27 @@ def test_without_it_bits_depend_on_the_batch(checkpoint: Path) -> None:
     """Else this file would test nothing."""
     runner = make(checkpoint, batch_invariant=False)
     assert Answers.of(run_to_outputs(runner, requests())) != one_by_one(runner)
+
+
+def test_experts_are_computed_alike_for_any_number_of_tokens(tmp_path: Path) -> None:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    }
+    runner = make(write_tiny_model(tmp_path / "model", "Qwen2Moe", **experts))
+    assert Answers.of(run_to_outputs(runner, requests())) == one_by_one(runner)
+
+
+def test_ranks_and_stages_add_up_in_one_order(tmp_path: Path) -> None:
+    """Whole engines of two stages with two ranks each: some requests at a time in chunks, and one at a time."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    path = write_tiny_model(tmp_path / "model", "Qwen3Moe", num_hidden_layers=2, **experts)
+    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "batch_invariant": True}
+    alone, _ = generate(
+        path, requests(), max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=128, **layout
+    )
+    together, stats = generate(path, requests(), max_num_seqs=8, max_num_batched_tokens=24, num_kv_tokens=140, **layout)
+    assert stats.num_preemptions > 0
+    assert Answers.of(together) == Answers.of(alone)

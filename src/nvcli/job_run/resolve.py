@@ -238,6 +238,11 @@ def resolve_engine_config(
     dtype = run.dtype
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
+    if run.batch_invariant and kv_dtype(run.kv_cache_dtype, dtype) != dtype:
+        raise ConfigError(
+            f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
+            f"type ({dtype}); leave one of the two out"
+        )
     max_num_batched_tokens = run.max_num_batched_tokens
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)

@@ -8,6 +8,7 @@ experts, k experts per token, I intermediate size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes
-from nvcli.kernels.invariant_linear import invariant_linear
+from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 
 
 class ExpertGroups(NamedTuple):
@@ -64,7 +65,9 @@ def apply_experts(
         out.zero_()
     for expert, token, choice in pairs_of_experts(routes, weights):
         gate_up = product(x[token], weights.gate_up[expert], _of_expert(weights.gate_up_bias, expert))
-        down = product(activate(gate_up, activation), weights.down[expert], _of_expert(weights.down_bias, expert))
+        activated = partial(activate, activation=activation)
+        hidden = row_by_row(activated, gate_up) if batch_invariant else activated(gate_up)
+        down = product(hidden, weights.down[expert], _of_expert(weights.down_bias, expert))
         out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
     return out
 

@@ -61,6 +61,16 @@ def route(logits: Tensor, routing: Routing, *, bias: Tensor | None = None, corre
     return Routes(experts.int(), weights * routing.scale)
 
 
+def route_row_by_row(
+    logits: Tensor, routing: Routing, *, bias: Tensor | None = None, correction: Tensor | None = None
+) -> Routes:
+    """Do what `route` does, on a CPU for each token alone (see `row_by_row`)."""
+    if logits.is_cuda or logits.shape[1] < 2:
+        return route(logits, routing, bias=bias, correction=correction)
+    routes = [route(row, routing, bias=bias, correction=correction) for row in torch.split(logits, 1, dim=1)]
+    return Routes(*(torch.cat(columns) for columns in zip(*routes, strict=True)))
+
+
 def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     """Which experts may be chosen: [T, E] → [T, E] bool."""
     members = choice.view(len(choice), routing.num_groups, -1)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.fp8_experts import apply_fp8_experts
+from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.kernels.norm import sum_in_order
-from nvcli.kernels.routing import route, router_logits
+from nvcli.kernels.routing import route, route_row_by_row, router_logits
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
 from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.geometry import TensorSpec
@@ -93,7 +94,8 @@ class Router(WholeTensors):
 
     def forward(self, x: Tensor) -> Routes:
         logits = router_logits(x, self.weight, batch_invariant=self.batch_invariant)
-        return route(logits, self.routing, bias=self.bias, correction=self.e_score_correction_bias)
+        choose = route_row_by_row if self.batch_invariant else route
+        return choose(logits, self.routing, bias=self.bias, correction=self.e_score_correction_bias)
 
 
 _PARAMETERS = {
@@ -198,10 +200,12 @@ class SharedGate(WholeTensors):
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__(build, path, ("weight",))
+        self.batch_invariant = build.batch_invariant
         self.product = build.product
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight).sigmoid_()
+        gate = self.product(x, self.weight)
+        return row_by_row(torch.sigmoid_, gate) if self.batch_invariant else gate.sigmoid_()
 
 
 class SharedExpert(nn.Module):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import Activations
-from nvcli.kernels.invariant_linear import invariant_gated_linear, invariant_linear
+from nvcli.kernels.invariant_linear import invariant_gated_linear, invariant_linear, row_by_row
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.parallel import PlainLinearMethod, ShardedLinear
 
@@ -24,7 +24,7 @@ class InvariantLinearMethod(PlainLinearMethod):
         if layer.bias is None:
             assert isinstance(x, Tensor)
             return invariant_gated_linear(x, layer.weight, activation)
-        return ACTIVATE_AND_MUL[activation](self.apply(layer, x, with_bias=True))
+        return row_by_row(ACTIVATE_AND_MUL[activation], self.apply(layer, x, with_bias=True))
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
         return self.apply(layer, x, with_bias=True)

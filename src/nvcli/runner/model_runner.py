@@ -204,7 +204,7 @@ class ModelRunner:
         self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
         vocab_size = self.model_config.vocab_size
-        self.sampler = Sampler(self.slots, self.group, vocab_size)
+        self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         follows = self._context.rank == config.output_rank
         self.constraints = Constraints(config.model_path, vocab_size, self.device, follows=follows)
         self.buffers = InputBuffers(
@@ -288,7 +288,7 @@ class ModelRunner:
             self.backend,
             self.sampler,
             self.constraints,
-            PromptReader(self.model, self.group, self.device),
+            PromptReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,
