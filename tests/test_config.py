@@ -78,10 +78,6 @@ ERRORS_IN_FILES = [
         "model: m\nattention_backend: {decod: triton}",
         r"run.yaml:2: unknown key `attention_backend.decod`; did you mean `decode`\?",
     ),
-    (
-        "model: m\nbatch_invariant: true\nattention_backend: {decode: flashinfer}",
-        r"run.yaml:3: `attention_backend` flashinfer gives a row other bits in other batches",
-    ),
     ("model: m\njob: 3", r"run.yaml:2: `job` is 3; allowed: a mapping with the keys order, on_too_long"),
     ("model: m\njob:\n  order: random", r'run.yaml:3: `job.order` is "random"; allowed: completion, input'),
     ("model: m\nsampling: [1]", r"run.yaml:2: `sampling` is \[1\]; allowed: a mapping"),

@@ -199,6 +199,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One for all work, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
     enable_prefix_caching: bool = True
     """Prompts that begin alike share the KV cache of what they have in common."""
+    enable_cascade_attention: bool = True
+    """Each decode step reads the KV cache that running requests share once for all of them, where that pays, instead
+    of once for each."""
     enforce_eager: bool = False
     """true: no CUDA graphs."""
     batch_invariant: bool = False
@@ -261,6 +264,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
+    prepare_grammars: bool = False
+    """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
+    enable_cascade_attention: bool = True
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
     embedding_size: int = 0
@@ -322,6 +328,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(2, self.pipeline_parallel_size) if self.overlap_steps else 1
 
     @property
+    def max_shared_rows(self) -> int:
+        """Most rows of a step that reads what requests share once for all of them; 0: no step does, as what is shared
+        depends on the batch where `batch_invariant` is on."""
+        shares = self.enable_cascade_attention and self.enable_prefix_caching and not self.batch_invariant
+        shares = shares and self.max_num_decodes > 1
+        return self.max_num_decodes if shares else 0
+
+    @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
 
@@ -346,14 +360,18 @@ def load_run_config(
     *,
     settings: Mapping[str, Any] | None = None,
     needs_model: bool = True,
+    other_overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> RunConfig:
     """Lay `--set key=value` overrides over the file, and flags (of `FLAG_KEYS`; None: not given) over both.
 
-    `settings` are values by key that a Python program gives, in place of overrides and flags. Without `needs_model`,
-    `model` may stay empty. Raises ConfigError that names where the value came from, the key, the value and what is
-    allowed.
+    `settings` are values by key that a Python program gives, in place of overrides and flags. `other_overrides` are
+    overrides of options beside `--set`, by the name of the option; they go over those of `--set`. Without
+    `needs_model`, `model` may stay empty. Raises ConfigError that names where the value came from, the key, the value
+    and what is allowed.
     """
-    return load_sourced_config(path, overrides, flags, settings=settings, needs_model=needs_model)[0]
+    return load_sourced_config(
+        path, overrides, flags, settings=settings, needs_model=needs_model, other_overrides=other_overrides
+    )[0]
 
 
 def load_sourced_config(
@@ -363,6 +381,7 @@ def load_sourced_config(
     *,
     settings: Mapping[str, Any] | None = None,
     needs_model: bool = True,
+    other_overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[RunConfig, ConfigSource]:
     """Do what `load_run_config` does, and return the source too, which knows the origin of each key."""
     from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
@@ -370,8 +389,9 @@ def load_sourced_config(
     source = ConfigSource()
     if path is not None:
         source.add_file(path)
-    for text in overrides:
-        source.add_override(text)
+    for option, texts in {"--set": overrides, **(other_overrides or {})}.items():
+        for text in texts:
+            source.add_override(text, option)
     for flag, value in (flags or {}).items():
         if value is not None:
             source.add_flag(flag, FLAG_KEYS[flag], value)
@@ -420,15 +440,6 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             ("max_num_batched_tokens",),
             f"`max_num_batched_tokens` ({run.max_num_batched_tokens}) is smaller than `max_num_seqs` "
             f"({run.max_num_seqs}), so a step could not hold one token of each; raise it or lower `max_num_seqs`",
-        )
-    choice = run.attention_backend
-    backends = (choice,) if isinstance(choice, str) else (choice.prefill, choice.decode)
-    other = next((name for name in backends if name not in ("auto", "torch", "triton")), None)
-    if run.batch_invariant and other is not None:
-        fail(
-            ("attention_backend",),
-            f"`attention_backend` {other} gives a row other bits in other batches, and `batch_invariant` is true; use "
-            "auto, triton or torch, or set `batch_invariant` to false",
         )
     for path, size in (
         (("kv_cache_memory",), run.kv_cache_memory),

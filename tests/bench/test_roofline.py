@@ -49,6 +49,11 @@ def test_a_decode_step() -> None:
     }
 
 
+def test_keys_that_rows_share_are_read_once_and_multiplied_for_each() -> None:
+    parts = work_of(record(num_decodes=3, num_sampled=3, decode_keys=50, num_keys_saved=20), COSTS)
+    assert parts["decode attention"] == Work((30 + 3) * 16, 50 * 16)
+
+
 def test_a_prompt_slice_that_samples_nothing_needs_no_lm_head() -> None:
     parts = work_of(record(num_prefill_tokens=4, prefill_keys=10, prefill_pairs=34), COSTS)
     assert parts == {

@@ -23,9 +23,11 @@ class TritonBackend(AttentionBackend):
     """Attention by the kernels in `nvcli.kernels.triton`."""
 
     name = "triton"
+    reads_segments = True
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
+        from nvcli.attention.triton_segments import SegmentedDecode
         from nvcli.kernels.triton import decode_attention, invariant_attention, prefill_attention
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles
 
@@ -77,6 +79,15 @@ class TritonBackend(AttentionBackend):
                     max_chunks=case.max_num_seqs,
                     device=case.device,
                 )
+        self._segmented: SegmentedDecode | None = None
+        if case.max_shared_rows:
+            assert not case.batch_invariant, "what is shared depends on the batch"
+            decodes = {
+                geometry: decode
+                for geometry, decode in self._decodes.items()
+                if isinstance(decode, decode_attention.DecodeAttention)
+            }
+            self._segmented = SegmentedDecode(case, decodes)
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -99,6 +110,10 @@ class TritonBackend(AttentionBackend):
         return True
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
+        if batch.segments is not None:
+            assert self._segmented is not None
+            self._segmented.plan(batch)
+            return
         num_rows = batch.num_single_rows
         for decode in self._decodes.values():
             decode.plan(batch.seq_lens[:num_rows], batch.slots[:num_rows])
@@ -124,6 +139,10 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
+        if batch.segments is not None:
+            assert self._segmented is not None
+            self._segmented.run(spec, layer, q, batch, out, sinks)
+            return out
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
         decode = self._decodes[_geometry(spec)]

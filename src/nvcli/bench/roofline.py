@@ -67,11 +67,12 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
     num_tokens = step.num_decodes + step.num_prefill_tokens
     decode, prefill = Work(), Work()
     for kind in costs.attention:
-        keys, pairs = step.decode_keys, step.prefill_pairs
+        keys, pairs, saved = step.decode_keys, step.prefill_pairs, step.num_keys_saved
         if kind.window is not None:
+            saved = 0
             keys, pairs = min(keys, step.num_decodes * kind.window), min(pairs, step.num_prefill_tokens * kind.window)
         kv_bytes, flops = kind.kv_bytes_per_token, kind.flops_per_pair
-        decode += Work((keys + step.num_decodes) * kv_bytes, keys * flops)
+        decode += Work((keys - saved + step.num_decodes) * kv_bytes, keys * flops)
         prefill += Work((step.prefill_keys + step.num_prefill_tokens) * kv_bytes, pairs * flops)
     experts = {} if costs.experts is None else {"experts": _expert_work(costs.experts, num_tokens)}
     states = {}

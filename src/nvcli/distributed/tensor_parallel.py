@@ -16,6 +16,9 @@ from torch import Tensor
 from nvcli.kernels.norm import add_rms_norm, rms_norm, sum_in_order, sum_rms_norm
 from nvcli.kernels.peer_memory import PeerMemory
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The same function, whose older name torch 2.13 warns of."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageState:
@@ -160,7 +163,7 @@ class TensorParallelGroup:
             return x[None]
         everyone = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         if x.numel() > 0:
-            dist.all_gather_into_tensor(everyone.flatten(0, 1), x.contiguous(), group=self.process_group)
+            _all_gather(everyone.flatten(0, 1), x.contiguous(), group=self.process_group)
         return everyone
 
     def broadcast(self, x: Tensor) -> Tensor:

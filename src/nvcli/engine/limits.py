@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.shared_segments import SegmentCosts
 from nvcli.errors import ConfigError
 
 
@@ -24,6 +25,9 @@ class SchedulerLimits:
     tokens_per_row: int = 1
     """Tokens of a decode row: the last one, and those that were drafted to follow it."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+    segment_costs: SegmentCosts | None = None
+    """What decides which blocks that decoding requests share are read once for all of them; None: the ranks read none
+    so."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_row > 1 and any(group.is_state for group in self.kv_groups):

@@ -135,6 +135,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
+    kv_bytes_saved: int = 0
+    """Bytes of the KV cache, on all ranks, that were not read again for each of the requests that share them."""
     running_lengths: bytes = b""
     """How long the answers of running requests are so far, and may become: pairs of int32 (`messages.pack`), as
     (generated tokens, `max_tokens`). They are renewed less often than the rest, and are those of some requests only
@@ -160,6 +162,8 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """Prefill chunks."""
     num_used_blocks: int = 0
     """KV blocks held by running requests when the step was scheduled."""
+    num_keys_saved: int = 0
+    """The part of `decode_keys` that layers without a window did not read, because it was read for another row."""
     seconds: float = 0.0
     """The device's time for the step."""
     idle_seconds: float = 0.0

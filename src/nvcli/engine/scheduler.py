@@ -53,7 +53,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self.limits = limits
-        self._tables = BlockTables(block_manager, limits.kv_groups, limits.block_size)
+        self._tables = _empty_tables(limits, block_manager)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[RequestState, None] = {}
         """Every request that holds a slot, in order of admission; each is also in one of the next two."""
@@ -121,6 +121,7 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
+            kv_bytes_saved=self._tables.segments.num_bytes_saved,
         )
 
     def running_lengths(self) -> bytes:
@@ -165,6 +166,7 @@ class Scheduler:
             decode_lens=decode_lens,
             freed_slots=self._freed_slots,
             restarts=self._restarts,
+            segments=self._tables.segments,
         )
         if step is None:
             return None
@@ -172,7 +174,7 @@ class Scheduler:
         self._freed_slots.clear()
         self._restarts = False
         registered, self._registered = self._registered, []
-        return ScheduledStep(step, sampling, registered, draft.reading)
+        return ScheduledStep(step, sampling, registered, draft.reading, self._tables.segments.num_keys_saved)
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
         """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.
@@ -268,6 +270,7 @@ class Scheduler:
         # The dropped steps would have told the ranks which slots were freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
         self._restarts = True
+        self._tables.segments.forget_told()
 
     def lower_limits(self) -> bool:
         """Go on with `SchedulerLimits.lowered`, and return whether there are any. No request may be running."""
@@ -283,7 +286,9 @@ class Scheduler:
         """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._running
         blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
-        self._tables = BlockTables(blocks, self.limits.kv_groups, self.limits.block_size)
+        saved = self._tables.segments.num_bytes_saved
+        self._tables = _empty_tables(self.limits, blocks)
+        self._tables.segments.num_bytes_saved = saved
         self._freed_slots = []
         self._restarts = False
 
@@ -405,6 +410,7 @@ class Scheduler:
         if is_end:
             sampling.append(state)
             self._decoding.add(state)
+            self._tables.segments.enter(state)
 
     def _register(self, state: RequestState) -> None:
         self._registered += self._tables.register(state)
@@ -498,3 +504,13 @@ class Scheduler:
             assert not state.finished
             assert state.num_computed <= self.limits.max_model_len
             assert state.num_tokens < state.max_len
+
+
+def _empty_tables(limits: SchedulerLimits, blocks: BlockManager) -> BlockTables:
+    return BlockTables(
+        blocks,
+        limits.kv_groups,
+        limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        segment_costs=limits.segment_costs,
+    )

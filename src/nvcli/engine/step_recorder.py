@@ -18,8 +18,9 @@ class StepRecorder:
         self._in_flight: deque[StepRecord] = deque()
         self._records: list[StepRecord] = []
 
-    def submitted(self, step: StepInput, *, num_used_blocks: int) -> None:
-        """Note a step that was submitted while running requests held `num_used_blocks`."""
+    def submitted(self, step: StepInput, *, num_used_blocks: int, num_keys_saved: int = 0) -> None:
+        """Note a step that was submitted while running requests held `num_used_blocks`, and that does not read
+        `num_keys_saved` of its decode rows' keys."""
         num_tokens, num_logits, lens = (
             np.frombuffer(packed, dtype=np.int32).astype(np.int64)
             for packed in (step.num_tokens, step.num_logits, step.seq_lens)
@@ -37,6 +38,7 @@ class StepRecorder:
                 prefill_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
                 num_chunks=len(chunk_lens),
                 num_used_blocks=num_used_blocks,
+                num_keys_saved=num_keys_saved,
             )
         )
 
