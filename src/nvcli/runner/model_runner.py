@@ -131,6 +131,7 @@ class ModelRunner:
             )
             self._groups = divide_ranks(config, self._world.group, rank)
             self.group = self._groups.tensor
+            self.group.sums_in_order = config.batch_invariant
             self.stage = Stage(config.stage_of(rank), config.pipeline_parallel_size)
 
     def _build_model(self) -> None:
@@ -139,7 +140,12 @@ class ModelRunner:
             config = config.headless() if self.config.embedding_size else config
             self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(
-                self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
+                self.model_config,
+                self.group,
+                self.dtype,
+                max_positions=self.config.max_model_len,
+                stage=self.stage,
+                batch_invariant=self.config.batch_invariant,
             )
 
     def _share_memory(self) -> None:
@@ -185,6 +191,7 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
+            batch_invariant=config.batch_invariant,
             max_shared_rows=config.max_shared_rows,
         )
         self.backend, notes = select_backend(config.attention_backend, case)
@@ -220,7 +227,7 @@ class ModelRunner:
         self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
         vocab_size = self.model_config.vocab_size
-        self.sampler = Sampler(self.slots, self.group, vocab_size)
+        self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         follows = self._context.rank == config.output_rank
         self.constraints = Constraints(
             config.model_path, vocab_size, self.device, follows=follows, prepared=self._vocabulary
@@ -306,7 +313,7 @@ class ModelRunner:
             self.backend,
             self.sampler,
             self.constraints,
-            PromptReader(self.model, self.group, self.device),
+            PromptReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,
