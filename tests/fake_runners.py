@@ -50,6 +50,7 @@ def engine_config(**overrides: object) -> EngineConfig:
         "attention_backend": "auto",
         "enable_prefix_caching": True,
         "enforce_eager": False,
+        "plan_admission": False,
         "step_timeout": 60.0,
     }
     return EngineConfig(**{**values, **overrides})  # type: ignore[arg-type]

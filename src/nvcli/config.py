@@ -204,6 +204,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     of once for each."""
     enforce_eager: bool = False
     """true: no CUDA graphs."""
+    batch_invariant: bool = False
+    """true: a row gets the same bits whatever batch, chunks, prefix hits and preemptions it meets, and however many
+    copies there are, at some cost of speed."""
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
     """The seed of all random choices; a row's choices follow from it and the row's index."""
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
@@ -256,12 +259,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Once all is allocated, run the largest batches again and report what each item then took."""
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers."""
+    batch_invariant: bool = False
+    """As in RunConfig."""
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
     prepare_grammars: bool = False
     """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
     enable_cascade_attention: bool = True
+    plan_admission: bool = True
+    """Admit as many requests as will fit into the KV cache until they end, by what the answers so far tell; false: as
+    many as fit now, and take some back when there is too little room."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
     embedding_size: int = 0
@@ -324,8 +332,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_shared_rows(self) -> int:
-        """Most rows of a step that reads what requests share once for all of them; 0: no step does."""
-        shares = self.enable_cascade_attention and self.enable_prefix_caching and self.max_num_decodes > 1
+        """Most rows of a step that reads what requests share once for all of them; 0: no step does, as what is shared
+        depends on the batch where `batch_invariant` is on."""
+        shares = self.enable_cascade_attention and self.enable_prefix_caching and not self.batch_invariant
+        shares = shares and self.max_num_decodes > 1
         return self.max_num_decodes if shares else 0
 
     @property

@@ -105,6 +105,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
         tokens_per_row=rng.choice([1, 1, 2, 3, 5]) if STATE not in groups else 1,
         kv_groups=groups,
         segment_costs=random.Random(seed).choice([None, *map(_costs, (1, 8, 30))]),
+        plans_admission=seed % 3 == 0,
     )
     failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
     share = rng.choice([0.03, 0.1, 0.5])

@@ -52,6 +52,7 @@ def report(*capabilities: str) -> SmiReport:
         ("blocks", [""], {}, "fp8"),
         ("blocks", [], {}, "fp8"),
         ("blocks", [", 9.0"], {"tensor_parallel_size": 4}, "none"),  # blocks would be cut
+        ("blocks", [", 9.0"], {"batch_invariant": True}, "none"),
         ("plain", [", 9.0"], {}, "none"),
         ("plain", [", 9.0"], {"quantization": "fp8"}, "fp8"),
         ("awq", [", 9.0"], {}, "none"),

@@ -63,7 +63,7 @@ def test_what_a_user_wants_to_know() -> None:
         '  length    1 answer cut at `max_tokens`, such as r2: "one two\u241b[31m"',
         "  failed    prompt_too_long 4",
         "            invalid_json 1, such as bad: line 10: not valid JSON",
-        "  tokens    prompt 12,345 (300 from the prefix cache, 2%), generated 50,000",
+        "  tokens    prompt 12,345 (300 not computed: in the prefix cache, 2%), generated 50,000",
         "  shared    1.50 TiB of the KV cache not read again for each row",
         "  speed     1,000 generated and 247 prompt tokens/s, 0.1 rows/s",
         '  sampling  max_tokens 100 (run.yaml:3); top_k 20 (generation_config.json); stop ["A", "B"] (--stop); '
@@ -99,3 +99,9 @@ def test_gpu_hours_are_those_of_all_gpus_from_the_command_to_its_end() -> None:
 
 def test_a_limit_says_that_there_is_more() -> None:
     assert "these are the first 20 rows; without --limit the others follow" in format_summary(make_summary(limit=20))
+
+
+def test_prompt_tokens_that_were_not_computed_count_for_each_sample() -> None:
+    summary = make_summary()
+    summary.counts.replicas = [EngineStats(prompt_tokens=64 * 12_345, cached_tokens=63 * 12_345)]
+    assert "prompt 12,345 (777,735 not computed: in the prefix cache, 98%)" in format_summary(summary)

@@ -153,7 +153,7 @@ class TorchBackend(AttentionBackend):
                     spec, sorted_q[rows], keys, values, mask=group.mask, sinks=group_sinks
                 )
             else:
-                sorted_out[rows] = _softmax_attention(
+                sorted_out[rows] = softmax_attention(
                     spec, sorted_q[rows], keys, values, mask=group.mask, is_causal=False, sinks=group_sinks
                 )
         if decodes.shared is not None:
@@ -199,7 +199,7 @@ class TorchBackend(AttentionBackend):
             for start in range(0, num_tokens, _QUERY_CHUNK):
                 end = min(start + _QUERY_CHUNK, num_tokens)
                 position = chunk.prefix + start
-                seen = slice(_first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
+                seen = slice(first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
                 mask = self._mask(spec.window, end - start, seen.stop - seen.start)
                 queries = slice(chunk.start + start, chunk.start + end)
                 out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks)
@@ -227,7 +227,7 @@ class TorchBackend(AttentionBackend):
         case, device = self._case, batch.seq_lens.device
         window, kv_group = kind
         # Keys are read from the first block that the row's token sees into; `skipped` are those before it.
-        skipped = [_first_seen(length - 1, window) // case.block_size * case.block_size for length in lens]
+        skipped = [first_seen(length - 1, window) // case.block_size * case.block_size for length in lens]
         shared = None
         if batch.segments is not None:
             shared, own_begins = plan_shared_reads(batch, kv_group, window, case.block_size, lens)
@@ -285,7 +285,7 @@ class TorchBackend(AttentionBackend):
             prefix = max(seq_len - num_tokens, 0)  # padding rows may have more tokens than keys
             block_ids, first_key = None, 0
             if prefix > 0 or not self.reads_new_keys:
-                first_block = _first_seen(prefix, window) // case.block_size
+                first_block = first_seen(prefix, window) // case.block_size
                 columns = slice(first_block, -(-max(seq_len, num_tokens) // case.block_size))
                 block_ids = batch.block_tables[kv_group, batch.slots[row], columns].long()
                 first_key = first_block * case.block_size
@@ -319,7 +319,7 @@ class TorchBackend(AttentionBackend):
         return mask.contiguous() if mask.is_cuda else mask  # GPU kernels read masks from aligned addresses
 
 
-def _first_seen(position: int, window: int | None) -> int:
+def first_seen(position: int, window: int | None) -> int:
     """Return the position of the first key that a token at `position` sees."""
     return 0 if window is None else max(0, position - window + 1)
 
@@ -338,11 +338,11 @@ def _attend(
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     if sinks is not None:
         sinks = sinks.view(-1, group, 1, 1)
-    out = _softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None, sinks=sinks)
+    out = softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None, sinks=sinks)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _softmax_attention(
+def softmax_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, sinks: Tensor | None
 ) -> Tensor:
     """Compute softmax(q kᵀ scale, capped) v, over the last two dimensions. `mask` is added to the scores; sinks: see

@@ -94,6 +94,7 @@ def scheduler_limits(
             for number, window in enumerate(windows)
         ),
         segment_costs=SegmentCosts() if reads_segments else None,
+        plans_admission=config.plan_admission,
     )
 
 
@@ -114,7 +115,7 @@ def _serve(
         group_token_bytes=ready.group_token_bytes,
     )
     blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-    recorder = _make_recorder() if config.record_steps else None
+    recorder = _make_recorder(limits) if config.record_steps else None
     core = EngineCore(Scheduler(limits, blocks), executor, max_in_flight=config.max_steps_in_flight, recorder=recorder)
     gc.collect()
     gc.freeze()
@@ -136,10 +137,10 @@ def _serve(
         send(EngineClosed(peak_bytes))
 
 
-def _make_recorder() -> StepRecorder:
+def _make_recorder(limits: SchedulerLimits) -> StepRecorder:
     from nvcli.engine.step_recorder import StepRecorder  # numpy: ordinary runs start without it
 
-    return StepRecorder()
+    return StepRecorder(limits)
 
 
 def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:

@@ -158,12 +158,14 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """The tokens that each prefill chunk attended to, summed over the chunks."""
     prefill_pairs: int
     """The number of pairs of a chunk's token and a token that it attended to."""
+    repeated_decode_keys: int = 0
+    """The part of `decode_keys` that need not be read, because another decode row of the step reads the same keys."""
+    repeated_prefill_keys: int = 0
+    """The part of `prefill_keys` that another chunk of the step reads too, likewise."""
     num_chunks: int = 0
     """Prefill chunks."""
     num_used_blocks: int = 0
     """KV blocks held by running requests when the step was scheduled."""
-    num_keys_saved: int = 0
-    """The part of `decode_keys` that layers without a window did not read, because it was read for another row."""
     seconds: float = 0.0
     """The device's time for the step."""
     idle_seconds: float = 0.0

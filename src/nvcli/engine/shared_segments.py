@@ -362,12 +362,9 @@ class SharedSegments:
         self._counted = {
             group: size for group, size in enumerate(token_bytes) if group in self._forests and windows[group] is None
         }
-        self.num_keys_saved = 0
-        """The keys of a layer without a window that the last step did not read, because it had read them for another
-        row."""
         self.num_bytes_saved = 0
-        """The bytes of keys and values that all steps did not read, likewise. Groups with windows are not counted,
-        whose rows may see a part of a segment."""
+        """The bytes of keys and values that steps did not read, because they had read them for another row. Groups with
+        windows are not counted, whose rows may see a part of a segment."""
         self._inside: set[int] = set()
         """The slots of the requests that are in the forests."""
         self._told: dict[tuple[int, int], int | None] = {}
@@ -376,9 +373,10 @@ class SharedSegments:
         """The number that they have for all other slots; None: nobody knows."""
 
     def enter(self, state: RequestState) -> None:
-        """Take in a request whose prompt is computed by the steps that were scheduled, unless it is in."""
+        """Take in a request whose prompt is computed by the steps that were scheduled, unless it is in, or ends with
+        the token that they give."""
         assert state.slot is not None
-        if state.slot in self._inside or not self._forests:
+        if state.slot in self._inside or not self._forests or state.max_len <= state.num_tokens + 1:
             return
         self._inside.add(state.slot)
         # The block that the last known token fills is the request's own: that token is always computed.
@@ -415,11 +413,9 @@ class SharedSegments:
             forest.changed_slots.clear()
         num_saved = self.num_saved
         is_used = num_decodes > 1 and num_saved > 0 and num_saved >= self._least_saved
-        self.num_keys_saved = 0
         for group, size in self._counted.items() if is_used else ():
             saved = self._forests[group].num_saved * min(num_decodes, len(self._inside)) // len(self._inside)
             self.num_bytes_saved += saved * size
-            self.num_keys_saved = max(saved, self.num_keys_saved)
         return SegmentChanges(segments, slots, is_used)
 
     def forget_told(self) -> None:

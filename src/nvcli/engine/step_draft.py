@@ -33,8 +33,6 @@ class ScheduledStep:
     """Blocks registered for reuse since the step before. This step or the one before it fills them."""
     reading: list[RequestState]
     """The request of each of the step's `reads`."""
-    num_keys_saved: int = 0
-    """`SharedSegments.num_keys_saved` of this step."""
 
     @property
     def num_requests(self) -> int:
@@ -74,20 +72,22 @@ class StepDraft:
         self.reading: list[RequestState] = []
         """The request of each read."""
 
-    @property
-    def has_new_slots(self) -> bool:
-        return bool(self._new_slots)
-
-    def has_room_for_grammar(self, state: RequestState) -> bool:
-        """Whether the step may bring the grammar of a request, if it has one."""
+    def has_room_for(self, state: RequestState, *, most_prefix_ids: int) -> bool:
+        """Whether the step may bring a request that enters a slot: its grammar, and within `most_prefix_ids` for all
+        requests the tokens of its cached prefix, if the ranks need them. There is always room for one request."""
+        if not self._new_slots:
+            return True
+        if state.needs_prefix_ids and self.num_prefix_ids + state.num_computed > most_prefix_ids:
+            return False
         constraint = state.request.constraint
         if constraint is None or constraint.grammar in self._grammars:
             return True
         return self._grammar_bytes + len(constraint.grammar.encode()) <= MAX_STEP_GRAMMAR_BYTES
 
-    def enter(self, state: RequestState, num_prefix_ids: int) -> None:
-        """Let a request enter its slot, with its blocks and the first `num_prefix_ids` tokens of its cached prefix."""
+    def enter(self, state: RequestState) -> None:
+        """Let a request enter its slot, with its blocks and, where the ranks need them, the tokens of its prefix."""
         assert state.slot is not None
+        num_prefix_ids = state.num_computed if state.needs_prefix_ids else 0
         self._new_slots.append(
             NewSlot(
                 slot=state.slot,

@@ -32,7 +32,8 @@ def keep_weights(
     """
     if run.quantization != "auto":
         return model.keeping(run.quantization)
-    if device == "cpu" or model.quantisation is None or model.quantisation.numbers != "fp8":
+    is_in_fp8 = model.quantisation is not None and model.quantisation.numbers == "fp8"
+    if device == "cpu" or not is_in_fp8 or run.batch_invariant:
         return model.keeping("none")
     tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
     try:

@@ -20,6 +20,7 @@ import msgspec
 from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import read_chat_template
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
+from nvcli.config_types import ModelDtype
 from nvcli.errors import ConfigError
 from nvcli.job_run.default_sampling import check_default_sampling
 from nvcli.job_run.job_facts import job_facts
@@ -277,6 +278,8 @@ def resolve_engine_config(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
     attention_backend = attention_choice(run.attention_backend)
+    if run.batch_invariant:
+        _check_batch_invariant(run, model, dtype, attention_backend)
     return EngineConfig(
         model_path=model_path,
         device=device,
@@ -295,12 +298,30 @@ def resolve_engine_config(
         attention_backend=attention_backend,
         enable_prefix_caching=run.enable_prefix_caching,
         enable_cascade_attention=run.enable_cascade_attention,
+        plan_admission=run.job.plan,
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
         quantization=model.quantization,
         embedding_size=model.hidden_size if run.task == "embed" else 0,
+        batch_invariant=run.batch_invariant,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
+
+
+def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:
+    """Raise ConfigError where the model or another key leaves no way to do what `batch_invariant` promises."""
+    model.check_batch_invariant()
+    for name in attention_backend.split(":"):
+        if name not in ("auto", "torch", "triton"):
+            raise ConfigError(
+                f"`attention_backend` {name} gives a row other bits in other batches, and `batch_invariant` is true; "
+                "use auto, triton or torch, or set `batch_invariant` to false"
+            )
+    if kv_dtype(run.kv_cache_dtype, dtype) != dtype:
+        raise ConfigError(
+            f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
+            f"type ({dtype}); leave one of the two out"
+        )
 
 
 def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:

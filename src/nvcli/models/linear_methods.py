@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nvcli.models.fp8_linear import Fp8LinearMethod, Fp8WeightLinearMethod
+from nvcli.models.invariant_linear_method import InvariantLinearMethod
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod
 
 
@@ -18,3 +19,9 @@ def linear_method(path: str, pieces: Sequence[LinearPiece], *, has_fp8_units: bo
     if scaling is None:
         return PlainLinearMethod()
     return Fp8LinearMethod(scaling) if has_fp8_units else Fp8WeightLinearMethod(scaling)
+
+
+def invariant_linear_method(path: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
+    """Return the method of the layer `path` in a run that is batch-invariant, whose weights are plain ones."""
+    assert all(piece.weight.scaling is None for piece in pieces), "ModelConfig.check_batch_invariant comes first"
+    return InvariantLinearMethod()

@@ -26,31 +26,36 @@ def build_model(
     linear_method: LinearMethodFactory | None = None,
     stage: Stage = WHOLE,
     has_fp8_units: bool = True,
+    batch_invariant: bool = False,
 ) -> CausalLM:
     """Build this rank's part of the model on the meta device; `loader.load_weights` gives it memory and weights.
 
     `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
     chooses how each linear layer is stored (None: as the model's tensors say), `stage` is the part of a pipeline, and
     `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8, or with plain ones.
+    `batch_invariant`: a token's results have the same bits in every batch (see `ModelConfig.check_batch_invariant`).
     Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
     """
     import torch
 
     from nvcli.models.dense import DenseForCausalLM
+    from nvcli.models.linear_methods import invariant_linear_method
     from nvcli.models.linear_methods import linear_method as method_of_pieces
     from nvcli.models.parallel import BuildContext
 
     config.check_tensor_parallel(group.size)
     config.check_pipeline_parallel(stage.count)
     stored_dtype = _stored_dtype(dtype)
+    own_method = invariant_linear_method if batch_invariant else partial(method_of_pieces, has_fp8_units=has_fp8_units)
     build = BuildContext(
         group=group,
         tensors={tensor.name: tensor for tensor in model_tensors(config, stored_dtype, stage)},
-        linear_method=linear_method or partial(method_of_pieces, has_fp8_units=has_fp8_units),
+        linear_method=linear_method or own_method,
         max_positions=max_positions or config.max_position_embeddings,
         stage=stage,
         dtype=stored_dtype,
         has_fp8_units=has_fp8_units,
+        batch_invariant=batch_invariant,
     )
     with torch.device("meta"):
         return DenseForCausalLM(config, build)

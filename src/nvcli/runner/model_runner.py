@@ -131,6 +131,7 @@ class ModelRunner:
             )
             self._groups = divide_ranks(config, self._world.group, rank)
             self.group = self._groups.tensor
+            self.group.sums_in_order = config.batch_invariant
             self.stage = Stage(config.stage_of(rank), config.pipeline_parallel_size)
 
     def _build_model(self) -> None:
@@ -145,6 +146,7 @@ class ModelRunner:
                 max_positions=self.config.max_model_len,
                 stage=self.stage,
                 has_fp8_units=has_fp8_units(self.device),
+                batch_invariant=self.config.batch_invariant,
             )
 
     def _share_memory(self) -> None:
@@ -193,6 +195,7 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
+            batch_invariant=config.batch_invariant,
             max_shared_rows=config.max_shared_rows,
         )
         self.backend, notes = select_backend(config.attention_backend, case)
@@ -228,7 +231,7 @@ class ModelRunner:
         self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
         vocab_size = self.model_config.vocab_size
-        self.sampler = Sampler(self.slots, self.group, vocab_size)
+        self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         follows = self._context.rank == config.output_rank
         self.constraints = Constraints(
             config.model_path, vocab_size, self.device, follows=follows, prepared=self._vocabulary
@@ -314,7 +317,7 @@ class ModelRunner:
             self.backend,
             self.sampler,
             self.constraints,
-            PromptReader(self.model, self.group, self.device),
+            PromptReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,

@@ -39,7 +39,6 @@ def test_trees_of_prompts_are_answered_as_by_transformers(name: str, num_blocks:
 
 
 def test_answers_of_the_built_in_model_do_not_change() -> None:
-    """By the cost rule that runs have: only what pays is read once."""
     runner = make_runner(
         demo_path(), "cpu", max_num_seqs=24, max_model_len=1024, block_size=64, kv_cache_memory=1 << 26
     )
@@ -48,3 +47,9 @@ def test_answers_of_the_built_in_model_do_not_change() -> None:
     found, num_steps, _ = answers(runner, prompts, 10, num_blocks=runner.ready.num_blocks, costs=EAGER_COSTS)
     assert found == expected
     assert num_steps > 5
+
+
+@pytest.mark.parametrize("key", ["enable_cascade_attention", "enable_prefix_caching"])
+def test_a_run_without_it_reads_nothing_once(key: str) -> None:
+    runner = make_runner(demo_path(), "cpu", kv_cache_memory=1 << 24, **{key: False})
+    assert not runner.ready.reads_segments
