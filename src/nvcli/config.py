@@ -168,7 +168,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     quantization: Quantization = "auto"
     """How weights of linear layers are kept. none: in `dtype`, whatever the checkpoint's format; fp8: in 8 bits,
-    with activations quantised as they come. auto: none."""
+    with activations quantised as they come. auto: fp8 for a checkpoint in FP8 on GPUs with FP8 units, else none."""
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"

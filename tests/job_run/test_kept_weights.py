@@ -11,7 +11,7 @@ import pytest
 from checkpoints import write_tiny_model
 from nvcli.check.machine import named_gpus
 from nvcli.config import RunConfig
-from nvcli.job_run.kept_weights import keep_weights
+from nvcli.job_run.kept_weights import explain_choice, keep_weights
 from nvcli.job_run.resolve import load_model, resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport, parse_gpus
@@ -81,3 +81,27 @@ def test_what_is_kept_is_what_the_engine_gets(kind: str, kept: str, paths: dict[
     config = resolve_engine_config(run, paths["blocks"], model, found_device="cuda")
     assert model.quantization == config.quantization == kept
     assert config.weights_type == (f"{model.dtype}, linear layers in FP8" if kept == "fp8" else model.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "keys", "said"),
+    [
+        ("blocks", "9.0", {}, "weights stay in FP8, as the checkpoint has them; --quantization none: in "),
+        ("blocks", "8.0", {}, "as the GPUs have no units for FP8 products; --quantization fp8 keeps them"),
+        ("blocks", "9.0", {"tensor_parallel_size": 4}, "as they cannot be cut over 4 GPUs"),
+        ("blocks", "9.0", {"batch_invariant": True}, "as batch_invariant asks for it"),
+        ("blocks", "9.0", {"quantization": "fp8"}, ""),
+        ("blocks", "9.0", {"device": "cpu"}, ""),
+        ("awq", "9.0", {}, ""),
+        ("plain", "9.0", {}, ""),
+    ],
+)
+def test_what_auto_chose_is_said(
+    name: str, capability: str, keys: dict[str, Any], said: str, models: dict[str, ModelConfig]
+) -> None:
+    run = RunConfig(model="m", **{"device": "cuda", **keys})
+    model = keep_weights(run, models[name], run.device, report=report(f", {capability}"), environ={})  # type: ignore[arg-type]
+    config = resolve_engine_config(run, Path("/m"), model)
+    found = explain_choice(run, model, config)
+    assert said in found
+    assert bool(said) == bool(found)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from nvcli.config import RunConfig
+from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.models.config import ModelConfig
@@ -32,18 +32,40 @@ def keep_weights(
     """
     if run.quantization != "auto":
         return model.keeping(run.quantization)
-    is_in_fp8 = model.quantisation is not None and model.quantisation.numbers == "fp8"
-    if device == "cpu" or not is_in_fp8 or run.batch_invariant:
-        return model.keeping("none")
-    tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
-    try:
-        kept = model.keeping("fp8")
-    except ConfigError:  # layers that are left alone cannot be told
-        return model.keeping("none")
-    if model.divides_by(tp) and not kept.divides_by(tp):  # as where blocks would be cut
+    if device == "cpu" or not _has_fp8(model) or _obstacle(run, model):
         return model.keeping("none")
     if gpus is None:
         found = visible_gpus(ask_for_gpus() if report is None else report, environ)
         gpus = () if isinstance(found, str) else found
     known = [gpu.capability for gpu in gpus if gpu.capability is not None]
-    return kept if all(capability >= FP8_CAPABILITY for capability in known) else model.keeping("none")
+    return model.keeping("fp8" if all(capability >= FP8_CAPABILITY for capability in known) else "none")
+
+
+def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> str:
+    """Say in one line what `quantization: auto` chose for a checkpoint in FP8; empty where it had no choice."""
+    if run.quantization != "auto" or config.device == "cpu" or not _has_fp8(model):
+        return ""
+    if model.quantization == "fp8":
+        return f"weights stay in FP8, as the checkpoint has them; --quantization none: in {config.dtype}"
+    if obstacle := _obstacle(run, model):
+        return f"FP8 weights become {config.dtype}, as {obstacle}"
+    why = "the GPUs have no units for FP8 products; --quantization fp8 keeps them, in half the memory"
+    return f"FP8 weights become {config.dtype}, as {why}"
+
+
+def _has_fp8(model: ModelConfig) -> bool:
+    return model.quantisation is not None and model.quantisation.numbers == "fp8"
+
+
+def _obstacle(run: RunConfig, model: ModelConfig) -> str:
+    """Say why a checkpoint's FP8 cannot be kept, whatever the GPUs are; empty where it can."""
+    if run.batch_invariant:
+        return "batch_invariant asks for it"
+    try:
+        kept = model.keeping("fp8")
+    except ConfigError as error:  # layers that are left alone cannot be told
+        return str(error)
+    tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
+    if model.keeping("none").divides_by(tp) and not kept.divides_by(tp):
+        return f"they cannot be cut over {tp} GPUs"
+    return ""

@@ -142,7 +142,7 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
     if _takes_fp8(config):
         yield fp8
     if _keeps_fp8(config, model):
-        yield {"quantization": "fp8"}, "linear layers in 8 bits; answers change a little; not run on a GPU yet"
+        yield {"quantization": "fp8"}, "linear layers in 8 bits; `nvcli compare-quality` says what that changes"
     for size in (2 * config.tensor_parallel_size, 4 * config.tensor_parallel_size, 8 * config.tensor_parallel_size):
         try:
             model.check_tensor_parallel(size)

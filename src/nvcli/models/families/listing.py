@@ -11,8 +11,8 @@ from nvcli.models.families.family import Family
 _WIDTH = 120
 _QUANTISED = (
     "Quantised checkpoints of all families but gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, and compressed-tensors' "
-    "W4A16, W8A16, W8A8 and FP8. They are loaded as plain weights. --quantization fp8 keeps weights in 8 bits; it has "
-    "not run on a GPU yet."
+    "W4A16, W8A16, W8A8 and FP8. FP8 stays in 8 bits on GPUs with FP8 units, as weights of any checkpoint do with "
+    "--quantization fp8; all others are loaded as plain weights."
 )
 
 
