@@ -19,6 +19,15 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, among eight, of each 4-bit code of an AWQ word, from the lowest bits on."""
 WORD_BITS = 32
 
+W4_TILE = 128
+"""Columns of a weight that stand in the same words, where ranks keep it in 4 bits (`kernels/w4.py`)."""
+W4_PART = 32
+"""Words of a tile: as many columns are in the same bits of their words."""
+W4_GROUPS = (128, 64, 32)
+"""How many neighbours of a row may share a scale in such a weight of integers, the most first."""
+MXFP4_BLOCK = 32
+"""How many neighbours of a row share a scale in MXFP4 (`kernels/mxfp4.py`)."""
+
 FP8Scaling = Literal["channel", "block"]
 """What shares a scale in a weight that ranks keep in FP8: a row, or a block of 128 × 128."""
 
@@ -26,6 +35,27 @@ FP8Scaling = Literal["channel", "block"]
 def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]:
     """Return the shape of the scales of a weight [rows, columns] that ranks keep in FP8."""
     return (rows,) if scaling == "channel" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+
+
+@dataclass(frozen=True, slots=True)
+class W4Format:
+    """How ranks keep a weight [out, in] in 4 bits: as words and scales (`kernels/w4.py`)."""
+
+    kind: Literal["integer", "mxfp4"]
+    group: int
+    """How many neighbours of a row share a scale: one of W4_GROUPS, or MXFP4_BLOCK."""
+
+    def words_of_row(self, columns: int) -> int:
+        """Count the words of 16 bits of a row of so many columns."""
+        return -(-columns // W4_TILE) * W4_PART
+
+    def scales_of_row(self, columns: int) -> int:
+        """Count the words of 32 bits that hold a row's scales: one for each group, or for the four groups of a tile."""
+        return -(-columns // (self.group if self.kind == "integer" else W4_TILE))
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Count the bytes of a weight [rows, columns]."""
+        return rows * (2 * self.words_of_row(columns) + 4 * self.scales_of_row(columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,257 @@
+"""Products of activations and weights of 4 bits: x Wᵀ, for few rows as fast as the weight is read.
+
+A program multiplies a tile of features by a tile of rows, 128 input features at a time, whose codes become numbers in
+registers: these are the first factor, which Hopper's matrix units take from registers, and x is the second one. The sums
+of a group are scaled in float32, so that nothing of a weight is rounded. Where a product has too few tiles to keep the
+memory busy, programs take parts of the input features, which are added up behind them. Gate and up projection of an MLP
+are multiplied side by side, so that the activation needs no launch and no trip through memory.
+
+The number of rows is an argument for which nothing is specialised: no other number compiles anew, but for the size of
+the tiles. Shapes: T rows, `in` and `out` features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.triton.activation import activate
+from nvcli.kernels.triton.w4_codes import add_tile, integers, scales_and_zeros
+from nvcli.kernels.weight_formats import W4_PART, W4_TILE
+
+_DEQUANTISED_ROWS = 32
+"""The rows of a weight that a program turns into numbers."""
+_PROGRAMS = 264
+"""Programs that keep the memory of a large GPU busy."""
+
+
+class Launch(NamedTuple):
+    """The tile sizes of a product and how its programs work."""
+
+    row_tile: int
+    out_tile: int
+    num_stages: int
+    num_warps: int
+
+
+def choose_launch(num_rows: int) -> Launch:
+    """The launch for so many rows."""
+    if num_rows <= 16:
+        return Launch(row_tile=16, out_tile=64, num_stages=4, num_warps=4)
+    if num_rows <= 32:
+        return Launch(row_tile=32, out_tile=64, num_stages=4, num_warps=4)
+    if num_rows <= 64:
+        return Launch(row_tile=64, out_tile=128, num_stages=4, num_warps=8)
+    return Launch(row_tile=128, out_tile=128, num_stages=3, num_warps=8)
+
+
+def choose_parts(num_rows: int, out_features: int, num_tiles: int, launch: Launch) -> int:
+    """How many programs share the input features of a tile: enough to fill the GPU, with four tiles for each."""
+    programs = triton.cdiv(num_rows, launch.row_tile) * triton.cdiv(out_features, launch.out_tile)
+    return max(1, min(_PROGRAMS // programs, num_tiles // 4))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _w4_linear_kernel(
+    x_ptr,  # [T, IN_FEATURES]
+    words_ptr,  # [OUT_FEATURES, or GATED 2 OUT_FEATURES, WORDS] int16
+    scales_ptr,  # [groups, OUT_FEATURES or 2 OUT_FEATURES] int32
+    out_ptr,  # [NUM_PARTS, T, OUT_FEATURES], written
+    num_rows,
+    OUT_FEATURES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    OUT_TILE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+    PACKED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Program (tile of rows, tile of features, part)."""
+    TILES: tl.constexpr = (IN_FEATURES + TILE - 1) // TILE
+    TILES_OF_PART: tl.constexpr = (TILES + NUM_PARTS - 1) // NUM_PARTS
+    OUT_ROWS: tl.constexpr = OUT_FEATURES * 2 if GATED else OUT_FEATURES
+    WORDS: tl.constexpr = TILES * PART
+    rows = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
+    features = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    part = tl.program_id(2)
+    inner = tl.arange(0, PART)
+    is_row, is_feature = rows < num_rows, features < OUT_FEATURES
+    x_ptrs = x_ptr + rows[None, :].to(tl.int64) * IN_FEATURES + inner[:, None]
+    words_ptrs = words_ptr + features[:, None].to(tl.int64) * WORDS + inner[None, :]
+    scales_ptrs = scales_ptr + features
+    total = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
+    up = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
+    first = part * TILES_OF_PART
+    for tile in tl.range(first, min(first + TILES_OF_PART, TILES), num_stages=NUM_STAGES):
+        total = add_tile(
+            total,
+            words_ptrs + tile * PART,
+            scales_ptrs,
+            x_ptrs + tile * TILE,
+            tile,
+            is_row,
+            is_feature,
+            OUT_ROWS,
+            IN_FEATURES,
+            "integer",
+            GROUP,
+            TILE,
+            PART,
+            PACKED,
+        )
+        if GATED:
+            up = add_tile(
+                up,
+                words_ptrs + OUT_FEATURES * WORDS + tile * PART,
+                scales_ptrs + OUT_FEATURES,
+                x_ptrs + tile * TILE,
+                tile,
+                is_row,
+                is_feature,
+                OUT_ROWS,
+                IN_FEATURES,
+                "integer",
+                GROUP,
+                TILE,
+                PART,
+                PACKED,
+            )
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
+        total = activate(total.to(dtype).to(tl.float32), GELU) * up.to(dtype).to(tl.float32)
+    out_rows = part * num_rows + rows
+    out_ptrs = out_ptr + out_rows[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
+    tl.store(out_ptrs, total.to(dtype).T, mask=is_row[:, None] & is_feature[None, :])
+
+
+@triton.jit
+def _dequantise_kernel(
+    words_ptr,  # [OUT_FEATURES, WORDS] int16
+    scales_ptr,  # [groups, OUT_FEATURES] int32
+    out_ptr,  # [OUT_FEATURES, IN_FEATURES], written
+    OUT_FEATURES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    OUT_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Program (tile of columns, tile of rows)."""
+    WORDS: tl.constexpr = (IN_FEATURES + TILE - 1) // TILE * PART
+    tile = tl.program_id(0)
+    rows = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    inner = tl.arange(0, PART)
+    is_row = rows < OUT_FEATURES
+    words = tl.load(
+        words_ptr + rows[:, None].to(tl.int64) * WORDS + tile * PART + inner[None, :], mask=is_row[:, None], other=0
+    )
+    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + tile * TILE + inner[None, :]
+    for part in tl.static_range(TILE // PART):
+        first = tile * TILE + part * PART
+        pairs = tl.load(scales_ptr + first // GROUP * OUT_FEATURES + rows, mask=is_row & (first < IN_FEATURES), other=0)
+        scales, zeros = scales_and_zeros(pairs, tl.float32, PACKED=False)
+        values = integers(words, zeros, part, tl.float32, PACKED=False) * scales[:, None]
+        mask = is_row[:, None] & (first + inner < IN_FEATURES)[None, :]
+        tl.store(out_ptrs + part * PART, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def w4_linear(
+    x: Tensor, words: Tensor, scales: Tensor, group: int, out: Tensor | None = None, launch: Launch | None = None
+) -> Tensor:
+    """See `nvcli.kernels.w4.w4_linear`, without a bias."""
+    if out is None:
+        out = torch.empty(len(x), len(words), dtype=x.dtype, device=x.device)
+    assert out.is_contiguous()
+    _launch(x, words, scales, group, out, launch or choose_launch(len(x)), num_parts=1)
+    return out
+
+
+def w4_linear_parts(
+    x: Tensor, words: Tensor, scales: Tensor, group: int, launch: Launch | None = None, num_parts: int | None = None
+) -> Tensor:
+    """See `nvcli.kernels.w4.w4_linear_for_sum`. [P, T, out] float32."""
+    launch = launch or choose_launch(len(x))
+    if num_parts is None:
+        num_parts = choose_parts(len(x), len(words), words.shape[1] // W4_PART, launch)
+    out = torch.empty(num_parts, len(x), len(words), dtype=torch.float32, device=x.device)
+    _launch(x, words, scales, group, out, launch, num_parts=num_parts)
+    return out
+
+
+def w4_gated_linear(
+    x: Tensor, words: Tensor, scales: Tensor, group: int, *, is_gelu: bool = False, launch: Launch | None = None
+) -> Tensor:
+    """See `nvcli.kernels.w4.w4_gated_linear`."""
+    out = torch.empty(len(x), len(words) // 2, dtype=x.dtype, device=x.device)
+    _launch(x, words, scales, group, out, launch or choose_launch(len(x)), num_parts=1, is_gated=True, is_gelu=is_gelu)
+    return out
+
+
+def dequantise(words: Tensor, scales: Tensor, columns: int, group: int, dtype: torch.dtype) -> Tensor:
+    """See `nvcli.kernels.w4.dequantise`. [out, columns] of `dtype`."""
+    assert words.is_contiguous()
+    assert scales.is_contiguous()
+    out = torch.empty(len(words), columns, dtype=dtype, device=words.device)
+    _dequantise_kernel[(triton.cdiv(columns, W4_TILE), triton.cdiv(len(words), _DEQUANTISED_ROWS))](
+        words,
+        scales,
+        out,
+        OUT_FEATURES=len(words),
+        IN_FEATURES=columns,
+        GROUP=group,
+        OUT_TILE=_DEQUANTISED_ROWS,
+        TILE=W4_TILE,
+        PART=W4_PART,
+    )
+    return out
+
+
+def _launch(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    group: int,
+    out: Tensor,
+    launch: Launch,
+    *,
+    num_parts: int,
+    is_gated: bool = False,
+    is_gelu: bool = False,
+) -> None:
+    num_rows, in_features = x.shape
+    out_features = out.shape[-1]
+    assert x.is_contiguous()
+    assert words.is_contiguous()
+    assert scales.is_contiguous()
+    grid = (triton.cdiv(num_rows, launch.row_tile), triton.cdiv(out_features, launch.out_tile), num_parts)
+    _w4_linear_kernel[grid](
+        x,
+        words,
+        scales,
+        out,
+        num_rows,
+        OUT_FEATURES=out_features,
+        IN_FEATURES=in_features,
+        GROUP=group,
+        ROW_TILE=launch.row_tile,
+        OUT_TILE=launch.out_tile,
+        NUM_PARTS=num_parts,
+        GATED=is_gated,
+        GELU=is_gelu,
+        TILE=W4_TILE,
+        PART=W4_PART,
+        PACKED=x.is_cuda,
+        NUM_STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )

@@ -1,0 +1,59 @@
+"""Weights kept in 4 bits: what is packed is what comes out, and the Triton kernels against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
+from nvcli.kernels import w4
+from nvcli.kernels.activation import ACTIVATE_AND_MUL
+from nvcli.kernels.triton import w4_linear as kernels
+from nvcli.kernels.weight_formats import W4Format
+
+pytestmark = MARKS
+# out, in, group
+SHAPES = (
+    [(6144, 4096, 128), (896, 864, 32), (1000, 4160, 64)] if HAS_GPU else [(96, 256, 128), (80, 160, 32), (64, 320, 64)]
+)
+
+
+def make(rows: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Words, scales, and the values that they stand for, computed without either."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+    groups = -(-columns // group)
+    scales = (torch.rand(rows, groups, generator=generator) + 0.5).half().float() * columns**-0.5 / 4
+    scales = scales.half().float()
+    zeros = torch.randint(0, 17, (rows, groups), generator=generator).float()
+    spread = [one.repeat_interleave(group, 1)[:, :columns] for one in (scales, zeros)]
+    return w4.pack(codes), w4.join_scales(scales, zeros), (codes.float() - spread[1]) * spread[0]
+
+
+@pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
+def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
+    words, scales, values = make(rows, columns, group)
+    assert torch.equal(w4.dequantise(words, scales, columns, W4Format("integer", group)), values)
+    found = kernels.dequantise(words.to(DEVICE), scales.to(DEVICE), columns, group, torch.float32)
+    assert torch.equal(found.cpu(), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 200] if HAS_GPU else [5, 40])
+@pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
+def test_products(rows: int, columns: int, group: int, num_rows: int, dtype: torch.dtype) -> None:
+    words, scales, values = make(rows, columns, group)
+    x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = F.linear(x.float(), values)
+    on_device = x.to(DEVICE), words.to(DEVICE), scales.to(DEVICE), group
+    tolerance = TOLERANCE[dtype]
+    found = kernels.w4_linear(*on_device)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.cpu().float(), expected, rtol=tolerance, atol=tolerance)
+    for num_parts in (1, 3):
+        parts = kernels.w4_linear_parts(*on_device, num_parts=num_parts).sum(0)
+        torch.testing.assert_close(parts.cpu(), expected, rtol=1e-4, atol=1e-4)
+    gated = kernels.w4_gated_linear(*on_device).cpu().float()
+    two_steps = ACTIVATE_AND_MUL["silu"](expected.to(dtype)).float()
+    torch.testing.assert_close(gated, two_steps, rtol=2 * tolerance, atol=2 * tolerance)
