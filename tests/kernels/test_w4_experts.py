@@ -56,7 +56,7 @@ def make(
     biases = [torch.randn(experts, rows, generator=generator).to(DTYPE) for rows in (2 * size, hidden)]
     words, scales, values = zip(*parts, strict=True)
     both = biases if bias else (None, None)
-    return x, routes, ExpertWeights(*words, *both), W4Scales(*scales, kind), ExpertWeights(*values, *both)
+    return x, routes, ExpertWeights(*words, *both), W4Scales(*scales, kind, kind), ExpertWeights(*values, *both)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -78,7 +78,7 @@ def test_as_plain_numbers(num_tokens: int, shape: tuple[int, int, int, int], kin
         x.to(DEVICE),
         Routes(*(one.to(DEVICE) for one in routes)),
         moved,
-        W4Scales(scales.gate_up.to(DEVICE), scales.down.to(DEVICE), kind),
+        W4Scales(scales.gate_up.to(DEVICE), scales.down.to(DEVICE), kind, kind),
         GPT_OSS,
         found,
     )

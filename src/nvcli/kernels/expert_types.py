@@ -55,4 +55,5 @@ class W4Scales(NamedTuple):
     """[E, groups or tiles, 2 I] int32."""
     down: Tensor
     """[E, groups or tiles, H] int32."""
-    format: W4Format
+    gate_up_format: W4Format
+    down_format: W4Format

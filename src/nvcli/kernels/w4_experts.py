@@ -27,19 +27,16 @@ def apply_w4_experts(
         return
     if weights.num_others:
         out.zero_()
-    hidden_size = x.shape[1]
-    size = weights.gate_up.shape[1] // 2
+    hidden_size, size = x.shape[1], weights.gate_up.shape[1] // 2
     for expert, token, choice in pairs_of_experts(routes, weights):
-        gate_up = _multiply(x[token], weights.gate_up[expert], scales.gate_up[expert], scales, hidden_size)
+        gate_up_weight = dequantise(
+            weights.gate_up[expert], scales.gate_up[expert], hidden_size, scales.gate_up_format
+        )
+        gate_up = x[token].float() @ gate_up_weight.t()
         if weights.gate_up_bias is not None:
             gate_up += weights.gate_up_bias[expert]
         hidden = activate(gate_up.to(x.dtype), activation)
-        down = _multiply(hidden, weights.down[expert], scales.down[expert], scales, size)
+        down = hidden.float() @ dequantise(weights.down[expert], scales.down[expert], size, scales.down_format).t()
         if weights.down_bias is not None:
             down += weights.down_bias[expert]
         out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
-
-
-def _multiply(x: Tensor, words: Tensor, scales: Tensor, all_scales: W4Scales, columns: int) -> Tensor:
-    """x Wᵀ in float32."""
-    return x.float() @ dequantise(words, scales, columns, all_scales.format).t()

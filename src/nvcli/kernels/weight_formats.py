@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from nvcli.kernels.expert_settings import MXFP4_BLOCK
+
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in FP8 checkpoints with block scales (DeepSeek-V3, 2024)."""
 FP8_ALIGNMENT = 16
@@ -25,8 +27,6 @@ W4_PART = 32
 """Words of a tile: as many columns are in the same bits of their words."""
 W4_GROUPS = (128, 64, 32)
 """How many neighbours of a row may share a scale in such a weight of integers, the most first."""
-MXFP4_BLOCK = 32
-"""How many neighbours of a row share a scale in MXFP4 (`kernels/mxfp4.py`)."""
 
 FP8Scaling = Literal["channel", "block"]
 """What shares a scale in a weight that ranks keep in FP8: a row, or a block of 128 × 128."""
@@ -56,6 +56,26 @@ class W4Format:
     def num_bytes(self, rows: int, columns: int) -> int:
         """Count the bytes of a weight [rows, columns]."""
         return rows * (2 * self.words_of_row(columns) + 4 * self.scales_of_row(columns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroups:
+    """How a checkpoint has a weight in 4 bits."""
+
+    kind: Literal["integer", "mxfp4"]
+    size: int | None
+    """How many columns of a row share a scale; None: all."""
+    has_order: bool = False
+    """Whether the columns of a group do not follow each other. Ranks then keep them in another order."""
+
+    def kept(self, columns: int) -> W4Format | None:
+        """Return how a rank keeps `columns` of a weight, from a multiple of so many on: with the largest groups that
+        neither a group nor the cut ends in. None: there are none."""
+        if self.kind == "mxfp4":
+            return None if columns % MXFP4_BLOCK else W4Format("mxfp4", MXFP4_BLOCK)
+        fitting = (size for size in W4_GROUPS if columns % size == 0 and (self.size is None or self.size % size == 0))
+        group = next(fitting, None)
+        return None if group is None else W4Format("integer", group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ def choose_launch(num_rows: int) -> Launch:
 
 def choose_parts(num_rows: int, out_features: int, num_tiles: int, launch: Launch) -> int:
     """How many programs share the input features of a tile: enough to fill the GPU, with four tiles for each."""
-    programs = triton.cdiv(num_rows, launch.row_tile) * triton.cdiv(out_features, launch.out_tile)
+    programs = -(-num_rows // launch.row_tile) * -(-out_features // launch.out_tile)
     return max(1, min(_PROGRAMS // programs, num_tiles // 4))
 
 
