@@ -119,7 +119,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_experts(experts: dict[str, Path]) -> None:
     """MXFP4 keeps experts alone in 4 bits; biases, sinks and the rest are as they are."""
-    torch.testing.assert_close(logits(experts["awq"]), reference_logits(experts["awq, decoded"], IDS), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits(experts["awq"]), reference_logits(experts["awq, decoded"], IDS), atol=2e-4, rtol=1e-4
+    )
     (expected,) = ModelDriver(experts["mxfp4"]).step((RequestState(), IDS))
     torch.testing.assert_close(logits(experts["mxfp4"]), expected, atol=2e-4, rtol=1e-4)
     for name in ("awq", "mxfp4"):
@@ -141,7 +143,9 @@ def test_two_ranks_give_the_logits_of_one(
         torch.testing.assert_close(found, logits(path), atol=2e-4, rtol=1e-4)
 
 
-def test_random_weights_are_of_a_usual_size(checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path]) -> None:
+def test_random_weights_are_of_a_usual_size(
+    checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path]
+) -> None:
     for path, name in ((checkpoints["awq"][0], "mlp.gate_up_proj"), (experts["mxfp4"], "mlp.experts")):
         model = build_model(load_model_config(path).keeping("w4a16"), TensorParallelGroup.single(), torch.float32)
         init_random_weights(model, CPU)
@@ -153,7 +157,9 @@ def test_random_weights_are_of_a_usual_size(checkpoints: dict[str, tuple[Path, P
         assert 0.015 < float(values.std()) < 0.025
 
 
-def test_what_cannot_be_kept(original: Path, checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_kept(
+    original: Path, checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path], tmp_path: Path
+) -> None:
     small, _ = write_quantised(original, tmp_path / "small", FORMATS["gptq, act-order"])
     orders, _ = write_quantised(original, tmp_path / "orders", gptq(32, act_order=True), skip=())
     fp8, _ = write_quantised(original, tmp_path / "fp8", FORMATS["fbgemm"], skip=())
@@ -165,8 +171,9 @@ def test_what_cannot_be_kept(original: Path, checkpoints: dict[str, tuple[Path, 
         load_w4(orders)
     with pytest.raises(ConfigError, match=f"desc_act.* not cut in 4 bits.*Possible: 1; or {way_out}"):
         load_w4(checkpoints["gptq, act-order"][0], 0, 2)
-    with pytest.raises(ConfigError, match=f"each rank's 16 input features of the experts' down_proj.*{way_out}"):
-        load_model_config(experts["mxfp4"]).keeping("w4a16").check_tensor_parallel(8)
+    edit_json(experts["mxfp4"] / "config.json", intermediate_size=96)
+    with pytest.raises(ConfigError, match=f"each rank's 48 input features of the experts' down_proj.*{way_out}"):
+        load_model_config(experts["mxfp4"]).keeping("w4a16").check_tensor_parallel(2)
     edit_json(fp8 / "config.json", quantization_config=dict(awq(32).config))
     with pytest.raises(LoadError, match=f"is stored as F8_E4M3.*{way_out}"):
         load_w4(fp8)

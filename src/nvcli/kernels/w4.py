@@ -1,10 +1,11 @@
-"""W4A16: weights of 4 bits, which are multiplied by activations of 16 bits (or more). Plain torch is the reference; CUDA
+"""W4A16: weights of 4 bits, which are multiplied by activations of 16 bits or more. Plain torch is the reference; CUDA
 tensors take the Triton kernels that are held to it.
 
 Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
 
-    words   [out, in / 4] int16. 128 columns are a tile and have 32 words: word j has the codes of the columns j, j + 32,
-            j + 64 and j + 96 of its tile, from its lowest bits on. A last tile that is not full ends in codes 0.
+    words   [out, in / 4] int16. 128 columns are a tile and have 32 words: word j has the codes of the columns j,
+            j + 32, j + 64 and j + 96 of its tile, from its lowest bits on. A last tile that is not full ends in codes
+            of 0.
     scales  integers: [groups, out] int32, where a group is 32, 64 or 128 neighbours of a row. A value is
             (code - zero) × scale; the lowest 8 bits hold the zero, the others those of the scale in float32.
             MXFP4: [tiles, out] int32, the scales of a tile's four blocks, 8 bits each, from the lowest bits on.
@@ -25,10 +26,10 @@ from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
 from nvcli.kernels.weight_formats import W4_PART, W4_TILE, W4Format
 
 LARGEST_FP4_SCALE = 128
-"""The largest scale of MXFP4 that can be kept: 2, with its bias of 127. Kernels have the number 2^126 times as large."""
+"""The largest scale of MXFP4 that can be kept: 2, with a bias of 127. Kernels have it 2^126 times as large."""
 _FEW_ROWS = 256
-"""Up to so many rows the weight stays in 4 bits until it is in registers. With more, its values are written to memory in
-16 bits, and the library multiplies them."""
+"""Up to so many rows the weight stays in 4 bits until it is in registers. With more, its values are written to memory
+in 16 bits, and the library multiplies them."""
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The experts of a layer with weights of 4 bits. Plain torch is the reference; CUDA tensors take the Triton kernels that
-are held to it. How weights are kept is said in `kernels/w4.py`.
+"""The experts of a layer with weights of 4 bits. Plain torch is the reference; CUDA tensors take the Triton kernels
+that are held to it. How weights are kept is said in `kernels/w4.py`.
 
 Shapes: T tokens, H hidden, E experts that are held, k experts per token, I intermediate size.
 """
@@ -29,9 +29,7 @@ def apply_w4_experts(
         out.zero_()
     hidden_size, size = x.shape[1], weights.gate_up.shape[1] // 2
     for expert, token, choice in pairs_of_experts(routes, weights):
-        gate_up_weight = dequantise(
-            weights.gate_up[expert], scales.gate_up[expert], hidden_size, scales.gate_up_format
-        )
+        gate_up_weight = dequantise(weights.gate_up[expert], scales.gate_up[expert], hidden_size, scales.gate_up_format)
         gate_up = x[token].float() @ gate_up_weight.t()
         if weights.gate_up_bias is not None:
             gate_up += weights.gate_up_bias[expert]

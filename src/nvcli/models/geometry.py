@@ -44,8 +44,8 @@ LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 
 
 _LINEAR_LAYERS = (*FUSED.values(), ("o_proj",), ("down_proj",), ("out_proj",))
-"""The projections of each linear layer that ranks may keep in FP8 or 4 bits. A gated delta net's input is not among them: it
-fuses small projections, which make decays, with the others."""
+"""The projections of each linear layer that ranks may keep in FP8 or 4 bits. A gated delta net's input is not among
+them: it fuses small projections, which make decays, with the others."""
 
 
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")

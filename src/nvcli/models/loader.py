@@ -89,8 +89,8 @@ def load_weights(
         _zero_padding(model, assignments)
         _read(assignments, tensors)
         for module in model.modules():
-            if isinstance(module, WeightModule):
-                module.check_weights()
+            if isinstance(module, WeightModule) and (problem := module.weight_problem()) is not None:
+                raise LoadError(f"{path}: {problem}")
     return sum(model.weight_bytes().values())
 
 
@@ -139,7 +139,7 @@ def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
     if source.scales is not None:
         scales = getattr(module, source.scales.parameter)[source.scales.write]
         if source.scales.order_row is not None:
-            order = getattr(module, "column_order")[source.scales.order_row]
+            order = module.get_parameter("column_order")[source.scales.order_row]
     return _Assignment(source, getattr(module, source.parameter)[source.write], scales, order)
 
 

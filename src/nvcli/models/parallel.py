@@ -66,8 +66,8 @@ class ShardedLinear(WeightModule):
     def weight_sources(self) -> Iterator[WeightSource]:
         return self.method.sources(self)
 
-    def check_weights(self) -> None:
-        self.method.check(self)
+    def weight_problem(self) -> str | None:
+        return self.method.weight_problem(self)
 
 
 class LinearMethod(ABC):
@@ -81,8 +81,9 @@ class LinearMethod(ABC):
     def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
         """Say where the parameters come from."""
 
-    def check(self, layer: ShardedLinear) -> None:
-        """Raise LoadError where what was loaded does not belong together."""
+    def weight_problem(self, layer: ShardedLinear) -> str | None:
+        """Say why what was loaded does not belong together, and the way out; None: it does."""
+        return None
 
     @abstractmethod
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:

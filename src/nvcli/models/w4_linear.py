@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nvcli.errors import LoadError
 from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.w4 import w4_gated_linear, w4_linear, w4_linear_for_sum
@@ -51,13 +50,14 @@ class W4LinearMethod(PlainLinearMethod):
             yield source.with_codes((source.write[0], slice(None)), target)
             weights += 1
 
-    def check(self, layer: ShardedLinear) -> None:
-        if self.has_order and (layer.column_order != layer.column_order[0]).any():
-            names = ", ".join(piece.weight.name for piece in layer.pieces)
-            raise LoadError(
-                f"the tensors {names} have groups of different columns, and are multiplied as one in 4 bits: use "
-                "quantization: none"
-            )
+    def weight_problem(self, layer: ShardedLinear) -> str | None:
+        if not self.has_order or (layer.column_order == layer.column_order[0]).all():
+            return None
+        names = ", ".join(piece.weight.name for piece in layer.pieces)
+        return (
+            f"tensors {names} have groups of different columns, and are multiplied as one in 4 bits: use quantization: "
+            "none"
+        )
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
         bias = layer.bias if with_bias else None

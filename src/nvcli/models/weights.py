@@ -66,8 +66,9 @@ class WeightModule(nn.Module, ABC):
     def weight_sources(self) -> Iterator[WeightSource]:
         """The sources of this module's own parameters. A module that uses another one's parameter declares none."""
 
-    def check_weights(self) -> None:
-        """Raise LoadError where what was loaded does not belong together. It is called once, when all is there."""
+    def weight_problem(self) -> str | None:
+        """Say why what was loaded does not belong together, and the way out; None: it does."""
+        return None
 
 
 class DerivedModule(nn.Module, ABC):

@@ -3,8 +3,8 @@
 Part i of a tile of 128 columns is in bits 4 i to 4 i + 3 of the tile's words (`kernels/w4.py`): no number changes its
 place between threads when words are read. An integer becomes a number by being put into the lowest bits of one whose
 other bits are known, and a number of MXFP4 by having its bits put where bfloat16 has such ones, which divides it by a
-power of two. In a register are two neighbours of a row, and both become numbers at once; the interpreter, which knows no
-assembly, takes them one by one (PACKED false).
+power of two. In a register are two neighbours of a row, and both become numbers at once. The interpreter, which knows
+no assembly, takes them one by one (PACKED false).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Products of activations and weights of 4 bits: x Wᵀ, for few rows as fast as the weight is read.
 
 A program multiplies a tile of features by a tile of rows, 128 input features at a time, whose codes become numbers in
-registers: these are the first factor, which Hopper's matrix units take from registers, and x is the second one. The sums
-of a group are scaled in float32, so that nothing of a weight is rounded. Where a product has too few tiles to keep the
-memory busy, programs take parts of the input features, which are added up behind them. Gate and up projection of an MLP
-are multiplied side by side, so that the activation needs no launch and no trip through memory.
+registers: these are the first factor, which Hopper's matrix units take from registers, and x is the second one. The
+sums of a group are scaled in float32, so that nothing of a weight is rounded. Where a product has too few tiles to keep
+the memory busy, programs take parts of the input features, which are added up behind them. Gate and up projection of an
+MLP are multiplied side by side, so that the activation needs no launch and no trip through memory.
 
 The number of rows is an argument for which nothing is specialised: no other number compiles anew, but for the size of
 the tiles. Shapes: T rows, `in` and `out` features.
