@@ -64,9 +64,7 @@ def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
     config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
     assert model.quantization == config.quantization == "w4a16"
     assert config.weights_type == "bfloat16, linear layers in 4 bits"
-    with pytest.raises(
-        ConfigError, match="`quantization` is w4a16.* this one is not quantised: use quantization: none"
-    ):
+    with pytest.raises(ConfigError, match=r"is w4a16.* this one is not quantised: use quantization: none"):
         keep_weights(RunConfig(model="m", quantization="w4a16"), shape("qwen3-8b", tmp_path, "none"), "cpu")
 
 
