@@ -37,6 +37,7 @@ from nvcli.runner.memory import (
     check_positions_fit,
     check_weights_fit,
     free_bytes,
+    keep_one_piece,
     oom_as_limits_error,
     other_bytes,
     out_of_memory_line,
@@ -89,6 +90,7 @@ class ModelRunner:
             self._size_kv_cache()
             self._allocate_kv_cache()
             self._capture_graphs()
+            keep_one_piece(self._activation_bytes, self.device)
             self._measure_memory()
         self.ready = EngineReady(
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use

@@ -38,6 +38,17 @@ def log2_scores(scores):
     return scores * 1.4426950408889634
 
 
+@triton.jit
+def float16_query(query):
+    """Queries of some heads [heads, D] as numbers below 2, and the powers of 2 that they were divided by, [heads]
+    float32. Queries in float32 stay in it."""
+    OPERAND: tl.constexpr = tl.float32 if query.dtype.is_fp32() else tl.float16
+    values = query.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-30)
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return (values * (1.0 / power)[:, None]).to(OPERAND), power
+
+
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def decode_attention_kernel(
     q,  # [B, H, D], rows q_stride apart
@@ -90,7 +101,8 @@ def decode_attention_kernel(
         next_block = tl.load(table + begin // BLOCK_SIZE)
     else:
         next_block = tl.load(table + tl.minimum(begin + lanes, last_key) // BLOCK_SIZE)
-    # Keys in FP8 are multiplied in the query's type, which holds them exactly, and their scales with the sums.
+    # Keys and values in FP8 are multiplied in float16, which holds them exactly and which they become in one
+    # instruction (bfloat16 takes four), or in the query's float32. Keys' scales are multiplied with the sums.
     IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     if IS_FP8:
         next_key_scale, next_value_scale = load_scales(
@@ -102,7 +114,9 @@ def decode_attention_kernel(
     in_group = group < GROUP
     head_offset = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(q + row.to(tl.int64) * q_stride + head_offset, mask=in_group[:, None], other=0.0)
-    if not IS_FP8:
+    if IS_FP8:
+        query, query_scale = float16_query(query)
+    else:
         query = query.to(k_cache.dtype.element_ty)
 
     highest = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
@@ -114,6 +128,10 @@ def decode_attention_kernel(
         sink = log2_scores(tl.load(sinks + kv_head * GROUP + group, mask=in_group, other=0.0))
         highest = tl.where(is_first, sink, highest)
         weight_sum = tl.where(is_first, 1.0, weight_sum)
+    if IS_FP8:
+        # The sum of values has a maximum of its own, of the scores with the values' scales: so weights times scales of
+        # whatever size are numbers up to 1.
+        highest_scaled = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
         keys = start + lanes
         is_key = keys < end
@@ -139,7 +157,7 @@ def decode_attention_kernel(
             key = key.to(query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale_log2
         if IS_FP8:
-            scores = scores * key_scale.to(tl.float32)[None, :]
+            scores = scores * query_scale[:, None] * key_scale.to(tl.float32)[None, :]
         if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
@@ -147,13 +165,19 @@ def decode_attention_kernel(
         decay = tl.exp2(highest - new_highest)
         weights = tl.exp2(scores - new_highest[:, None])
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
         value = tl.load(v_cache + cache_offset, mask=is_key[:, None], other=0.0)
         if IS_FP8:
-            weights = weights * value_scale.to(tl.float32)[None, :]
+            scores = scores + tl.log2(value_scale.to(tl.float32))[None, :]
+            new_highest_scaled = tl.maximum(highest_scaled, tl.max(scores, 1))
+            decay = tl.exp2(highest_scaled - new_highest_scaled)
+            weights = tl.exp2(scores - new_highest_scaled[:, None])
+            highest_scaled = new_highest_scaled
             value = value.to(query.dtype)
+        acc = acc * decay[:, None]
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest
+    if IS_FP8:
+        acc = acc * tl.where(highest_scaled > -float("inf"), tl.exp2(highest_scaled - highest), 0.0)[:, None]
     # A padding row has no key: it gets zeros.
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
 
