@@ -12,6 +12,7 @@ from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.mxfp4 import dequantise
 from nvcli.kernels.triton import w4_experts as kernels
+from nvcli.kernels.triton.w4_launches import ExpertLaunch, Launch
 from nvcli.kernels.w4_experts import apply_w4_experts
 from nvcli.kernels.weight_formats import W4Format
 
@@ -31,13 +32,13 @@ def make_weight(
     if kind.kind == "mxfp4":
         blocks = torch.randint(0, 256, (rows, groups, 16), generator=generator, dtype=torch.uint8)
         exponents = torch.randint(119, 123, (rows, groups), generator=generator, dtype=torch.uint8)
-        words, scales = w4.pack_mxfp4(blocks, exponents)
+        words, scales = w4.pack_mxfp4(blocks, exponents, kind)
         return words, scales, dequantise(blocks, exponents).float()
     codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(rows, groups, generator=generator) * columns**-0.5 / 4).half().float()
     zeros = torch.randint(0, 16, (rows, groups), generator=generator).float()
     values = (codes.float() - zeros.repeat_interleave(kind.group, 1)) * scales.repeat_interleave(kind.group, 1)
-    return w4.pack(codes), w4.join_scales(scales, zeros), values
+    return w4.pack(codes, kind), w4.join_scales(scales, zeros), values
 
 
 def make(
@@ -65,8 +66,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 40] if not HAS_GPU else [1, 16, 200, 3000])
-def test_as_plain_numbers(num_tokens: int, shape: tuple[int, int, int, int], kind: W4Format) -> None:
+@pytest.mark.parametrize("by_tma", [False, True], ids=["pointers", "TMA"])
+@pytest.mark.parametrize("num_tokens", [2, 40] if not HAS_GPU else [1, 16, 200, 3000])
+def test_as_plain_numbers(num_tokens: int, by_tma: bool, shape: tuple[int, int, int, int], kind: W4Format) -> None:
     x, routes, words, scales, plain = make(shape, num_tokens, kind)
     expected = apply_experts(x.float(), routes, ExpertWeights(*(one.float() for one in plain[:4])), GPT_OSS)
     out = torch.full(expected.shape, torch.nan, dtype=DTYPE)
@@ -81,5 +83,6 @@ def test_as_plain_numbers(num_tokens: int, shape: tuple[int, int, int, int], kin
         W4Scales(scales.gate_up.to(DEVICE), scales.down.to(DEVICE), kind, kind),
         GPT_OSS,
         found,
+        ExpertLaunch(*(Launch(16 if num_tokens < 40 else 32, 64, 3, 4, by_tma=by_tma) for _ in range(2))),
     )
     assert error(found.cpu(), expected) < (0.01 if HAS_GPU else 1e-5)

@@ -21,10 +21,12 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, among eight, of each 4-bit code of an AWQ word, from the lowest bits on."""
 WORD_BITS = 32
 
-W4_TILE = 128
-"""Columns of a weight that stand in the same words, where ranks keep it in 4 bits (`kernels/w4.py`)."""
-W4_PART = 32
-"""Words of a tile: as many columns are in the same bits of their words."""
+W4_PARTS = 4
+"""Codes of a word, where ranks keep a weight in 4 bits (`kernels/w4.py`)."""
+_SMALL_PART = 32
+"""The words of a tile in groups of so many columns."""
+_LARGE_PART = 32
+"""The words of a tile in larger groups. 64 would do as well, with larger tiles."""
 W4_GROUPS = (128, 64, 32)
 """How many neighbours of a row may share a scale in such a weight of integers, the most first."""
 
@@ -45,13 +47,25 @@ class W4Format:
     group: int
     """How many neighbours of a row share a scale: one of W4_GROUPS, or MXFP4_BLOCK."""
 
+    @property
+    def part(self) -> int:
+        """The words of a tile: as many neighbours of a row are in the same bits of their words, and groups have whole
+        parts."""
+        return _SMALL_PART if self.group == _SMALL_PART else _LARGE_PART
+
+    @property
+    def tile(self) -> int:
+        """Columns of a weight that stand in the same words."""
+        return W4_PARTS * self.part
+
     def words_of_row(self, columns: int) -> int:
         """Count the words of 16 bits of a row of so many columns."""
-        return -(-columns // W4_TILE) * W4_PART
+        return -(-columns // self.tile) * self.part
 
     def scales_of_row(self, columns: int) -> int:
-        """Count the words of 32 bits that hold a row's scales: one for each group, or for the four groups of a tile."""
-        return -(-columns // (self.group if self.kind == "integer" else W4_TILE))
+        """Count the words of 32 bits that hold a row's scales: one for each group, or of MXFP4 for the four groups of a
+        tile."""
+        return -(-columns // (self.group if self.kind == "integer" else self.tile))
 
     def num_bytes(self, rows: int, columns: int) -> int:
         """Count the bytes of a weight [rows, columns]."""

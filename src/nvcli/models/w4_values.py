@@ -35,11 +35,13 @@ def read_w4(files: OpenFiles, info: TensorInfo, source: WeightSource, device: to
     assert source.scales is not None
     assert isinstance(source.scales.scaling, W4Format)
     if source.scales.scaling.kind == "mxfp4":
-        return _read_mxfp4(files, info, source, device)
+        return _read_mxfp4(files, info, source, source.scales.scaling, device)
     return _read_integers(files, info, source, source.scales.scaling, device)
 
 
-def _read_mxfp4(files: OpenFiles, info: TensorInfo, source: WeightSource, device: torch.device) -> W4Weight:
+def _read_mxfp4(
+    files: OpenFiles, info: TensorInfo, source: WeightSource, kept: W4Format, device: torch.device
+) -> W4Weight:
     if info.scales is None:
         raise _not_in_four_bits(info)
     assert source.tensor.row_order is None
@@ -49,7 +51,7 @@ def _read_mxfp4(files: OpenFiles, info: TensorInfo, source: WeightSource, device
             f"{info.file}: tensor {info.scales.name} has scales above {LARGEST_FP4_SCALE}, which 4 bits are not kept "
             "with: use quantization: none"
         )
-    return W4Weight(*pack_mxfp4(blocks, exponents), None)
+    return W4Weight(*pack_mxfp4(blocks, exponents, kept), None)
 
 
 def _read_integers(
@@ -75,7 +77,7 @@ def _read_integers(
     scales, zeros = (part[:, groups[:, 0]].expand(shape) for part in (scales, zeros))
     if source.tensor.row_order is not None:
         codes, scales, zeros = (reorder_rows(part, source.tensor.row_order) for part in (codes, scales, zeros))
-    return W4Weight(pack(codes), join_scales(scales, zeros), order)
+    return W4Weight(pack(codes, kept), join_scales(scales, zeros), order)
 
 
 def _not_in_four_bits(info: TensorInfo) -> LoadError:

@@ -1,6 +1,6 @@
 """Weights of 4 bits in registers: from words of four codes to numbers that a product takes.
 
-Part i of a tile of 128 columns is in bits 4 i to 4 i + 3 of the tile's words (`kernels/w4.py`): no number changes its
+Part i of a tile of columns is in bits 4 i to 4 i + 3 of the tile's words (`kernels/w4.py`): no number changes its
 place between threads when words are read. An integer becomes a number by being put into the lowest bits of one whose
 other bits are known, and a number of MXFP4 by having its bits put where bfloat16 has such ones, which divides it by a
 power of two. In a register are two neighbours of a row, and both become numbers at once. The interpreter, which knows
@@ -43,8 +43,8 @@ def scales_and_zeros(pairs, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def integers(words, zeros, PART: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """Return code - zero of one part, exactly. words: [N, 32] int16; zeros: those of `scales_and_zeros` → [N, 32] of
-    DTYPE."""
+    """Return code - zero of one part, exactly. words: [N, PART's size] int16; zeros: those of `scales_and_zeros` → as
+    many of DTYPE."""
     if PACKED and tl.bfloat16 == DTYPE:
         numbers = tl.inline_asm_elementwise(
             _BF16_INTEGERS[PART], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -82,9 +82,11 @@ def fp4_numbers(words, exponents, PART: tl.constexpr, DTYPE: tl.constexpr, PACKE
 @triton.jit
 def add_tile(
     total,  # [OUT_TILE, ROW_TILE] float32
-    words_ptrs,  # [OUT_TILE, PART], of the tile
-    scales_ptrs,  # [OUT_TILE], of the first group
-    x_ptrs,  # [PART, ROW_TILE], of the tile
+    words,  # [OUT_TILE, PART] pointers to the words of the first tile; BY_TMA: their descriptor
+    word_row,  # BY_TMA: the first row of words
+    scales_ptrs,  # [OUT_TILE], to the scales of the first group
+    x,  # [PART, ROW_TILE] pointers to the first tile; BY_TMA: the descriptor of rows, with tiles [ROW_TILE, PART]
+    x_row,  # BY_TMA: the first row of x
     tile,
     is_row,  # [ROW_TILE]
     is_feature,  # [OUT_TILE]
@@ -92,41 +94,62 @@ def add_tile(
     IN_FEATURES: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    TILE: tl.constexpr,
     PART: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_TMA: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Add the product of one tile of input features to `total`. OUT_ROWS is how far the scales of two groups (of MXFP4:
-    of two tiles) are apart."""
-    DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    PARTS: tl.constexpr = TILE // PART
-    GROUP_PARTS: tl.constexpr = GROUP // PART
-    words = tl.load(words_ptrs, mask=is_feature[:, None], other=0)
+    """Add the product of one tile of input features to `total`.
+
+    OUT_ROWS is how far the scales of two groups (of MXFP4: of two tiles) are apart. With SCALED the numbers of a
+    weight are multiplied by their scales, otherwise the sums of a group are: this is exact, and takes registers for
+    these sums. With BY_TMA the tensor memory accelerator fetches words and x; rows that are missing are other ones, and
+    columns 0.
+    """
+    PARTS: tl.constexpr = 4
+    TILE: tl.constexpr = PARTS * PART
+    if BY_TMA:
+        codes = words.load([word_row, tile * PART])
+    else:
+        codes = tl.load(words + tile * PART, mask=is_feature[:, None], other=0)
     if KIND == "mxfp4":
         exponents = tl.load(scales_ptrs + tile * OUT_ROWS, mask=is_feature, other=0)
         for part in tl.static_range(PARTS):
-            x = _load_part(x_ptrs, tile * TILE, is_row, part, IN_FEATURES, TILE, PART)
-            total = tl.dot(fp4_numbers(words, exponents, part, DTYPE, PACKED), x, total, input_precision="ieee")
+            inputs = _load_part(x, x_row, tile * TILE, is_row, part, IN_FEATURES, PART, BY_TMA)
+            numbers = fp4_numbers(codes, exponents, part, inputs.dtype, PACKED)
+            total = tl.dot(numbers, inputs, total, input_precision="ieee")
     else:
+        GROUP_PARTS: tl.constexpr = GROUP // PART
         for first in tl.static_range(0, PARTS, GROUP_PARTS):
             group = tile * (TILE // GROUP) + first // GROUP_PARTS
             has_group = is_feature
             if IN_FEATURES % TILE != 0:
                 has_group = is_feature & (group * GROUP < IN_FEATURES)
             pairs = tl.load(scales_ptrs + group * OUT_ROWS, mask=has_group, other=0)
-            scales, zeros = scales_and_zeros(pairs, DTYPE, PACKED)
-            sums = tl.zeros_like(total)
+            sums = total if SCALED else tl.zeros_like(total)
             for part in tl.static_range(first, first + GROUP_PARTS):
-                x = _load_part(x_ptrs, tile * TILE, is_row, part, IN_FEATURES, TILE, PART)
-                sums = tl.dot(integers(words, zeros, part, DTYPE, PACKED), x, sums, input_precision="ieee")
-            total += sums * scales[:, None]
+                inputs = _load_part(x, x_row, tile * TILE, is_row, part, IN_FEATURES, PART, BY_TMA)
+                scales, zeros = scales_and_zeros(pairs, inputs.dtype, PACKED)
+                numbers = integers(codes, zeros, part, inputs.dtype, PACKED)
+                if SCALED:
+                    numbers *= scales.to(inputs.dtype)[:, None]
+                sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
+            if SCALED:
+                total = sums
+            else:
+                scales, _ = scales_and_zeros(pairs, tl.float32, PACKED)
+                total += sums * scales[:, None]
     return total
 
 
 @triton.jit
-def _load_part(x_ptrs, start, is_row, part, IN_FEATURES: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr):
-    """Load one part of a tile of x, which begins at feature `start`; what is missing is 0."""
-    mask = is_row[None, :]
-    if IN_FEATURES % TILE != 0:
-        mask = mask & (start + part * PART + tl.arange(0, PART) < IN_FEATURES)[:, None]
-    return tl.load(x_ptrs + part * PART, mask=mask, other=0.0)
+def _load_part(x, row, start, is_row, part, IN_FEATURES: tl.constexpr, PART: tl.constexpr, BY_TMA: tl.constexpr):
+    """Load one part of a tile of x, which begins at feature `start`: [PART, ROW_TILE]."""
+    if BY_TMA:
+        inputs = x.load([row, start + part * PART]).T
+    else:
+        mask = is_row[None, :]
+        if IN_FEATURES % (4 * PART) != 0:
+            mask = mask & (start + part * PART + tl.arange(0, PART) < IN_FEATURES)[:, None]
+        inputs = tl.load(x + start + part * PART, mask=mask, other=0.0)
+    return inputs

@@ -10,54 +10,30 @@ Shapes: T tokens, H hidden, E experts that are held, k experts per token, I inte
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.experts import activate_gated
 from nvcli.kernels.triton.w4_codes import add_tile
-from nvcli.kernels.weight_formats import W4_PART, W4_TILE
-
-
-class Launch(NamedTuple):
-    """The tile size of one product and how its programs work."""
-
-    out_tile: int
-    """Features of the result; the gated product multiplies as many of the gate and of the up projection."""
-    num_stages: int
-    num_warps: int
-
-
-class ExpertLaunch(NamedTuple):
-    """How both products are launched."""
-
-    row_tile: int
-    gate_up: Launch
-    down: Launch
+from nvcli.kernels.triton.w4_launches import EXPERTS, ExpertLaunch, Launch
+from nvcli.kernels.triton.w4_linear import fit
 
 
 def choose_launch(num_pairs: int, num_experts: int) -> ExpertLaunch:
     """The launch for so many pairs, by how many rows one of all the experts has on average."""
-    rows = num_pairs / num_experts
-    if rows <= 16:
-        return ExpertLaunch(16, Launch(64, 4, 4), Launch(64, 4, 4))
-    if rows <= 32:
-        return ExpertLaunch(32, Launch(64, 4, 4), Launch(64, 4, 4))
-    if rows <= 64:
-        return ExpertLaunch(64, Launch(64, 3, 4), Launch(128, 3, 8))
-    return ExpertLaunch(128, Launch(64, 3, 4), Launch(128, 3, 8))
+    return next((launch for most, launch in EXPERTS if num_pairs <= most * num_experts), EXPERTS[-1][1])
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr,  # [T, IN_FEATURES]
-    words_ptr,  # [E, 2 OUT_FEATURES, TILES × PART] int16
+    x,  # pointer to [T, IN_FEATURES]; BY_TMA: descriptor of [T × k, IN_FEATURES], in the order of order_ptr
+    words,  # [E, 2 OUT_FEATURES, TILES × PART] int16; BY_TMA: descriptor of [E × 2 OUT_FEATURES, TILES × PART]
     scales_ptr,  # [E, groups, 2 OUT_FEATURES] int32
     bias_ptr,  # [E, 2 OUT_FEATURES], with HAS_BIAS
     order_ptr,  # [T × k] int32
@@ -76,14 +52,15 @@ def _gate_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
-    TILE: tl.constexpr,
     PART: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_TMA: tl.constexpr,
     PACKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Program (strip of features of an item), the strips of one item after the other."""
     OUT_TILES: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
-    TILES: tl.constexpr = (IN_FEATURES + TILE - 1) // TILE
+    TILES: tl.constexpr = (IN_FEATURES + 4 * PART - 1) // (4 * PART)
     WORDS: tl.constexpr = TILES * PART
     ROWS: tl.constexpr = 2 * OUT_FEATURES
     item_ptr = items_ptr + tl.program_id(0) // OUT_TILES * ITEM_FIELDS
@@ -92,24 +69,31 @@ def _gate_up_kernel(
         return
     expert = tl.load(item_ptr).to(tl.int64)
     first_row = tl.load(item_ptr + 1)
-    features = tl.program_id(0) % OUT_TILES * OUT_TILE + tl.arange(0, OUT_TILE)
+    feature = tl.program_id(0) % OUT_TILES * OUT_TILE
+    features = feature + tl.arange(0, OUT_TILE)
     is_feature = features < OUT_FEATURES
     rows = tl.arange(0, ROW_TILE)
     is_row = rows < num_rows
-    tokens = (tl.load(order_ptr + first_row + rows, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
-    inner = tl.arange(0, PART)
-    x_ptrs = x_ptr + tokens[None, :] * IN_FEATURES + inner[:, None]
-    gate_rows = expert * ROWS + features
-    words_ptrs = words_ptr + gate_rows[:, None] * WORDS + inner[None, :]
+    gate_row = (expert * ROWS + feature).to(tl.int32)
+    if BY_TMA:
+        x_tile, gate_words, up_words = x, words, words
+    else:
+        tokens = (tl.load(order_ptr + first_row + rows, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
+        inner = tl.arange(0, PART)
+        x_tile = x + tokens[None, :] * IN_FEATURES + inner[:, None]
+        gate_words = words + (expert * ROWS + features)[:, None] * WORDS + inner[None, :]
+        up_words = gate_words + OUT_FEATURES * WORDS
     scales_ptrs = scales_ptr + expert * (NUM_SCALES * ROWS) + features
     gate = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     up = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     for tile in tl.range(0, TILES, num_stages=NUM_STAGES):
         gate = add_tile(
             gate,
-            words_ptrs + tile * PART,
+            gate_words,
+            gate_row,
             scales_ptrs,
-            x_ptrs + tile * TILE,
+            x_tile,
+            first_row,
             tile,
             is_row,
             is_feature,
@@ -117,15 +101,18 @@ def _gate_up_kernel(
             IN_FEATURES,
             KIND,
             GROUP,
-            TILE,
             PART,
+            SCALED,
+            BY_TMA,
             PACKED,
         )
         up = add_tile(
             up,
-            words_ptrs + OUT_FEATURES * WORDS + tile * PART,
+            up_words,
+            gate_row + OUT_FEATURES,
             scales_ptrs + OUT_FEATURES,
-            x_ptrs + tile * TILE,
+            x_tile,
+            first_row,
             tile,
             is_row,
             is_feature,
@@ -133,12 +120,13 @@ def _gate_up_kernel(
             IN_FEATURES,
             KIND,
             GROUP,
-            TILE,
             PART,
+            SCALED,
+            BY_TMA,
             PACKED,
         )
     if HAS_BIAS:
-        bias_ptrs = bias_ptr + gate_rows
+        bias_ptrs = bias_ptr + expert * ROWS + features
         gate += tl.load(bias_ptrs, mask=is_feature, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptrs + OUT_FEATURES, mask=is_feature, other=0.0).to(tl.float32)[:, None]
     # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
@@ -150,8 +138,8 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
-    x_ptr,  # [T × k, IN_FEATURES], in the order of order_ptr
-    words_ptr,  # [E, OUT_FEATURES, TILES × PART] int16
+    x,  # [T × k, IN_FEATURES], in the order of order_ptr, pointer or with BY_TMA descriptor
+    words,  # [E, OUT_FEATURES, TILES × PART] int16; BY_TMA: descriptor of [E × OUT_FEATURES, TILES × PART]
     scales_ptr,  # [E, groups, OUT_FEATURES] int32
     bias_ptr,  # [E, OUT_FEATURES], with HAS_BIAS
     order_ptr,  # [T × k] int32
@@ -169,14 +157,15 @@ def _down_kernel(
     OUT_TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
-    TILE: tl.constexpr,
     PART: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_TMA: tl.constexpr,
     PACKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Program (strip of features of an item), the strips of one item after the other."""
     OUT_TILES: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
-    TILES: tl.constexpr = (IN_FEATURES + TILE - 1) // TILE
+    TILES: tl.constexpr = (IN_FEATURES + 4 * PART - 1) // (4 * PART)
     WORDS: tl.constexpr = TILES * PART
     item_ptr = items_ptr + tl.program_id(0) // OUT_TILES * ITEM_FIELDS
     num_rows = tl.load(item_ptr + 2)
@@ -184,22 +173,29 @@ def _down_kernel(
         return
     expert = tl.load(item_ptr).to(tl.int64)
     first_row = tl.load(item_ptr + 1)
-    features = tl.program_id(0) % OUT_TILES * OUT_TILE + tl.arange(0, OUT_TILE)
+    feature = tl.program_id(0) % OUT_TILES * OUT_TILE
+    features = feature + tl.arange(0, OUT_TILE)
     is_feature = features < OUT_FEATURES
     rows = tl.arange(0, ROW_TILE)
     is_row = rows < num_rows
-    inner = tl.arange(0, PART)
-    x_ptrs = x_ptr + (first_row + rows).to(tl.int64)[None, :] * IN_FEATURES + inner[:, None]
+    weight_row = (expert * OUT_FEATURES + feature).to(tl.int32)
     weight_rows = expert * OUT_FEATURES + features
-    words_ptrs = words_ptr + weight_rows[:, None] * WORDS + inner[None, :]
+    if BY_TMA:
+        x_tile, tile_words = x, words
+    else:
+        inner = tl.arange(0, PART)
+        x_tile = x + (first_row + rows).to(tl.int64)[None, :] * IN_FEATURES + inner[:, None]
+        tile_words = words + weight_rows[:, None] * WORDS + inner[None, :]
     scales_ptrs = scales_ptr + expert * (NUM_SCALES * OUT_FEATURES) + features
     total = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     for tile in tl.range(0, TILES, num_stages=NUM_STAGES):
         total = add_tile(
             total,
-            words_ptrs + tile * PART,
+            tile_words,
+            weight_row,
             scales_ptrs,
-            x_ptrs + tile * TILE,
+            x_tile,
+            first_row,
             tile,
             is_row,
             is_feature,
@@ -207,8 +203,9 @@ def _down_kernel(
             IN_FEATURES,
             KIND,
             GROUP,
-            TILE,
             PART,
+            SCALED,
+            BY_TMA,
             PACKED,
         )
     if HAS_BIAS:
@@ -234,12 +231,18 @@ def apply_w4_experts(
     num_held = weights.gate_up.shape[0]
     if launch is None:
         launch = choose_launch(routes.experts.numel(), num_held + weights.num_others)
+    launch = ExpertLaunch(
+        fit(launch.gate_up, x, scales.gate_up_format, is_gated=True), fit(launch.down, x, scales.down_format)
+    )
+    if launch.gate_up.row_tile != launch.down.row_tile:
+        rows = min(launch.gate_up.row_tile, launch.down.row_tile)
+        launch = ExpertLaunch(*(one._replace(row_tile=rows) for one in launch))
     if weights.num_others:
         out.zero_()
     work = group_by_expert(
         routes.experts,
         num_held,
-        launch.row_tile,
+        launch.gate_up.row_tile,
         first_expert=weights.first_expert,
         num_others=weights.num_others,
     )
@@ -263,9 +266,16 @@ def _gate_up(
     assert scales.gate_up.is_contiguous()
     out_features = words.shape[1] // 2
     out = torch.empty(len(work.order), out_features, dtype=x.dtype, device=x.device)
+    rows, words_argument = x, words
+    if launch.by_tma:  # which fetches rows that follow one another
+        tokens = (work.order // routes.experts.shape[1]).clamp_(0, len(x) - 1)  # what is behind the last is undefined
+        rows = TensorDescriptor.from_tensor(x.index_select(0, tokens), [work.row_tile, scales.gate_up_format.part])
+        words_argument = TensorDescriptor.from_tensor(
+            words.flatten(0, 1), [launch.out_tile, scales.gate_up_format.part]
+        )
     _gate_up_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
-        x,
-        words,
+        rows,
+        words_argument,
         scales.gate_up,
         x if bias is None else bias,
         work.order,
@@ -284,8 +294,9 @@ def _gate_up(
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
         ITEM_FIELDS=ITEM_FIELDS,
-        TILE=W4_TILE,
-        PART=W4_PART,
+        PART=scales.gate_up_format.part,
+        SCALED=launch.is_scaled,
+        BY_TMA=launch.by_tma,
         PACKED=x.is_cuda,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
@@ -310,9 +321,13 @@ def _down(
     assert out.is_contiguous()
     out_features = words.shape[1]
     num_tokens, experts_per_token = routes.experts.shape
+    rows, words_argument = hidden, words
+    if launch.by_tma:
+        rows = TensorDescriptor.from_tensor(hidden, [work.row_tile, scales.down_format.part])
+        words_argument = TensorDescriptor.from_tensor(words.flatten(0, 1), [launch.out_tile, scales.down_format.part])
     _down_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
-        hidden,
-        words,
+        rows,
+        words_argument,
         scales.down,
         hidden if bias is None else bias,
         work.order,
@@ -330,8 +345,9 @@ def _down(
         OUT_TILE=launch.out_tile,
         HAS_BIAS=bias is not None,
         ITEM_FIELDS=ITEM_FIELDS,
-        TILE=W4_TILE,
-        PART=W4_PART,
+        PART=scales.down_format.part,
+        SCALED=launch.is_scaled,
+        BY_TMA=launch.by_tma,
         PACKED=hidden.is_cuda,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
