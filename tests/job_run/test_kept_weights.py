@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from nvcli.bench.shapes import write_shape
 from nvcli.config import RunConfig
 from nvcli.errors import ConfigError
-from nvcli.job_run.kept_weights import keep_weights
+from nvcli.job_run.kept_weights import explain_choice, keep_weights
 from nvcli.job_run.resolve import load_model, resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiReport
+from nvcli.profile.advice import advise
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import weight_bytes
 
@@ -35,7 +37,8 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
         ("qwen3-32b", 80, {"tensor_parallel_size": 4}, "none"),
         ("qwen3-32b", 80, {"pipeline_parallel_size": 2}, "none"),
         ("qwen3-32b", 80, {"quantization": "none"}, "none"),
-        ("gpt-oss-20b", 141, {}, "none"),
+        ("gpt-oss-20b", 141, {}, "w4a16"),  # whatever its size
+        ("gpt-oss-20b", 141, {"quantization": "none"}, "none"),
         ("gpt-oss-120b", 141, {}, "w4a16"),
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # groups would be cut
     ],
@@ -68,6 +71,25 @@ def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
         keep_weights(RunConfig(model="m", quantization="w4a16"), shape("qwen3-8b", tmp_path, "none"), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "gib", "device", "keys", "line"),
+    [
+        ("gpt-oss-20b", 141, "cuda", {}, "experts stay in MXFP4, .*--quantization none"),
+        ("qwen3-32b", 80, "cuda", {}, "weights stay in 4 bits, as bfloat16 would take more than 50%"),
+        ("qwen3-8b", 141, "cuda", {}, "weights of 4 bits become bfloat16, .*--quantization w4a16 keeps them"),
+        ("qwen3-8b", 141, "cuda", {"quantization": "w4a16"}, "^$"),
+        ("qwen3-8b", 141, "cpu", {}, "^$"),
+    ],
+)
+def test_the_choice_is_said(
+    name: str, gib: int, device: Literal["cpu", "cuda"], keys: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    run = RunConfig(model="m", **keys)
+    model = keep_weights(run, shape(name, tmp_path), device, gpu_bytes=gib * GIB)
+    config = resolve_engine_config(run, tmp_path, model, found_device=device)
+    assert re.search(line, explain_choice(run, model, config))
+
+
 def test_plans_know_what_4_bits_take(tmp_path: Path) -> None:
     """6.95 G weights of linear layers take 4.25 bits each in groups of 128; activations get room for the largest
     layer's weight in 16 bits."""
@@ -79,3 +101,14 @@ def test_plans_know_what_4_bits_take(tmp_path: Path) -> None:
     config = resolve_engine_config(RunConfig(model="m", max_model_len=4096), tmp_path, plain, found_device="cuda")
     plans = [estimate(config, model, 80 * GIB).planned["activations"] for model in (plain, kept)]
     assert plans[1] - plans[0] >= 2 * 24576 * 4096
+
+
+def test_advice_offers_the_bits_of_the_checkpoint(tmp_path: Path) -> None:
+    run = RunConfig(model="m", max_model_len=4096, quantization="none")
+    offers = []
+    for stored in ("w4a16", "none"):
+        model = shape("qwen3-8b", tmp_path, stored).keeping("none")
+        config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
+        use = estimate(config, model, 24 * GIB)
+        offers.append([one.change for one in advise(config, model, use, request_len=4096, longest=None)])
+    assert ["--set quantization=w4a16" in found for found in offers] == [True, False]
