@@ -39,6 +39,9 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
         ("qwen3-32b", 80, {"quantization": "none"}, "none"),
         ("gpt-oss-20b", 141, {}, "w4a16"),  # whatever its size
         ("gpt-oss-20b", 141, {"quantization": "none"}, "none"),
+        ("gpt-oss-20b", 141, {"max_num_seqs": 1024}, "none"),
+        ("gpt-oss-20b", 80, {"max_num_seqs": 1024}, "w4a16"),
+        ("gpt-oss-20b", 141, {"batch_invariant": True}, "none"),
         ("gpt-oss-120b", 141, {}, "w4a16"),
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # groups would be cut
     ],
@@ -76,9 +79,11 @@ def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
     [
         ("gpt-oss-20b", 141, "cuda", {}, "experts stay in MXFP4, .*--quantization none"),
         ("qwen3-32b", 80, "cuda", {}, "weights stay in 4 bits, as bfloat16 would take more than 50%"),
-        ("qwen3-8b", 141, "cuda", {}, "weights of 4 bits become bfloat16, .*--quantization w4a16 keeps them"),
+        ("qwen3-8b", 141, "cuda", {}, "weights in 4 bits become bfloat16, .*--quantization w4a16 keeps them"),
         ("qwen3-8b", 141, "cuda", {"quantization": "w4a16"}, "^$"),
         ("qwen3-8b", 141, "cpu", {}, "^$"),
+        ("gpt-oss-20b", 141, "cuda", {"max_num_seqs": 1024}, "experts in 4 bits become bfloat16, "),
+        ("gpt-oss-20b", 141, "cuda", {"batch_invariant": True}, "^$"),
     ],
 )
 def test_the_choice_is_said(

@@ -111,6 +111,11 @@ class KVCacheSpec:
             return part_bytes(self.block_size, *heads, "fp8")
         return self.block_size * heads[0] * heads[1]
 
+    def token_bytes(self, group: int) -> int:
+        """The bytes of a token's keys and values in all layers of a group, with their scales."""
+        elements = self.part_elements(self.group_heads[group]) * self.unit.itemsize // self.block_size
+        return 2 * len(self.group_layers[group]) * elements
+
     @property
     def block_elements(self) -> int:
         """The elements of one block: keys and values, or states, of all layers of the group that needs most."""
