@@ -37,11 +37,10 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
         ("qwen3-32b", 80, {"tensor_parallel_size": 4}, "none"),
         ("qwen3-32b", 80, {"pipeline_parallel_size": 2}, "none"),
         ("qwen3-32b", 80, {"quantization": "none"}, "none"),
-        ("gpt-oss-20b", 141, {}, "w4a16"),  # whatever its size
-        ("gpt-oss-20b", 141, {"quantization": "none"}, "none"),
-        ("gpt-oss-20b", 141, {"max_num_seqs": 1024}, "none"),
-        ("gpt-oss-20b", 80, {"max_num_seqs": 1024}, "w4a16"),
-        ("gpt-oss-20b", 141, {"batch_invariant": True}, "none"),
+        ("gpt-oss-20b", 141, {}, "none"),
+        ("gpt-oss-20b", 80, {"quantization": "none"}, "none"),
+        ("gpt-oss-20b", 80, {}, "w4a16"),
+        ("gpt-oss-20b", 80, {"batch_invariant": True}, "none"),
         ("gpt-oss-120b", 141, {}, "w4a16"),
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # groups would be cut
     ],
@@ -77,13 +76,13 @@ def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "gib", "device", "keys", "line"),
     [
-        ("gpt-oss-20b", 141, "cuda", {}, "experts stay in MXFP4, .*--quantization none"),
+        ("gpt-oss-20b", 80, "cuda", {}, "experts stay in 4 bits, .*--quantization none"),
         ("qwen3-32b", 80, "cuda", {}, "weights stay in 4 bits, as bfloat16 would take more than 50%"),
         ("qwen3-8b", 141, "cuda", {}, "weights in 4 bits become bfloat16, .*--quantization w4a16 keeps them"),
         ("qwen3-8b", 141, "cuda", {"quantization": "w4a16"}, "^$"),
         ("qwen3-8b", 141, "cpu", {}, "^$"),
-        ("gpt-oss-20b", 141, "cuda", {"max_num_seqs": 1024}, "experts in 4 bits become bfloat16, "),
-        ("gpt-oss-20b", 141, "cuda", {"batch_invariant": True}, "^$"),
+        ("gpt-oss-20b", 141, "cuda", {}, "experts in 4 bits become bfloat16, "),
+        ("gpt-oss-20b", 80, "cuda", {"batch_invariant": True}, "^$"),
     ],
 )
 def test_the_choice_is_said(

@@ -1,9 +1,7 @@
 """How the ranks of a run keep weights: what `quantization: auto` comes to for a checkpoint and the GPUs that are there.
 
-Integers that a checkpoint has in 4 bits are faster in 16 bits for large batches, as their products are. They stay in 4
-bits where 16 would leave the KV cache little memory, with which batches would be small. Experts in MXFP4 stay so: each
-of them gets few rows of a decode step, and reads its weight in about half the time. Only with so many running requests
-that experts get many rows each, memory decides here, too.
+What a checkpoint has in 4 bits is faster in 16 bits for large batches, as its products are. It stays in 4 bits where 16
+would leave the KV cache little memory, with which batches would be small.
 """
 
 from __future__ import annotations
@@ -16,14 +14,11 @@ from nvcli.config import EngineConfig, RunConfig
 from nvcli.config_types import KeptWeights
 from nvcli.errors import ConfigError
 from nvcli.models.config import ModelConfig
-from nvcli.models.layer_config import ExpertsConfig
 from nvcli.nvidia_smi import SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _LARGE_SHARE = 0.5
 """Weights that would take more of a GPU's memory than this share stay in 4 bits."""
-_FEW_ROWS = 64
-"""Up to so many rows of each expert MXFP4 is the faster one (measured on an H200: with 32 rows, but not with 128)."""
 
 
 def keep_weights(
@@ -51,8 +46,6 @@ def keep_weights(
         return model.keeping("none")
     if not (kept.divides_by(tp) and model.divides_by(tp)):
         return model.keeping("none")
-    if kept.stored_groups.kind == "mxfp4" and _rows_of_expert(run, model) <= _FEW_ROWS:
-        return kept
     if gpu_bytes is None:
         gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
         if isinstance(gpus, str) or not gpus:
@@ -65,12 +58,6 @@ def keep_weights(
     return model.keeping(choice)
 
 
-def _rows_of_expert(run: RunConfig, model: ModelConfig) -> float:
-    """How many rows an expert gets on average in a decode step of `max_num_seqs` requests."""
-    routings = (layer.mlp.routing for layer in model.decoder.layer_kinds if isinstance(layer.mlp, ExpertsConfig))
-    return max(run.max_num_seqs * routing.experts_per_token / routing.num_experts for routing in routings)
-
-
 def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> str:
     """Say in one line what `quantization: auto` chose for a checkpoint in 4 bits; empty where it had no choice."""
     if run.quantization != "auto" or config.device == "cpu" or run.batch_invariant or model.quantisation is None:
@@ -79,11 +66,7 @@ def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> 
         kept = model.keeping("w4a16")
     except ConfigError:
         return ""
-    what = "weights"
-    if kept.stored_groups.kind == "mxfp4":
-        what = "experts"
-        if model.quantization == "w4a16" and _rows_of_expert(run, model) <= _FEW_ROWS:
-            return f"experts stay in MXFP4, which decoding is faster with; --quantization none: in {config.dtype}"
+    what = "experts" if kept.stored_groups.kind == "mxfp4" else "weights"
     if model.quantization == "w4a16":
         return (
             f"{what} stay in 4 bits, as {config.dtype} would take more than {_LARGE_SHARE:.0%} of a GPU's memory; "
