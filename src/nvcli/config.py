@@ -167,8 +167,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtype: Dtype = "auto"
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     quantization: Quantization = "auto"
-    """How weights of linear layers are kept. none: in `dtype`, whatever the checkpoint's format; fp8: in 8 bits,
-    with activations quantised as they come. auto: fp8 for a checkpoint in FP8 on GPUs with FP8 units, else none."""
+    """How weights of linear layers are kept. none: in `dtype`, whatever the checkpoint's format; fp8: in 8 bits, with
+    activations quantised as they come; w4a16: in the 4 bits of the checkpoint, with activations in `dtype`. auto: fp8
+    for a checkpoint in FP8 on GPUs with FP8 units, w4a16 for one in 4 bits where 16 would take too much of a GPU's
+    memory, else none."""
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
@@ -284,7 +286,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def weights_type(self) -> str:
         """The type of the weights, for people."""
-        return self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers in FP8"
+        return (
+            self.dtype
+            + {"none": "", "fp8": ", linear layers in FP8", "w4a16": ", linear layers in 4 bits"}[self.quantization]
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -240,15 +240,16 @@ def load_model(
     *,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
+    gpu_bytes: int | None = None,
 ) -> ModelConfig:
     """Load a checkpoint's configuration, with its weights kept as a run's ranks do. Raises LoadError and ConfigError.
 
-    `found_device` is what `device: auto` stands for (None: look for a GPU), and `gpus` are those that the run is for
-    (None: those here).
+    `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
+    `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
     """
     model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
-    return keep_weights(run, model, device, gpus=gpus)
+    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes)
 
 
 def resolve_engine_config(

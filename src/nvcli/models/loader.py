@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
-from nvcli.kernels.weight_formats import FP8_BLOCK
+from nvcli.kernels.w4 import join_scales
+from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.fp8_values import has_kept_codes, read_fp8, reorder_rows
@@ -27,11 +28,16 @@ from nvcli.models.kv_scales import find_kv_scales
 from nvcli.models.layers import Attention
 from nvcli.models.safetensors_header import TensorInfo
 from nvcli.models.stored_values import OpenFiles
-from nvcli.models.weights import DerivedModule, WeightModule, WeightSource
+from nvcli.models.w4_values import read_w4
+from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource
 
 _MAX_THREADS = 8
 _STD, _FP8_STD = 0.02, 100.0
 """Standard deviations of random weights, and of the codes of those in FP8."""
+_CODES_STD, _MIDDLE_CODE = 4.6, 8
+"""Of 4 bits that are random, as integers."""
+_MXFP4_SCALES = 0x78787878
+"""Four scales of 2^-7, with which such bits have about that standard deviation as numbers of MXFP4."""
 _RANDOM_ROWS = 4096
 """Random codes are made from so many rows at a time in float32."""
 _BYTES_PER_TASK = 256 << 20
@@ -51,7 +57,9 @@ class _Assignment:
     source: WeightSource
     target: Tensor
     scales: Tensor | None
-    """What takes the scales, where `target` takes FP8 codes."""
+    """What takes the scales, where `target` takes codes."""
+    order: Tensor | None
+    """What takes the order of the columns, where they have one."""
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +91,9 @@ def load_weights(
         assert {a.source.tensor.name for a in assignments} == set(model.tensors), "every tensor has its layer"
         _zero_padding(model, assignments)
         _read(assignments, tensors)
+        for module in model.modules():
+            if isinstance(module, WeightModule) and (problem := module.weight_problem()) is not None:
+                raise LoadError(f"{path}: {problem}")
     return sum(model.weight_bytes().values())
 
 
@@ -127,10 +138,12 @@ def _read_scale(info: TensorInfo) -> float:
 
 
 def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
-    scales: Tensor | None = None
+    scales, order = None, None
     if source.scales is not None:
         scales = getattr(module, source.scales.parameter)[source.scales.write]
-    return _Assignment(source, getattr(module, source.parameter)[source.write], scales)
+        if source.scales.order_row is not None:
+            order = module.get_parameter("column_order")[source.scales.order_row]
+    return _Assignment(source, getattr(module, source.parameter)[source.write], scales, order)
 
 
 def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
@@ -139,7 +152,9 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dtype == FP8:
+            if parameter.dtype in (torch.int16, torch.int32):
+                _random_words(parameter, generator)
+            elif parameter.dtype == FP8:
                 flat = parameter.flatten(0, -2)
                 for first in range(0, len(flat), _RANDOM_ROWS):
                     rows = flat[first : first + _RANDOM_ROWS]
@@ -153,8 +168,26 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
             if isinstance(module, WeightModule):
                 for source in module.weight_sources():
                     if source.scales is not None:
-                        getattr(module, source.scales.parameter).fill_(_STD / _FP8_STD)
+                        _fill_scales(module, source.scales)
     return sum(model.weight_bytes().values())
+
+
+def _random_words(parameter: Tensor, generator: torch.Generator) -> None:
+    """Fill words with random codes. Scales and orders of columns follow."""
+    limits = torch.iinfo(parameter.dtype)
+    parameter.random_(limits.min, limits.max + 1, generator=generator)
+
+
+def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
+    """Give all codes of a parameter scales with which its values have a usual size."""
+    scales = getattr(module, target.parameter)
+    if not isinstance(target.scaling, W4Format):
+        scales.fill_(_STD / _FP8_STD)
+    elif target.scaling.kind == "mxfp4":
+        scales.fill_(_MXFP4_SCALES)
+    else:
+        one = torch.ones(1, 1)
+        scales.fill_(int(join_scales(one * (_STD / _CODES_STD), one * _MIDDLE_CODE)))
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -243,10 +276,16 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
                 for a in _pieces(whole, info):
                     if a.scales is None:
                         a.target.copy_(_as_kept(files.read(info, a.source.read, a.target.device), a.source.tensor))
-                    else:
+                    elif a.target.dtype == FP8:
                         codes, scales = read_fp8(files, info, a.source, a.target.device)
                         a.target.copy_(codes)
                         a.scales.copy_(scales)
+                    else:
+                        weight = read_w4(files, info, a.source, a.target.device)
+                        a.target.copy_(weight.words)
+                        a.scales.copy_(weight.scales)
+                        if a.order is not None and weight.order is not None:
+                            a.order.copy_(weight.order)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
 
@@ -256,7 +295,8 @@ def _pieces(a: _Assignment, info: TensorInfo) -> Iterator[_Assignment]:
     stays one piece."""
     has_stored_codes = info.packing is not None and info.packing.kind == "scaled"
     is_plain = info.packing is None and info.scales is None and not info.is_transposed
-    is_computed = has_stored_codes if a.scales is None else is_plain or has_stored_codes
+    is_quantised = a.target.dtype == FP8
+    is_computed = has_stored_codes if a.scales is None else is_quantised and (is_plain or has_stored_codes)
     if not is_computed or has_kept_codes(info, a.source):
         yield a
         return
@@ -271,7 +311,7 @@ def _pieces(a: _Assignment, info: TensorInfo) -> Iterator[_Assignment]:
             per_scale = FP8_BLOCK if scales.dim() == 2 else 1
             scales = scales[first // per_scale : -(-last // per_scale)]
         source = replace(a.source, read=(slice(rows.start + first, rows.start + last), columns))
-        yield _Assignment(source, a.target[first:last], scales)
+        yield replace(a, source=source, target=a.target[first:last], scales=scales)
 
 
 def _as_kept(values: Tensor, tensor: TensorSpec) -> Tensor:
