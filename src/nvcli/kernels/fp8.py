@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels import fp8_block_product
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows, numbers
 from nvcli.kernels.norm import add_rms_norm, rms_norm
@@ -89,7 +90,9 @@ def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, bias: Tensor | 
     from nvcli.kernels.triton import fp8_linear as kernels
 
     launch = kernels.choose_launch(len(x.codes), weight, x.scaling)
-    if launch is None:
+    if scales.dim() == 2 and fp8_block_product.takes(x, weight):
+        result = fp8_block_product.block_product(x, weight, scales)
+    elif launch is None:
         result = _scaled_product(x, weight, scales)
     else:
         result = kernels.fp8_linear(x, weight, scales, launch, out)
