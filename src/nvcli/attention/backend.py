@@ -50,6 +50,10 @@ class AttentionBackend(ABC):
     """Whether keys and values behind a row's last key must be finite, because they are multiplied by 0. Blocks are then
     cleared before a row decodes into them."""
 
+    reads_segments: bool = False
+    """Whether it reads the segments of keys that decode rows share (`ForwardBatch.segments`) once for all of them. The
+    others ignore segments, and compute the same."""
+
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
 

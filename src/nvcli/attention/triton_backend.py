@@ -23,22 +23,33 @@ class TritonBackend(AttentionBackend):
     """Attention by the kernels in `nvcli.kernels.triton`."""
 
     name = "triton"
+    reads_segments = True
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
-        from nvcli.kernels.triton.decode_attention import DecodeAttention
-        from nvcli.kernels.triton.prefill_attention import PrefillAttention
+        from nvcli.attention.triton_segments import SegmentedDecode
+        from nvcli.kernels.triton import decode_attention, invariant_attention, prefill_attention
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles
+
+        decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
+        prefill_type: type[prefill_attention.PrefillAttention | invariant_attention.PrefillAttention]
+        decode_type, prefill_type = decode_attention.DecodeAttention, prefill_attention.PrefillAttention
+        if case.batch_invariant:
+            decode_type, prefill_type = invariant_attention.DecodeAttention, invariant_attention.PrefillAttention
 
         windows: dict[tuple[int, int, int], set[int | None]] = {}
         for spec in case.specs:
             windows.setdefault(_geometry(spec), set()).add(spec.window)
-        self._decodes: dict[tuple[int, int, int], DecodeAttention] = {}
-        self._prefills: dict[tuple[int, int, int], PrefillAttention] = {}
+        self._decodes: dict[
+            tuple[int, int, int], decode_attention.DecodeAttention | invariant_attention.DecodeAttention
+        ] = {}
+        self._prefills: dict[
+            tuple[int, int, int], prefill_attention.PrefillAttention | invariant_attention.PrefillAttention
+        ] = {}
         self._tiles: dict[tuple[int, int], PrefillTiles] = {}
         for geometry, kinds in windows.items():
             num_heads, num_kv_heads, head_dim = geometry
-            self._decodes[geometry] = DecodeAttention(
+            self._decodes[geometry] = decode_type(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
@@ -49,7 +60,7 @@ class TritonBackend(AttentionBackend):
                 device=case.device,
                 max_rows=case.max_num_seqs,
             )
-            prefill = PrefillAttention(
+            prefill = prefill_type(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
@@ -68,6 +79,15 @@ class TritonBackend(AttentionBackend):
                     max_chunks=case.max_num_seqs,
                     device=case.device,
                 )
+        self._segmented: SegmentedDecode | None = None
+        if case.max_shared_rows:
+            assert not case.batch_invariant, "what is shared depends on the batch"
+            decodes = {
+                geometry: decode
+                for geometry, decode in self._decodes.items()
+                if isinstance(decode, decode_attention.DecodeAttention)
+            }
+            self._segmented = SegmentedDecode(case, decodes)
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -77,7 +97,8 @@ class TritonBackend(AttentionBackend):
             dtypes=(torch.bfloat16, torch.float16, torch.float32),
             head_dims=(16, 32, 64, 128, 256, 512),
             takes_sinks=True,
-            takes_scaled_cache=True,
+            takes_scaled_cache=not case.batch_invariant,
+            is_batch_invariant=True,
         )
         if case.max_num_seqs > _MAX_ROWS:
             reasons.append(f"max_num_seqs {case.max_num_seqs} is above {_MAX_ROWS}")
@@ -89,6 +110,10 @@ class TritonBackend(AttentionBackend):
         return True
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
+        if batch.segments is not None:
+            assert self._segmented is not None
+            self._segmented.plan(batch)
+            return
         num_rows = batch.num_single_rows
         for decode in self._decodes.values():
             decode.plan(batch.seq_lens[:num_rows], batch.slots[:num_rows])
@@ -114,6 +139,10 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
+        if batch.segments is not None:
+            assert self._segmented is not None
+            self._segmented.run(spec, layer, q, batch, out, sinks)
+            return out
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
         decode = self._decodes[_geometry(spec)]

@@ -135,6 +135,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
+    kv_bytes_saved: int = 0
+    """Bytes of the KV cache, on all ranks, that were not read again for each of the requests that share them."""
     running_lengths: bytes = b""
     """How long the answers of running requests are so far, and may become: pairs of int32 (`messages.pack`), as
     (generated tokens, `max_tokens`). They are renewed less often than the rest, and are those of some requests only

@@ -36,7 +36,6 @@ from itertools import islice
 from nvcli.engine import failures
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.failures import Failure
 from nvcli.engine.limits import SchedulerLimits
@@ -56,7 +55,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self.limits = limits
-        self._tables = BlockTables(block_manager, limits.kv_groups, limits.block_size)
+        self._tables = limits.empty_tables(block_manager)
         self._admission = Admission(limits)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[RequestState, None] = {}
@@ -125,6 +124,7 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
+            kv_bytes_saved=self._tables.segments.num_bytes_saved,
         )
 
     def running_lengths(self) -> bytes:
@@ -167,6 +167,7 @@ class Scheduler:
             decode_lens=decode_lens,
             freed_slots=self._freed_slots,
             restarts=self._restarts,
+            segments=self._tables.segments,
         )
         if step is None:
             return None
@@ -270,6 +271,7 @@ class Scheduler:
         # The dropped steps would have told the ranks which slots were freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
         self._restarts = True
+        self._tables.segments.forget_told()
 
     def lower_limits(self) -> bool:
         """Go on with `SchedulerLimits.lowered`, and return whether there are any. No request may be running."""
@@ -285,7 +287,9 @@ class Scheduler:
         """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._running
         blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
-        self._tables = BlockTables(blocks, self.limits.kv_groups, self.limits.block_size)
+        saved = self._tables.segments.num_bytes_saved
+        self._tables = self.limits.empty_tables(blocks)
+        self._tables.segments.num_bytes_saved = saved
         self._freed_slots = []
         self._restarts = False
 
@@ -408,6 +412,7 @@ class Scheduler:
         if is_end:
             sampling.append(state)
             self._decoding.add(state)
+            self._tables.segments.enter(state)
 
     # ------------------------------------------------------------------ room and ends
 

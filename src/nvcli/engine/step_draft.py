@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
     FORBIDDEN,
@@ -113,6 +114,7 @@ class StepDraft:
             grammar=self._grammars[grammar],
             end_ids=constraint.end_ids,
             starts_after=constraint.starts_after,
+            must_begin=constraint.must_begin,
             opens_with=constraint.opens_with,
             stop_ids=state.request.stop_ids if state.request.sampling.min_tokens else [],
         )
@@ -161,6 +163,7 @@ class StepDraft:
         decode_lens: bytes,
         freed_slots: Sequence[int],
         restarts: bool,
+        segments: SharedSegments,
     ) -> StepInput | None:
         """Return the step's input, or None if nothing is to be computed.
 
@@ -172,6 +175,7 @@ class StepDraft:
         block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
+        changes = segments.take_changes(num_decodes)
         return StepInput(
             step_id=step_id,
             freed_slots=pack(freed_slots),
@@ -191,6 +195,9 @@ class StepDraft:
             num_decodes=num_decodes,
             grammars=list(self._grammars),
             restarts=restarts,
+            segments=pack(number for segment in changes.segments for number in segment),
+            slot_segments=pack(number for slot in changes.slots for number in slot),
+            shares_segments=changes.is_used,
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 
