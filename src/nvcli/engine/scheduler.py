@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from nvcli.engine import failures
 from nvcli.engine.admission import Admission
@@ -39,6 +40,7 @@ from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.failures import Failure
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.preemption import choose_victim
+from nvcli.engine.prefill_pace import prefill_budget
 from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.running_lengths import pack_lengths
@@ -138,7 +140,8 @@ class Scheduler:
         width = self.limits.decode_width
         num_preemptions = self._num_preemptions
         rows = self._plan_decode_rows(width, draft)
-        budget = self.limits.max_num_batched_tokens - width * len(rows)
+        due = [*self._prefilling, *islice(self._waiting, bool(self._free_slots))]
+        budget = prefill_budget(self.limits, len(rows), len(self._decoding), due)
         chunks = self._plan_chunks(budget, draft)
         preempted = self._num_preemptions > num_preemptions
         if preempted:  # some, it may be, after they were given blocks in this step
@@ -351,7 +354,7 @@ class Scheduler:
 
     def _admit(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> None:
         """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and tokens go."""
-        waiting, limits, blocks = self._waiting, self.limits, self.block_manager
+        waiting, limits = self._waiting, self.limits
         most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
         now = self._next_step_id // limits.num_micro_batches
         while waiting and budget > 0 and self._free_slots:
@@ -366,26 +369,17 @@ class Scheduler:
                 waiting.popleft()
                 self._finish_too_large(state, num_tokens)
                 continue
-            if not self._admission.is_due(state, now):
-                break
-            # Every running request keeps room for one more row, so that admitting does not end in preempting.
-            reserve = self._tables.reserve(len(self._running), limits.tokens_per_row)
-            num_free = blocks.num_free
-            length = self._tables.enter(state, budget, reserve=reserve)
+            length = self._admission.enter(state, self._tables, budget, now)
             if length is None:
                 break
-            num_own = num_free - blocks.num_free
-            if not (
-                self._admission.fits(state, num_own, now, num_free=num_free - num_own, num_blocks=blocks.num_blocks)
-                and draft.has_room_for(state, most_prefix_ids=most_prefix_ids)
-            ):
+            if not draft.has_room_for(state, most_prefix_ids=most_prefix_ids):
+                self._admission.leave(state)
                 self._tables.release(state)
                 state.num_computed = 0
                 break
             waiting.popleft()
             state.slot = self._free_slots.pop()
             self._running[state] = None
-            self._admission.enter(state, num_own, now)
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = state.num_computed
                 self._cached_tokens += state.num_computed
