@@ -127,7 +127,7 @@ def simulate(
 ) -> Outcome:
     """Run a job, fed as the parent's loop feeds a replica.
 
-    Without `plans_admission` requests are admitted as long as blocks are free, and prompts are not spread over steps.
+    Without `plans_admission` requests are admitted as long as blocks are free.
     """
     limits = SchedulerLimits(
         max_num_seqs=seqs,

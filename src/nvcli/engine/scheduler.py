@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from nvcli.engine import failures
 from nvcli.engine.admission import Admission
@@ -40,7 +39,6 @@ from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.failures import Failure
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.preemption import choose_victim
-from nvcli.engine.prefill_pace import prefill_budget
 from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.running_lengths import pack_lengths
@@ -140,8 +138,7 @@ class Scheduler:
         width = self.limits.decode_width
         num_preemptions = self._num_preemptions
         rows = self._plan_decode_rows(width, draft)
-        due = [*self._prefilling, *islice(self._waiting, bool(self._free_slots))]
-        budget = prefill_budget(self.limits, len(rows), len(self._decoding), due)
+        budget = self.limits.max_num_batched_tokens - width * len(rows)
         chunks = self._plan_chunks(budget, draft)
         preempted = self._num_preemptions > num_preemptions
         if preempted:  # some, it may be, after they were given blocks in this step
