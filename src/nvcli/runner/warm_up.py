@@ -1,5 +1,5 @@
-"""Steps that exercise a rank before it serves, on the null block: the largest batches, and smaller ones for which other
-kernels are loaded or compiled than for the largest. What serves requests finds all of its kernels compiled."""
+"""Steps that exercise a rank before it serves, on the null block: the largest batches, and others for which other
+kernels are loaded or compiled: a middling number of tokens, and decode rows that share segments of keys."""
 
 from __future__ import annotations
 
