@@ -46,6 +46,7 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
         backend = HybridBackend(backend, _load(decode_name)(case))
     if "auto" in (prefill, decode):
         notes.append(f"attention backend: {backend.name}")
+    notes.extend(backend.notes)
     return backend, list(dict.fromkeys(notes))
 
 

@@ -27,14 +27,16 @@ class TritonBackend(AttentionBackend):
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
         from nvcli.kernels.triton.decode_attention import DecodeAttention
+        from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
         from nvcli.kernels.triton.prefill_attention import PrefillAttention
+        from nvcli.kernels.triton.prefill_choice import prefill_attention
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles
 
         windows: dict[tuple[int, int, int], set[int | None]] = {}
         for spec in case.specs:
             windows.setdefault(_geometry(spec), set()).add(spec.window)
         self._decodes: dict[tuple[int, int, int], DecodeAttention] = {}
-        self._prefills: dict[tuple[int, int, int], PrefillAttention] = {}
+        self._prefills: dict[tuple[tuple[int, int, int], bool], PrefillAttention | HopperPrefillAttention] = {}
         self._tiles: dict[tuple[int, int], PrefillTiles] = {}
         for geometry, kinds in windows.items():
             num_heads, num_kv_heads, head_dim = geometry
@@ -49,25 +51,29 @@ class TritonBackend(AttentionBackend):
                 device=case.device,
                 max_rows=case.max_num_seqs,
             )
-            prefill = PrefillAttention(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                block_size=case.block_size,
-                dtype=case.dtype,
-                kv_dtype=case.cache_dtype,
-                device=case.device,
-            )
-            self._prefills[geometry] = prefill
-            if prefill.tile_key not in self._tiles:
-                group, rows = prefill.tile_key
-                self._tiles[prefill.tile_key] = PrefillTiles(
-                    group=group,
-                    rows=rows,
-                    max_tokens=case.max_num_batched_tokens,
-                    max_chunks=case.max_num_seqs,
+            for has_window in sorted({window is not None for window in kinds}):
+                prefill = prefill_attention(
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    block_size=case.block_size,
+                    dtype=case.dtype,
+                    kv_dtype=case.cache_dtype,
                     device=case.device,
+                    has_window=has_window,
                 )
+                self._prefills[geometry, has_window] = prefill
+                if prefill.tile_key not in self._tiles:
+                    group, rows = prefill.tile_key
+                    self._tiles[prefill.tile_key] = PrefillTiles(
+                        group=group,
+                        rows=rows,
+                        max_tokens=case.max_num_batched_tokens,
+                        max_chunks=case.max_num_seqs,
+                        device=case.device,
+                    )
+                if isinstance(prefill, HopperPrefillAttention):
+                    self.notes = ("prefill attention: the kernel for Hopper GPUs",)
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -143,7 +149,7 @@ class TritonBackend(AttentionBackend):
         out = new_or(out, q)
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
-        prefill = self._prefills[_geometry(spec)]
+        prefill = self._prefills[_geometry(spec), spec.window is not None]
         tiles = self._tiles[prefill.tile_key]
         prefill.run(
             q,
