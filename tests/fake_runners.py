@@ -50,6 +50,7 @@ def engine_config(**overrides: object) -> EngineConfig:
         "attention_backend": "auto",
         "enable_prefix_caching": True,
         "enforce_eager": False,
+        "plan_admission": False,
         "step_timeout": 60.0,
     }
     return EngineConfig(**{**values, **overrides})  # type: ignore[arg-type]
@@ -171,11 +172,19 @@ class HashingRunner(CountingRunner):
         """By slot, position → token: those that steps brought and those that were sampled."""
         self.num_short_rows = 0
         """Rows of which fewer tokens counted than had logits."""
+        self.segments: dict[tuple[int, int], tuple[int, int, int]] = {}
+        """By KV group and number: first key, end of the keys, and parent."""
+        self.slot_segments: dict[tuple[int, int], int] = {}
+        """By KV group and slot, the last segment."""
+        self.num_shared = 0
+        """Segments that steps read once for several rows."""
 
     def launch(self, step: StepInput) -> Output | None:
         self.apply(step)
         self.states_read.clear()
         self.states_written.clear()
+        if step.shares_segments:
+            self.check_segments([slot for slot, _, _ in rows_of(step)[: step.num_decodes]])
         starts = [self.lens[slot] for slot, _, _ in rows_of(step)]
         tokens: list[int] = []
         counts: list[int] = []
@@ -229,6 +238,35 @@ class HashingRunner(CountingRunner):
         for slot, start, tokens in spans_of(step):
             assert slot in self.slots
             self.tokens[slot].update(enumerate(tokens, start))
+        changed, of_slots = unpack(step.segments), unpack(step.slot_segments)
+        for group, number, begin, end, parent in zip(*[iter(changed)] * 5, strict=True):
+            assert number > 0 < end - begin
+            self.segments[group, number] = begin, end, parent
+        for group, slot, number in zip(*[iter(of_slots)] * 3, strict=True):
+            self.slot_segments[group, slot] = number
+
+    def check_segments(self, slots: list[int]) -> None:
+        """Whatever decode rows see of a segment stands in the same blocks for all of them, and a row's segments follow
+        each other."""
+        for group, window in enumerate(self.windows):
+            blocks: dict[tuple[int, int], int] = {}
+            readers: dict[int, int] = {}
+            for slot in slots:
+                first_seen = 0 if window is None else max(0, self.lens[slot] + 1 - window)
+                number = self.slot_segments.get((group, slot), 0)
+                begin_of_next = None
+                while number:
+                    begin, end, parent = self.segments[group, number]
+                    assert begin_of_next in (None, end)
+                    assert begin % self.block_size == end % self.block_size == 0
+                    assert end <= self.lens[slot]
+                    readers[number] = readers.get(number, 0) + (end > first_seen)
+                    for column in range(max(begin, first_seen) // self.block_size, end // self.block_size):
+                        block = self.tables[group, slot][column]
+                        assert blocks.setdefault((number, column), block) == block
+                    number, begin_of_next = parent, begin
+                assert begin_of_next is None or begin_of_next <= first_seen or begin_of_next == 0
+            self.num_shared += sum(count > 1 for count in readers.values())
 
     def compute(self, slot: int, num_tokens: int, num_logits: int) -> list[int]:
         """Store the keys of a row's tokens, drafted ones included; the tokens that count."""

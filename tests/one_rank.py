@@ -11,6 +11,7 @@ from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.engine.shared_segments import SegmentCosts
 from nvcli.messages import unpack
 from nvcli.runner.interface import RankContext
 from nvcli.runner.model_runner import ModelRunner
@@ -31,8 +32,11 @@ def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunn
     return ModelRunner(engine_config(**{**values, **overrides}), context)
 
 
-def make_scheduler(runner: ModelRunner, num_blocks: int | None = None) -> Scheduler:
-    """`num_blocks`: fewer than the rank has."""
+def make_scheduler(
+    runner: ModelRunner, num_blocks: int | None = None, *, segment_costs: SegmentCosts | None = None
+) -> Scheduler:
+    """`num_blocks`: fewer than the rank has. `segment_costs`: see `SchedulerLimits`."""
+    assert segment_costs is None or runner.ready.reads_segments
     config = runner.config
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -43,6 +47,7 @@ def make_scheduler(runner: ModelRunner, num_blocks: int | None = None) -> Schedu
             KVGroup(window, number in runner.ready.state_groups)
             for number, window in enumerate(runner.ready.group_windows)
         ),
+        segment_costs=segment_costs,
     )
     return Scheduler(limits, BlockManager(num_blocks or runner.ready.num_blocks))
 

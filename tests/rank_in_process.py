@@ -129,6 +129,13 @@ class RankInProcess:
         return self.blocks_anew()
 
 
+def wait_for_last_tokens(scheduler: Scheduler, request_id: int) -> None:
+    """Make one request wait for its last token before each row, as all requests do where there are stages."""
+    state = scheduler._by_id[request_id]
+    state.needs_last_token = True
+    state.parks_at = 0
+
+
 def make_core(
     limits: SchedulerLimits, rank: RankInProcess, *, num_blocks: int, max_in_flight: int = 2
 ) -> tuple[EngineCore, Scheduler]:

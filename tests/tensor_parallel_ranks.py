@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    warnings.simplefilter("error", FutureWarning)  # a user would see it
     torch.set_num_threads(1)
     store = dist.FileStore(str(store_path), size)
     device = torch.device("cpu")

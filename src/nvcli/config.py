@@ -199,8 +199,14 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One for all work, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
     enable_prefix_caching: bool = True
     """Prompts that begin alike share the KV cache of what they have in common."""
+    enable_cascade_attention: bool = True
+    """Each decode step reads the KV cache that running requests share once for all of them, where that pays, instead
+    of once for each."""
     enforce_eager: bool = False
     """true: no CUDA graphs."""
+    batch_invariant: bool = False
+    """true: a row gets the same bits whatever batch, chunks, prefix hits and preemptions it meets, and however many
+    copies there are, at some cost of speed."""
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
     """The seed of all random choices; a row's choices follow from it and the row's index."""
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
@@ -253,9 +259,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Once all is allocated, run the largest batches again and report what each item then took."""
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers."""
+    batch_invariant: bool = False
+    """As in RunConfig."""
     kv_blocks_before: int | None = None
     """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
     than what is free now leaves them."""
+    prepare_grammars: bool = False
+    """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
+    enable_cascade_attention: bool = True
+    plan_admission: bool = True
+    """Admit as many requests as will fit into the KV cache until they end, by what the answers so far tell; false: as
+    many as fit now, and take some back when there is too little room."""
     overlap_steps: bool = True
     """Schedule a step while the one before it runs; false: to measure what that is worth."""
     embedding_size: int = 0
@@ -317,6 +331,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(2, self.pipeline_parallel_size) if self.overlap_steps else 1
 
     @property
+    def max_shared_rows(self) -> int:
+        """Most rows of a step that reads what requests share once for all of them; 0: no step does, as what is shared
+        depends on the batch where `batch_invariant` is on."""
+        shares = self.enable_cascade_attention and self.enable_prefix_caching and not self.batch_invariant
+        shares = shares and self.max_num_decodes > 1
+        return self.max_num_decodes if shares else 0
+
+    @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
 
@@ -341,14 +363,18 @@ def load_run_config(
     *,
     settings: Mapping[str, Any] | None = None,
     needs_model: bool = True,
+    other_overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> RunConfig:
     """Lay `--set key=value` overrides over the file, and flags (of `FLAG_KEYS`; None: not given) over both.
 
-    `settings` are values by key that a Python program gives, in place of overrides and flags. Without `needs_model`,
-    `model` may stay empty. Raises ConfigError that names where the value came from, the key, the value and what is
-    allowed.
+    `settings` are values by key that a Python program gives, in place of overrides and flags. `other_overrides` are
+    overrides of options beside `--set`, by the name of the option; they go over those of `--set`. Without
+    `needs_model`, `model` may stay empty. Raises ConfigError that names where the value came from, the key, the value
+    and what is allowed.
     """
-    return load_sourced_config(path, overrides, flags, settings=settings, needs_model=needs_model)[0]
+    return load_sourced_config(
+        path, overrides, flags, settings=settings, needs_model=needs_model, other_overrides=other_overrides
+    )[0]
 
 
 def load_sourced_config(
@@ -358,6 +384,7 @@ def load_sourced_config(
     *,
     settings: Mapping[str, Any] | None = None,
     needs_model: bool = True,
+    other_overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[RunConfig, ConfigSource]:
     """Do what `load_run_config` does, and return the source too, which knows the origin of each key."""
     from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
@@ -365,8 +392,9 @@ def load_sourced_config(
     source = ConfigSource()
     if path is not None:
         source.add_file(path)
-    for text in overrides:
-        source.add_override(text)
+    for option, texts in {"--set": overrides, **(other_overrides or {})}.items():
+        for text in texts:
+            source.add_override(text, option)
     for flag, value in (flags or {}).items():
         if value is not None:
             source.add_flag(flag, FLAG_KEYS[flag], value)

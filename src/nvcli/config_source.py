@@ -66,17 +66,17 @@ class ConfigSource:
         finally:
             loader.dispose()
 
-    def add_override(self, text: str) -> None:
-        """Add one `--set key=value`; dots lead into sections, and the value is read as YAML."""
+    def add_override(self, text: str, option: str = "--set") -> None:
+        """Add one `key=value` of an option; dots lead into sections, and the value is read as YAML."""
         key, equals, value_text = text.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
-            raise ConfigError(f"--set {text}: expected key=value, such as `--set sampling.temperature=0`")
+            raise ConfigError(f"{option} {text}: expected key=value, such as `{option} sampling.temperature=0`")
         try:
             value = yaml.load(value_text, _Loader)
         except _MISREAD:
-            raise ConfigError(f"--set {text}: the value is not valid YAML; quote text: '{key}=\"…\"'") from None
-        self._put(path, value, f"--set {text}", flag="--set")
+            raise ConfigError(f"{option} {text}: the value is not valid YAML; quote text: '{key}=\"…\"'") from None
+        self._put(path, value, f"{option} {text}", flag=option)
 
     def add_flag(self, flag: str, key: str, value: Any) -> None:
         """Add a flag that is short for a key, as in `add_flag("--tp", "tensor_parallel_size", 2)`.

@@ -24,7 +24,7 @@ from nvcli.validation import shorten
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_WHITESPACE = r" ?|\n[ \t]{0,20}"
+JSON_WHITESPACE = r" ?|\n[ \t]{0,20}"
 """What may stand between two tokens of JSON: a blank, or a line end and what indents the next line. Without a bound a
 model may write blanks until `max_tokens`."""
 
@@ -134,6 +134,16 @@ class Vocabulary:
         return _innermost(schema, fails)
 
 
+def check_structured(wanted: Structured) -> None:
+    """Raise GrammarError where what is asked for is no grammar; whether this model's tokens can follow it is not
+    known."""
+    from llguidance import LLMatcher
+
+    problem = LLMatcher.validate_grammar(grammar_of(wanted))
+    if problem:
+        raise GrammarError(_reason(problem))
+
+
 def grammar_of(wanted: Structured) -> str:
     """Return a grammar in llguidance's own form; whether it can be followed is not known yet. Raises GrammarError."""
     from llguidance import LLMatcher, grammar_from
@@ -155,7 +165,7 @@ def grammar_of(wanted: Structured) -> str:
         schema = {}
     text = msgspec.json.encode(schema).decode()
     try:
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_WHITESPACE})
     except ValueError as error:
         raise GrammarError(_reason(str(error))) from None
 

@@ -104,6 +104,8 @@ class SlotConstraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """`Constraint.starts_after`."""
     opens_with: list[int] = []
     """`Constraint.opens_with`."""
+    must_begin: bool = False
+    """`Constraint.must_begin`."""
     stop_ids: list[int] = []
     """Ids that must not be chosen before `SlotSampling.min_tokens`, unless the grammar allows no others."""
 
@@ -180,6 +182,15 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether this is the first step after one that did not run: every slot is freed, and requests enter slots anew."""
     reads: list[PromptRead] = []
     """What is wanted of the prompts beside the rows' own logits; at most one for each prefill chunk."""
+    segments: bytes = b""
+    """Segments of KV blocks that decoding requests share and that are new or changed (`engine.shared_segments`), five
+    numbers each: KV group, number of the segment (from 1), first key, end of its keys, and number of the segment before
+    it (0: none)."""
+    slot_segments: bytes = b""
+    """Three numbers for each slot whose last shared segment is another one: KV group, slot, and number of the segment
+    (0: none)."""
+    shares_segments: bool = False
+    """Whether decode rows are to read the segments that they share once for all of them."""
 
     @property
     def num_rows(self) -> int:
@@ -282,6 +293,10 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     `MAX_KV_GROUPS`."""
     state_groups: list[int] = []
     """The numbers of the KV groups whose blocks hold recurrent states."""
+    reads_segments: bool = False
+    """Whether the ranks read blocks that decoding requests share once for all of them."""
+    group_token_bytes: list[int] = []
+    """The bytes that a token's keys and values take in the layers of each KV group, on one rank."""
     seconds: dict[str, float]
     """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""
     notes: list[str] = []
@@ -297,14 +312,16 @@ def max_step_input_bytes(
 
     `max_blocks_per_seq` counts the blocks of all KV groups. Each new slot has fixed fields (under 256 bytes), stop and
     biased ids and those of its constraint (5 bytes an id, 9 a float). Allowed ids and bad words take the place of
-    biased ids, and less room. Cached prefixes that travel for penalties, bad words and grammars are together held under
+    biased ids, and less room. In each KV group a slot may have another shared segment, and as many segments may change.
+    Cached prefixes that travel for penalties, bad words and grammars are together held under
     `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans
     of tokens, 4 where its slot was freed before, and 32 where its prompt is read, beside the targets.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
     block_bytes = 4 * 4 * max_blocks_per_seq
-    per_seq = new_slot_bytes + block_bytes + 12 * 4 + 32
+    segment_bytes = MAX_KV_GROUPS * (3 + 5) * 4
+    per_seq = new_slot_bytes + block_bytes + segment_bytes + 12 * 4 + 32
     grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
     return 1024 + grammar_bytes + max_num_seqs * per_seq + 4 * (3 * max_num_batched_tokens + max_model_len)
 

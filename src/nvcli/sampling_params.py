@@ -85,7 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: list[Annotated[str, Meta(min_length=1)]] = []
     """Texts that no answer holds, as far as they are spelled with the tokens that they have alone or behind a space."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Log-probability of each chosen token and of this many alternatives; null: none."""
+    """Log-probability of each chosen token, with `echo` of each token of the prompt too, and of this many alternatives;
+    null: none."""
     return_token_ids: bool = False
     structured: Structured | None = None
     """What the answer must look like; null: anything."""
@@ -156,10 +157,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"`best_of` ({self.best_of}) is smaller than `n` ({self.n})")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("`truncate_prompt_tokens` is 0; allowed: an integer of at least 1, or -1")
-        if self.echo and self.logprobs is not None:
-            raise ValueError(
-                "`echo` and `logprobs` are given, and the prompt's are not computed; leave one of them out"
-            )
         num_tokens = len(self.logit_bias) + len(self.stop_token_ids) + len(self.bad_words)
         if num_tokens + len(self.allowed_token_ids or ()) > MAX_BIASED_TOKENS:
             raise ValueError(

@@ -69,3 +69,5 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The tokens of the mark that begins the free part, where that is for the answer to do: an answer that begins with
     another token is constrained from there on. At most `MAX_MARK_IDS`; empty: the answer begins inside the free
     part."""
+    must_begin: bool = False
+    """Whether no end-of-sequence token may end the answer in its free part."""

@@ -59,6 +59,7 @@ class Bench:
         kv_dtype: torch.dtype | None = None,
         device: str = "cpu",
         max_num_seqs: int = 256,
+        max_shared_rows: int = 0,
         poison: float = float("nan"),
     ) -> None:
         """`head_dims`: the head size of each group's layers, instead of `head_dim` for all."""
@@ -100,6 +101,7 @@ class Bench:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=16_384,
+            max_shared_rows=max_shared_rows,
         )
         self.backend = backend(self.case)
         self.generator = torch.Generator(self.device).manual_seed(0)

@@ -12,6 +12,7 @@ from attention_setup import History
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
@@ -88,3 +89,17 @@ def test_bfloat16_beneath_float32() -> None:
     """The cache may keep another type without scales."""
     bench = Bench(TorchBackend, num_kv_heads=2, ratio=2, windows=(40, None), num_tokens=2000, kv_dtype=torch.bfloat16)
     run_all_kinds_of_steps(bench)
+
+
+@pytest.mark.parametrize("heads", [((2, 64), (2, 64)), ((2, 64), (1, 128))], ids=["uniform", "two shapes"])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_a_lone_block_lies_as_blocks_of_a_pool_do(
+    kv_dtype: torch.dtype | None, heads: tuple[tuple[int, int], ...]
+) -> None:
+    """A warm-up has one block, and what it compiles is for the pool."""
+    spec = KVCacheSpec(
+        group_layers=((0, 1), (2,)), group_heads=heads, block_size=16, dtype=torch.bfloat16, kv_dtype=kv_dtype
+    )
+    one, two = (KVCache(spec, num_blocks, torch.device("cpu")) for num_blocks in (1, 2))
+    for layer in range(3):
+        assert [part.stride() for part in one.layer(layer)] == [part.stride() for part in two.layer(layer)]

@@ -155,7 +155,7 @@ def test_the_work_list_covers_every_key_once_longest_first(
     items = torch.full((most_cut + num_rows, 8), -1, dtype=torch.int32)
     num_items = torch.zeros(1, dtype=torch.int32)
     plan_decode_kernel[(-(-num_rows // 16),)](
-        torch.tensor(lens, dtype=torch.int32), torch.tensor(slots), items, num_items, num_rows, target, window,
+        torch.tensor(lens, dtype=torch.int32), torch.tensor(slots), items, num_items, None, num_rows, target, window,
         NUM_KV_HEADS=num_kv_heads, HAS_WINDOW=window > 0, ALIGN=align, TILE=tile, MIN_CHUNK=128, ROWS=16, COLUMNS=64,
         ITEM_FIELDS=8,
     )  # fmt: skip

@@ -88,6 +88,15 @@ def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
     assert 3 * 32 <= first <= 4 * 32
 
 
+def test_groups_of_prompts_and_samples() -> None:
+    options = ("--num-requests", "4", "--input-len", "8", "--output-len", "3", "--set", "block_size=16")
+    done = nvcli_bench("-m", "demo", *options, "--shared-prefix", "16,16:2", "--samples", "2")
+    assert done.returncode == 0, done.stderr
+    # The shared block is computed once, each group's once, and of all eight answers the last eight prompt tokens.
+    assert "demo: 8 requests, 160 prompt tokens, 24 output tokens" in done.stdout
+    assert f"{8 * 40 - 112} prompt tokens found and not computed (65.0 %), 112 computed" in done.stdout
+
+
 def test_requests_of_two_tokens_are_measured() -> None:
     result = result_of("--num-requests", "1", "--input-len", "1", "--output-len", "1", "--set", "max_model_len=2")
     assert result["runs"][0]["output_tokens"] == 1

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nvcli.bench.command import BenchOptions, make_workload, parse_range
+from nvcli.bench.command import BenchOptions, make_workload, parse_range, parse_shared_prefix
 from nvcli.bench.file_workload import FileWorkload
 from nvcli.bench.plot import check_plot
-from nvcli.bench.workload import Workload
+from nvcli.bench.workload import PrefixLevel, Workload
 from nvcli.errors import ConfigError
 
 
@@ -24,6 +24,25 @@ def test_bad_ranges_are_refused(text: str) -> None:
         parse_range("--input-len", text)
 
 
+@pytest.mark.parametrize(
+    ("text", "levels"),
+    [("2048", [(2048, 1)]), ("2048:16", [(2048, 16)]), ("1024,1024:8", [(1024, 1), (1024, 8)]), ("0", [(0, 1)])],
+)
+def test_shared_prefixes(text: str, levels: list[tuple[int, int]]) -> None:
+    assert [(level.num_tokens, level.num_groups) for level in parse_shared_prefix(text)] == levels
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "5:0", "5:-1", "5,", ":2", "1:2:3", "1.5"])
+def test_bad_prefixes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--shared-prefix {text}: allowed"):
+        parse_shared_prefix(text)
+
+
+def test_more_groups_than_requests_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--shared-prefix 9:2,5:3: 6 groups for 5 requests"):
+        make_workload(BenchOptions(num_requests=5, shared_prefix="9:2,5:3"))
+
+
 def test_without_options_it_is_the_published_workload() -> None:
     assert make_workload(BenchOptions()) == Workload()
 
@@ -33,7 +52,8 @@ def test_each_option_reaches_the_workload() -> None:
         num_requests=3,
         input_len="4:5",
         output_len="6",
-        shared_prefix=7,
+        shared_prefix="7,5:3",
+        samples=4,
         temperature=0.5,
         top_k=20,
         top_p=0.95,
@@ -44,7 +64,8 @@ def test_each_option_reaches_the_workload() -> None:
         num_requests=3,
         input_len=(4, 5),
         output_len=(6, 6),
-        shared_prefix=7,
+        shared_prefix=(PrefixLevel(num_tokens=7), PrefixLevel(num_tokens=5, num_groups=3)),
+        samples=4,
         temperature=0.5,
         top_k=20,
         top_p=0.95,
@@ -58,7 +79,8 @@ def test_each_option_reaches_the_workload() -> None:
     ("option", "values"),
     [
         ("--input-len", {"input_len": "5"}),
-        ("--shared-prefix", {"shared_prefix": 0}),
+        ("--shared-prefix", {"shared_prefix": "0"}),
+        ("--samples", {"samples": 1}),
         ("--temperature", {"temperature": 0.0}),
         ("--top-k", {"top_k": 0}),
         ("--top-p", {"top_p": 1.0}),

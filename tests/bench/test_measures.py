@@ -55,6 +55,7 @@ def make_pass(*replicas: list[StepRecord], **values: Any) -> Pass:
         "num_requests": 2,
         "prompt_tokens": 30,
         "cached_tokens": 10,
+        "computed_prompt_tokens": 30,
         "output_tokens": 50,
         "num_preemptions": 1,
         "num_blocks": 10,
@@ -90,7 +91,7 @@ def test_time_is_prefill_decode_and_idle() -> None:
     assert run.peak_kv_share == pytest.approx(0.8)
     assert run.mean_kv_share == pytest.approx((8 * 8.0 + 2 * 4.0) / 12.0 / 10)
     assert (run.output_rate, run.total_rate, run.request_rate) == pytest.approx((50 / 16, 80 / 16, 2 / 16))
-    assert (run.cached_tokens, run.num_preemptions) == (10, 1)
+    assert (run.cached_tokens, run.cached_share, run.num_preemptions) == (10, 0.25, 1)
 
 
 def test_replicas_are_averaged() -> None:

@@ -49,6 +49,17 @@ def test_a_decode_step() -> None:
     }
 
 
+def test_keys_that_several_rows_share_are_read_once() -> None:
+    """Each row still multiplies with all of its keys."""
+    step = record(num_decodes=3, num_sampled=3, decode_keys=50, repeated_decode_keys=24)
+    assert work_of(step, COSTS)["decode attention"] == Work((26 + 3) * 16, 50 * 16)
+    step = record(num_prefill_tokens=4, prefill_keys=40, prefill_pairs=90, repeated_prefill_keys=16)
+    assert work_of(step, COSTS)["prompt attention"] == Work((24 + 4) * 16, 90 * 16)
+    windowed = replace(COSTS, attention=(replace(COSTS.attention[0], window=6),))
+    step = record(num_decodes=3, num_sampled=3, decode_keys=50, repeated_decode_keys=24)
+    assert work_of(step, windowed)["decode attention"] == Work((18 + 3) * 16, 18 * 16)
+
+
 def test_a_prompt_slice_that_samples_nothing_needs_no_lm_head() -> None:
     parts = work_of(record(num_prefill_tokens=4, prefill_keys=10, prefill_pairs=34), COSTS)
     assert parts == {

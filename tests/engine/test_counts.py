@@ -14,7 +14,7 @@ from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
 from nvcli.errors import ConfigError
 from nvcli.messages import StepOutput, TokenLogprobs, unpack
-from rank_in_process import RankInProcess, decode_slots_of, make_core, rows_of, run, spans_of
+from rank_in_process import RankInProcess, decode_slots_of, make_core, rows_of, run, spans_of, wait_for_last_tokens
 from requests_factory import make_request
 
 
@@ -144,7 +144,7 @@ def test_a_request_that_needs_its_last_token_is_held_back_alone() -> None:
     core, scheduler, rank = make(None)
     requests = [make_request(i, [i, 1], 12) for i in range(4)]
     core.add(requests)
-    scheduler._by_id[2].require_last_token()
+    wait_for_last_tokens(scheduler, 2)
     done = run(core, scheduler)
     assert all(unpack(done[request.request_id].token_ids).tolist() == answer(request) for request in requests)
     held_slot = next(new.slot for new in rank.steps[0].new_slots if new.sampling.row == 2)

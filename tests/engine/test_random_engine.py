@@ -15,9 +15,10 @@ import pytest
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
+from nvcli.engine.shared_segments import SegmentCosts
 from nvcli.messages import StepInput, unpack
 from nvcli.sampling_params import SamplingParams, StopRepetition
-from rank_in_process import RankInProcess, make_core, random_count
+from rank_in_process import RankInProcess, make_core, random_count, wait_for_last_tokens
 from requests_factory import make_request
 
 MAX_MODEL_LEN = 96
@@ -86,6 +87,10 @@ def num_lowerings(limits: SchedulerLimits) -> int:
     return 0 if lowered is None else 1 + num_lowerings(lowered)
 
 
+def _costs(least_gain: int) -> SegmentCosts:
+    return SegmentCosts(tile=1, partial_result=0, least_gain=least_gain, least_saved_in_step=1)
+
+
 def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 4, 4, 8])
@@ -99,6 +104,8 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
         # A state does not go back by drafted tokens that were not accepted.
         tokens_per_row=rng.choice([1, 1, 2, 3, 5]) if STATE not in groups else 1,
         kv_groups=groups,
+        segment_costs=random.Random(seed).choice([None, *map(_costs, (1, 8, 30))]),
+        plans_admission=seed % 3 == 0,
     )
     failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
     share = rng.choice([0.03, 0.1, 0.5])
@@ -133,7 +140,7 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
             core.add([request])
             num_added += 1
             if rng.random() < hold_back:
-                scheduler._by_id[request.request_id].require_last_token()
+                wait_for_last_tokens(scheduler, request.request_id)
         if num_added and rng.random() < abort:
             core.abort([rng.randrange(num_added)])
         if rng.random() < 0.01:

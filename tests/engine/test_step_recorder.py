@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
+
 from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.core import EngineCore
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.step_recorder import StepRecorder
@@ -24,9 +27,14 @@ class InstantExecutor:
         return self._outputs.popleft()
 
 
+def recorded_core(limits: SchedulerLimits) -> EngineCore:
+    scheduler = Scheduler(limits, BlockManager(100))
+    return EngineCore(scheduler, InstantExecutor(), max_in_flight=2, recorder=StepRecorder(limits))
+
+
 def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=10, max_model_len=64, block_size=4)
-    core = EngineCore(Scheduler(limits, BlockManager(100)), InstantExecutor(), max_in_flight=2, recorder=StepRecorder())
+    core = recorded_core(limits)
     prompt = list(range(14))
     core.add([make_request(0, prompt, 3)])
     while core.has_work:
@@ -45,3 +53,34 @@ def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
     assert [step.seconds for step in (first, second, *decodes, hit)] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [step.num_used_blocks for step in (first, second, *decodes)] == [4, 4, 4, 4]
     assert core.take_records() == []
+
+
+@pytest.mark.parametrize("kv_groups", [(KVGroup(),), (KVGroup(window=8), KVGroup())])
+def test_keys_that_several_rows_read_are_counted(kv_groups: tuple[KVGroup, ...]) -> None:
+    limits = SchedulerLimits(
+        max_num_seqs=4, max_num_batched_tokens=40, max_model_len=64, block_size=4, kv_groups=kv_groups
+    )
+    core = recorded_core(limits)
+    prefix = list(range(14))  # three blocks are shared
+    core.add([make_request(0, [*prefix, 50], 9)])
+    core.step()
+    core.add([make_request(1, [*prefix, 51], 3), make_request(2, [*prefix, 52, 53], 2), make_request(3, [60] * 9, 4)])
+    while core.has_work:
+        core.step()
+    records = core.take_records()
+    assert records[0].repeated_prefill_keys == 0
+    assert (records[1].num_chunks, records[1].repeated_prefill_keys) == (3, 3 * 4), "two chunks share three blocks"
+    shared = [(step.num_decodes, step.repeated_decode_keys) for step in records[1:]]
+    # Four rows of which three share; then the second and third request have ended.
+    assert shared == [(1, 0), (4, 2 * 12), (3, 12), (2, 0), (1, 0), (1, 0), (1, 0), (1, 0)]
+
+
+def test_keys_are_no_longer_shared_once_a_slot_is_anothers() -> None:
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=40, max_model_len=64, block_size=4)
+    core = recorded_core(limits)
+    core.add([make_request(i, [*range(8), 50 + i] if i < 2 else [70 + i] * 9, 3 if i else 6) for i in range(4)])
+    while core.has_work:
+        core.step()
+    shared = [step.repeated_decode_keys for step in core.take_records() if step.num_decodes == 2]
+    assert shared[:2] == [8, 8]
+    assert not any(shared[2:])

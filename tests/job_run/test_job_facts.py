@@ -123,3 +123,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_what_names_a_model_on_the_hub(tmp_path: Path) -> None:
     assert [is_hub_id(name) for name in ("demo", str(tmp_path), "Qwen/Qwen3-8B")] == [False, False, True]
+
+
+def test_batch_invariance_is_a_fact_where_it_is_on() -> None:
+    def facts(batch_invariant: bool) -> dict[str, object]:
+        config = engine_config(model_path=demo_path(), batch_invariant=batch_invariant)
+        return dict(job_facts(RunConfig(model="demo"), config, {}, model_path=demo_path()))
+
+    assert facts(True).items() - facts(False).items() == {("batch_invariant", True)}

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from nvcli.config import JobConfig, RunConfig
+from nvcli.config_types import Order
 from nvcli.job_run import plan
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.rows.parser import RowParser
+from prepared_rows import prepared_row
 
 
 def count_requests(inputs: list[str], defaults: dict[str, Any], *, limit: int | None, enough: int) -> int:
@@ -45,6 +48,24 @@ def test_what_cannot_be_read_twice_or_quickly_is_taken_for_large(
     assert count_requests([str(tmp_path / "pipe")], {}, limit=None, enough=256) == 256
     monkeypatch.setattr(plan, "QUICKLY_READ_BYTES", 10)
     assert count_requests([path], {}, limit=None, enough=256) == 256
+
+
+def test_in_input_order_rows_overtake_others_only_to_be_with_those_that_begin_alike() -> None:
+    prefix = [7] * 64
+
+    def order_of_computing(order: Order) -> list[int]:
+        run = RunConfig(model="m", max_num_seqs=4, job=JobConfig(order=order))
+        planner = plan.make_planner(run, 1, block_size=64)
+        for index in range(200):
+            prompt = [*prefix, index] if index % 50 == 0 else [100 + index]
+            planner.add(prepared_row(index, prompt, max_tokens=1000 if index == 60 else 10))
+        rows = [planner.take() for _ in range(200)]
+        return [row.place.index for row in rows if row is not None]
+
+    computed = order_of_computing("input")
+    assert computed[:6] == [0, 50, 100, 150, 1, 2], "though more rows are overtaken than run at a time"
+    assert computed[4:] == sorted(computed[4:])
+    assert order_of_computing("completion")[0] == 60
 
 
 def test_a_damaged_file_is_left_to_the_job(tmp_path: Path) -> None:

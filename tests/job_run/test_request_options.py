@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from nvcli.engine.request import RequestOutput
@@ -152,6 +153,11 @@ def test_an_echo_is_the_prompt_as_it_was_given(tokenizer: Tokenizer) -> None:
         )
         (row,) = Preparer(tokenizer, LIMITS, lambda conversations: ["x"] * len(conversations)).prepare([job])
         assert (row.echo if isinstance(row, PreparedRow) else None) == expected
+        job = msgspec.structs.replace(job, sampling=SamplingParams(echo=True, logprobs=0))
+        (row,) = Preparer(tokenizer, LIMITS, lambda conversations: ["x"] * len(conversations)).prepare([job])
+        assert isinstance(row, JobResult)
+    assert row.error is not None
+    assert "`echo` is true" in row.error.message
 
 
 def test_stops_and_special_tokens_show_where_they_are_asked_for(tokenizer: Tokenizer) -> None:

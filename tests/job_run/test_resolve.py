@@ -47,6 +47,20 @@ def test_quantization(key: Any, kept: str) -> None:
     assert resolve.resolve_settings(run).model.quantization == kept
 
 
+def test_batch_invariance_is_refused_where_it_cannot_be_had(tmp_path: Path) -> None:
+    run = RunConfig(model="m", batch_invariant=True, device="cpu")
+    assert resolve_engine_config(run, Path("/m"), make_model()).batch_invariant
+    with pytest.raises(ConfigError, match="`kv_cache_dtype` is fp8, and `batch_invariant` keeps"):
+        resolve_engine_config(msgspec.structs.replace(run, kv_cache_dtype="fp8"), Path("/m"), make_model())
+    backends = AttentionBackends(decode="flashinfer")
+    with pytest.raises(ConfigError, match="`attention_backend` flashinfer gives a row other bits in other batches"):
+        resolve_engine_config(msgspec.structs.replace(run, attention_backend=backends), Path("/m"), make_model())
+    with pytest.raises(ConfigError, match=r"`batch_invariant` is true, .* weights kept in fp8"):
+        resolve_engine_config(msgspec.structs.replace(run, quantization="fp8"), Path("/m"), make_model())
+    with pytest.raises(ConfigError, match=r"`batch_invariant` is true, and this model .* has layers with a recurrent"):
+        resolve_engine_config(run, Path("/m"), load_model_config(write_shape("qwen3.5-35b-a3b", tmp_path)))
+
+
 def test_lengths_and_sizes() -> None:
     run = RunConfig(model="m", kv_cache_memory="2MiB")
     config = resolve_engine_config(run, Path("/m"), make_model(), found_device="cpu")

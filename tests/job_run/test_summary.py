@@ -35,7 +35,7 @@ def make_summary(**fields: Any) -> Summary:
     counts.rows_resumed = 996
     counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens = 12345, 300, 50000
     counts.rows_deduplicated, counts.deduplicated_tokens = 17, 1234
-    counts.replicas = [EngineStats(num_preemptions=2)]
+    counts.replicas = [EngineStats(num_preemptions=2, kv_bytes_saved=3 << 39)]
     counts.seconds.update({"writing": 1.5, "waiting for the engines": 40.0, "detokenizing": 0.001})
     given: dict[str, Any] = {
         "output": "out.jsonl",
@@ -63,7 +63,8 @@ def test_what_a_user_wants_to_know() -> None:
         '  length    1 answer cut at `max_tokens`, such as r2: "one two\u241b[31m"',
         "  failed    prompt_too_long 4",
         "            invalid_json 1, such as bad: line 10: not valid JSON",
-        "  tokens    prompt 12,345 (300 from the prefix cache, 2%), generated 50,000",
+        "  tokens    prompt 12,345 (300 not computed: in the prefix cache, 2%), generated 50,000",
+        "  shared    1.50 TiB of the KV cache not read again for each row",
         "  speed     1,000 generated and 247 prompt tokens/s, 0.1 rows/s",
         '  sampling  max_tokens 100 (run.yaml:3); top_k 20 (generation_config.json); stop ["A", "B"] (--stop); '
         "temperature 1.0 (default); max_tokens in 1 row (the row's own)",
@@ -98,3 +99,9 @@ def test_gpu_hours_are_those_of_all_gpus_from_the_command_to_its_end() -> None:
 
 def test_a_limit_says_that_there_is_more() -> None:
     assert "these are the first 20 rows; without --limit the others follow" in format_summary(make_summary(limit=20))
+
+
+def test_prompt_tokens_that_were_not_computed_count_for_each_sample() -> None:
+    summary = make_summary()
+    summary.counts.replicas = [EngineStats(prompt_tokens=64 * 12_345, cached_tokens=63 * 12_345)]
+    assert "prompt 12,345 (777,735 not computed: in the prefix cache, 98%)" in format_summary(summary)

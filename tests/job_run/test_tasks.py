@@ -225,6 +225,40 @@ def test_prompt_logprobs_are_not_lost_by_a_prefix_hit(
         assert len(row["choices"]) == 2
 
 
+def test_an_echo_has_the_log_probabilities_of_the_prompt(
+    jobs: Jobs, model: Path, encode: Callable[[str], list[int]]
+) -> None:
+    """They stand before those of each answer, whatever `prompt_logprobs` asks for beside them."""
+    sampling = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "echo": True, "logprobs": 1}
+    ids = [BOS, *encode(PROMPT)]
+    rows: list[dict[str, Any]] = [
+        {"prompt": PROMPT, "sampling": {**sampling, "n": 2, "prompt_logprobs": 3}},
+        {"prompt": PROMPT, "sampling": {**sampling, "best_of": 2}},
+        {"prompt_token_ids": [5], "sampling": sampling},
+        {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": PROMPT, **sampling}},
+    ]
+    plain, ranked, short, openai = jobs(rows, "generate", max_num_seqs=1)
+    expected = reference_logits(model, ids).log_softmax(-1)
+    chosen, (best, _) = expected[range(len(ids) - 1), ids[1:]].tolist(), expected[:-1].max(-1)
+    bodies = [*plain["choices"], *ranked["choices"], *openai["response"]["body"]["choices"]]
+    assert len(bodies) == 4
+    for choice in bodies:
+        logprobs = choice["logprobs"]
+        assert choice["text"].startswith(PROMPT)
+        assert [len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs")] == [len(ids) + 2] * 3
+        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+        assert logprobs["token_logprobs"][1 : len(ids)] == pytest.approx(chosen, abs=1e-4)
+        assert [max(top.values()) for top in logprobs["top_logprobs"][1 : len(ids)]] == pytest.approx(
+            best.tolist(), abs=1e-4
+        )
+        assert all(len(top) == 1 for top in logprobs["top_logprobs"][1:])
+    assert max(len(top) for top in plain["prompt_logprobs"]["top_logprobs"][1:]) == 3
+    assert "prompt_logprobs" not in ranked
+    assert ranked["choices"][0]["score"] == pytest.approx(sum(bodies[2]["logprobs"]["token_logprobs"][-2:]) / 2)
+    assert len(short["choices"][0]["logprobs"]["tokens"]) == 3
+    assert len(bodies[3]["logprobs"]["text_offset"]) == len(ids) + 2
+
+
 @pytest.fixture(scope="module")
 def hidden(model: Path, encode: Callable[[str], list[int]]) -> Callable[[str], Any]:
     """transformers' hidden states of a text, behind the final norm."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.job_run.text.tool_calls import TOOL_FORMATS, BadToolCall, FoundCall, find_tool_format
+from nvcli.job_run.text.tool_calls import TOOL_FORMATS, BadToolCall, FoundCall, tool_format_name
 
 TOOLS = [
     {
@@ -180,12 +180,14 @@ def test_the_chat_template_says_which_format_it_is() -> None:
         "llama": '{"name": function name, "parameters": dictionary of argument name and its value}',
         "gemma4": "<|tool_call>call:",
         "granite": "<|tool_call|>",
+        "glm": "<tool_call>{{ name }}<arg_key>",
+        "qwen3_coder": "<tool_call><function={{ name }}>",
     }
     for name, template in templates.items():
-        assert find_tool_format("auto", template) is TOOL_FORMATS[name]
-    assert find_tool_format("auto", "{{ messages }}") is None
-    assert find_tool_format("none", templates["hermes"]) is None
-    assert find_tool_format("pythonic", "") is TOOL_FORMATS["pythonic"]
+        assert tool_format_name("auto", template) == name
+    assert tool_format_name("auto", "{{ messages }}") is None
+    assert tool_format_name("none", templates["hermes"]) is None
+    assert tool_format_name("pythonic", "") == "pythonic"
 
 
 pieces = st.sampled_from(

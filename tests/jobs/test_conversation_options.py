@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.job import CallRule, Job, JobResult
 from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.parser import RowParser
 from output_jobs import extra_of
@@ -43,17 +43,53 @@ def test_options_become_arguments_of_the_chat_template(read_rows: ReadRows, form
     assert (none.tools, none.template_arguments) == ((), None)  # a model that does not see tools calls none
 
 
+STRICT = {"type": "function", "function": {"name": "wait", "strict": True}}
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ({}, None),
+        ({"tool_choice": "none", "parallel_tool_calls": False}, None),
+        ({"parallel_tool_calls": True}, None),
+        ({"parallel_tool_calls": False}, CallRule(is_single=True)),
+        ({"tool_choice": "required"}, CallRule(is_required=True)),
+        (
+            {"tool_choice": NAMED, "parallel_tool_calls": False},
+            CallRule(is_required=True, function="look", is_single=True),
+        ),
+        ({"tools": [TOOL, STRICT]}, CallRule()),
+    ],
+)
+@pytest.mark.parametrize("form", ["native", "openai"])
+def test_what_calls_are_held_to(read_rows: ReadRows, form: str, keys: dict[str, Any], rule: CallRule | None) -> None:
+    job = read(read_rows, form, **{"tools": [TOOL], **keys})
+    assert isinstance(job, Job)
+    assert job.call_rule == rule
+
+
 BAD = [
     ({"tools": [{"type": "function"}]}, "invalid_value", 'tools[0]` is {"type": "function"}; allowed: {"type"'),
     ({"tools": "look"}, "invalid_value", 'tools` is "look"; allowed: a list'),
     ({"tools": [TOOL], "tool_choice": "any"}, "invalid_value", 'tool_choice` is "any"; allowed: none, auto'),
     ({"tool_choice": "required"}, "invalid_value", 'tool_choice` is "required", and there are no tools'),
-    ({"tools": [TOOL], "tool_choice": "required"}, "unsupported_parameter", "forces a call"),
     (
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
-        "unsupported_parameter",
-        "forces a call",
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "lok"}}},
+        "invalid_value",
+        'tool_choice` names the function "lok"; did you mean `look`?',
     ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 7}}], "tool_choice": "required"},
+        "invalid_value",
+        'tools[0].function.parameters` is 7; allowed: a JSON schema of the type "object"',
+    ),
+    (
+        {"tools": [{**STRICT, "function": {"name": "f", "strict": True, "parameters": {"properties": [1]}}}]},
+        "invalid_value",
+        "tools[0].function.parameters.properties` is [1]; allowed: an object",
+    ),
+    ({"tools": [TOOL], "parallel_tool_calls": "no"}, "invalid_value", 'parallel_tool_calls` is "no"; allowed: true or'),
     ({"documents": ["x"]}, "invalid_value", 'documents[0]` is "x"'),
     ({"continue_final_message": 1}, "invalid_value", "continue_final_message` is 1; allowed: true or false"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "invalid_value", "are both true"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nvcli.jobs.job import Choice, JobResult, Logprobs, Place, PromptLogprobs
+from nvcli.jobs.job import Choice, JobResult, Logprobs, Place
 from nvcli.jobs.tasks import EmbedAnswer
 
 TOP = [{"a": -1.0, "b": -2.0}] * 50
@@ -21,7 +21,7 @@ def test_everything_counts() -> None:
     ]
     results = [
         *(replace(plain, choices=[each]) for each in choices),
-        replace(plain, prompt_logprobs=PromptLogprobs(tokens=[], token_logprobs=[], top_logprobs=[None, *TOP])),
+        replace(plain, prompt_logprobs=Logprobs(tokens=[], token_logprobs=[], top_logprobs=[None, *TOP])),
         replace(plain, answer=EmbedAnswer(embedding="a" * 5000)),
     ]
     assert all(result.num_bytes > plain.num_bytes + 4000 for result in results)

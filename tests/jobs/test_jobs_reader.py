@@ -128,7 +128,6 @@ BAD_ROWS = [
     (b'{"prompt": "a", "sampling": {"stop": ""}}', "invalid_sampling", "empty"),
     (b'{"prompt": "a", "sampling": {"logit_bias": {"7": 101}}}', "invalid_sampling", "`sampling.logit_bias.7` is 101"),
     (b'{"prompt": "a", "sampling": {"best_of": 2, "n": 3}}', "invalid_sampling", "`best_of` (2) is smaller"),
-    (b'{"prompt": "a", "sampling": {"echo": true, "logprobs": 1}}', "invalid_sampling", "`echo` and `logprobs`"),
     (b'{"prompt": "a", "sampling": {"bad_words": [""]}}', "invalid_sampling", "`sampling.bad_words[0]` is"),
     (b'{"prompt": "a", "sampling": {"allowed_token_ids": []}}', "invalid_sampling", "`sampling.allowed_token_ids` is"),
     (b'{"prompt": "a", "sampling": {"stop_repetition": {"min_count": 1}}}', "invalid_sampling", "min_count` is 1"),

@@ -80,8 +80,12 @@ def configure(**values: Any) -> Callable[[Path], None]:
 
 Q = "model.layers.0.self_attn.q_proj"
 REFUSED = {
-    "no scales": ("awq", edit(lambda t: t.pop(f"{Q}.scales")), [f"{Q}.qweight has no scales"]),
-    "no zeros": ("awq", edit(lambda t: t.pop(f"{Q}.qzeros")), [f"{Q}.qweight has no qzeros", "config.json says"]),
+    "no scales": (
+        "awq",
+        edit(lambda t: t.pop(f"{Q}.scales")),
+        [f"{Q}.qweight has no scales, which config.json asks for"],
+    ),
+    "no zeros": ("awq", edit(lambda t: t.pop(f"{Q}.qzeros")), [f"{Q}.qweight has no qzeros", "config.json asks"]),
     "no zeros of GPTQ": ("gptq, zeros, version 2", edit(lambda t: t.pop(f"{Q}.qzeros")), ["has no qzeros"]),
     "no groups of columns": ("gptq, act-order", edit(lambda t: t.pop(f"{Q}.g_idx")), [f"{Q}.qweight has no g_idx"]),
     "no zeros of words": (

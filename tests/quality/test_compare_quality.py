@@ -219,6 +219,22 @@ def test_what_cannot_be_compared(in_b: dict[str, object], input_file: str, words
         compare_quality(run_a, run_b, input_file, limit=1, context=64, max_answer_tokens=0, say=print)
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("max_model_len", "--set-b max_model_len: expected key=value, such as `--set-b "),
+        ("block_size=[", "--set-b block_size=[: the value is not valid YAML"),
+        ("block_size=0", "--set-b block_size=0: `block_size` is 0; allowed: "),
+        ("max_model_len=99999", "B, as --set-b and --config-b make it: `max_model_len` is 99999, and demo was"),
+        ("model=/nowhere", "B, as --set-b and --config-b make it: /nowhere"),
+    ],
+)
+def test_what_is_wrong_with_b_names_its_option(value: str, words: str) -> None:
+    result = CliRunner().invoke(app, ["compare-quality", "x.jsonl", "-m", "demo", "--set-b", value])
+    assert isinstance(result.exception, NvcliError)
+    assert str(result.exception).startswith(words)
+
+
 def test_broken_weights_are_named(tmp_path: Path) -> None:
     """A model of NaN ends the comparison with one error, whatever the other says."""
     from checkpoints import set_weights

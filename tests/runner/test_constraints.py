@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from constrained_requests import (
     END_IDS,
@@ -76,7 +77,8 @@ def test_a_complete_answer_ends_even_before_min_tokens(vocabulary: Vocabulary) -
 
 
 def test_a_constraint_begins_behind_its_mark(vocabulary: Vocabulary) -> None:
-    """What comes before the mark is free, an end of the answer there too, and what comes behind it is not."""
+    """What comes before the mark is free, an end of the answer there too unless there must be an answer, and what comes
+    behind it is not."""
     grammar = vocabulary.compile(Structured(choice=["95"]))
     biased = SamplingParams(temperature=10.0, logit_bias=dict.fromkeys((*MARK, 402), 100.0))
     waiting = Constraint(grammar=grammar, end_ids=END_IDS, starts_after=MARK)
@@ -93,6 +95,13 @@ def test_a_constraint_begins_behind_its_mark(vocabulary: Vocabulary) -> None:
         assert tokens[at + 2 : -1] == vocabulary.tokenizer.greedy_tokenize("95")
         assert tokens[-1] in END_IDS
     assert any(tokens[:2] != MARK for tokens, _ in found.values())
+    for must_begin in (False, True):
+        ends = SamplingParams(temperature=0.0, logit_bias={**dict.fromkeys(MARK, 20.0), END_IDS[0]: 100.0})
+        held = msgspec.structs.replace(waiting, must_begin=must_begin)
+        ((tokens, _),) = run_here([make_request(0, [5, 6, 7], 40, stop_ids=END_IDS, sampling=ends, constraint=held)])[
+            0
+        ].values()
+        assert (tokens == [END_IDS[0]]) is not must_begin
 
 
 def test_an_answer_may_begin_its_free_part_or_not(vocabulary: Vocabulary) -> None:

@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
         n_routed_experts=8,
         n_shared_experts=1,
         num_experts_per_tok=3,
-        moe_intermediate_size=24,
+        moe_intermediate_size=32,
         n_group=4,
         topk_group=2,
         first_k_dense_replace=1,

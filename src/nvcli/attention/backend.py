@@ -53,6 +53,10 @@ class AttentionBackend(ABC):
     notes: tuple[str, ...] = ()
     """What the log says of the kernels that were chosen."""
 
+    reads_segments: bool = False
+    """Whether it reads the segments of keys that decode rows share (`ForwardBatch.segments`) once for all of them. The
+    others ignore segments, and compute the same."""
+
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
 

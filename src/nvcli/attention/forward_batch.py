@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.segment_tables import SegmentTables
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -35,6 +36,8 @@ class BatchShape:
     """The number of prefill chunks, padding included."""
     prefill_tokens: int = 0
     """Tokens of all prefill chunks together."""
+    shares_segments: bool = False
+    """Whether decode rows share segments of keys that are read once for all of them."""
 
     @property
     def num_rows(self) -> int:
@@ -102,6 +105,9 @@ class ForwardBatch:
     whose outcome the host does not know yet accept a number of tokens of their own."""
     kv_cache: KVCache
     backend: LayerAttention
+    segments: SegmentTables | None = None
+    """The segments of keys that decode rows share and that are worth being read once for all of them; None where there
+    are none, and for backends that ignore them."""
 
     @property
     def num_tokens(self) -> int:

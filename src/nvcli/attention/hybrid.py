@@ -18,6 +18,7 @@ class HybridBackend(AttentionBackend):
         self.notes = (*prefill.notes, *decode.notes)
         self.reads_new_keys = prefill.reads_new_keys
         self.reads_behind_rows = prefill.reads_behind_rows or decode.reads_behind_rows
+        self.reads_segments = decode.reads_segments
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:

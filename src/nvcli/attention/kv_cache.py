@@ -111,6 +111,11 @@ class KVCacheSpec:
             return part_bytes(self.block_size, *heads, "fp8")
         return self.block_size * heads[0] * heads[1]
 
+    def token_bytes(self, group: int) -> int:
+        """The bytes of a token's keys and values in all layers of a group, with their scales."""
+        elements = self.part_elements(self.group_heads[group]) * self.unit.itemsize // self.block_size
+        return 2 * len(self.group_layers[group]) * elements
+
     @property
     def block_elements(self) -> int:
         """The elements of one block: keys and values, or states, of all layers of the group that needs most."""
@@ -175,15 +180,18 @@ class KVCache:
     def _add_layer(self, layer: int, heads: tuple[int, int], k: Tensor, v: Tensor) -> None:
         """Note a layer's parts of all blocks, [num_blocks, elements of a part] each."""
         spec = self.spec
-        shape = (self.num_blocks, spec.block_size, *heads)
+        num_heads, head_dim = heads
+        shape = (self.num_blocks, spec.block_size, num_heads, head_dim)
+        # Kernels are compiled for the distance between blocks: the lone block of a warm-up has that of a whole pool.
+        stride = (k.stride(0), num_heads * head_dim, head_dim, 1)
         if not spec.has_scales:
-            self._layers[layer] = k.view(shape), v.view(shape)
+            self._layers[layer] = k.as_strided(shape, stride), v.as_strided(shape, stride)
             return
+        self._layers[layer] = k.view(FP8).as_strided(shape, stride), v.view(FP8).as_strided(shape, stride)
         size = math.prod(shape[1:])
-        self._layers[layer] = tuple(part[:, :size].view(FP8).view(shape) for part in (k, v))  # type: ignore[assignment]
-        num_scales = spec.block_size * heads[0]
+        num_scales = spec.block_size * num_heads
         scales = (part[:, size : size + 2 * num_scales].view(torch.bfloat16) for part in (k, v))
-        self._scales[layer] = KVScales(*(scale.view(self.num_blocks, heads[0], -1) for scale in scales))
+        self._scales[layer] = KVScales(*(scale.view(self.num_blocks, num_heads, -1) for scale in scales))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, counted from the rank's first."""

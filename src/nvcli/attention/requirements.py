@@ -22,9 +22,11 @@ def unmet_requirements(
     head_dims: Sequence[int],
     takes_sinks: bool = False,
     takes_scaled_cache: bool = False,
+    is_batch_invariant: bool = False,
 ) -> list[str]:
     """Return the reasons why a backend that needs this compute capability, and serves these types and head sizes,
-    sinks if `takes_sinks`, and keys with scales beside them if `takes_scaled_cache`, cannot serve `case`."""
+    sinks if `takes_sinks`, keys with scales beside them if `takes_scaled_cache`, and runs that are batch-invariant if
+    `is_batch_invariant`, cannot serve `case`."""
     if case.device.type != "cuda":
         return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
     reasons = []
@@ -44,6 +46,8 @@ def unmet_requirements(
         reasons.append(
             f"the KV cache is kept in {_name(case.cache_dtype)}, and it reads the model's {_name(case.dtype)}"
         )
+    if case.batch_invariant and not is_batch_invariant:
+        reasons.append("batch_invariant is true, and its results depend on the batch")
     for spec in case.specs:
         if spec.head_dim not in head_dims:
             reasons.append(f"head size {spec.head_dim} is not one of {', '.join(map(str, head_dims))}")

@@ -18,6 +18,8 @@ BACKENDS = {
     "flashinfer": "nvcli.attention.flashinfer_backend:FlashInferBackend",
     "torch": "nvcli.attention.torch_backend:TorchBackend",
 }
+BATCH_INVARIANT = {"torch": "nvcli.attention.row_by_row_backend:RowByRowBackend"}
+"""What takes a backend's place in a run that is batch-invariant."""
 AUTO_ORDER = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
 """The backends that `auto` asks on each device, fastest first."""
 NOT_ASKED = {
@@ -41,9 +43,14 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
     notes: list[str] = []
     prefill_name = _choose(prefill, case, notes)
     decode_name = _choose(decode, case, notes)
-    backend = _load(prefill_name)(case)
+    if case.batch_invariant and decode_name != prefill_name:
+        raise ConfigError(
+            f"`batch_invariant` needs one attention backend, as a token may be computed in a prompt or behind it, and "
+            f"`attention_backend` comes to {prefill_name} and {decode_name}; name one or leave it out"
+        )
+    backend = _load(prefill_name, case)(case)
     if decode_name != prefill_name:
-        backend = HybridBackend(backend, _load(decode_name)(case))
+        backend = HybridBackend(backend, _load(decode_name, case)(case))
     if "auto" in (prefill, decode):
         notes.append(f"attention backend: {backend.name}")
     notes.extend(backend.notes)
@@ -52,17 +59,17 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
 
 def why_not(name: str, case: AttentionCase) -> list[str]:
     """Return the reasons why the backend of that name cannot serve `case`, none if it can."""
-    return _load(name).unsupported(case)
+    return _load(name, case).unsupported(case)
 
 
 def _choose(name: str, case: AttentionCase, notes: list[str]) -> str:
     """Return the name of the backend that `name` stands for; add the backends that were passed over to the notes."""
     if name != "auto":
-        if reasons := _load(name).unsupported(case):
+        if reasons := _load(name, case).unsupported(case):
             raise ConfigError(f"attention_backend {name} cannot serve this run: {'; '.join(reasons)}; use `auto`")
         return name
     for candidate in AUTO_ORDER[case.device.type]:
-        reasons = _load(candidate).unsupported(case)
+        reasons = _load(candidate, case).unsupported(case)
         if not reasons:
             others = NOT_ASKED[case.device.type]
             notes.extend(f"attention backend {other} passed over: {reason}" for other, reason in others.items())
@@ -71,9 +78,10 @@ def _choose(name: str, case: AttentionCase, notes: list[str]) -> str:
     raise ConfigError(f"no attention backend can serve this run; {'; '.join(notes)}")
 
 
-def _load(name: str) -> type[AttentionBackend]:
+def _load(name: str, case: AttentionCase) -> type[AttentionBackend]:
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is unknown; known: auto, {', '.join(BACKENDS)}")
-    module_name, _, class_name = BACKENDS[name].partition(":")
+    place = BATCH_INVARIANT.get(name, BACKENDS[name]) if case.batch_invariant else BACKENDS[name]
+    module_name, _, class_name = place.partition(":")
     backend: type[AttentionBackend] = getattr(import_module(module_name), class_name)
     return backend

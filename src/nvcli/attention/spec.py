@@ -59,6 +59,10 @@ class AttentionCase:
     """The most rows of a step, padding included; workspaces are sized by it."""
     max_num_batched_tokens: int = 8192
     """The most tokens of a step, padding included."""
+    batch_invariant: bool = False
+    """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
+    max_shared_rows: int = 0
+    """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none."""
 
     @property
     def cache_dtype(self) -> torch.dtype:

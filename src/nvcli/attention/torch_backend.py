@@ -29,6 +29,7 @@ from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
 from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.torch_segments import SharedRead, plan_shared_reads
 from nvcli.kernels.fp8_kv import gather_blocks
 
 _GROUP_BYTES_CPU = 4 << 20
@@ -63,6 +64,8 @@ class _Decodes:
     rank: Tensor
     """[rows] int64, the inverse of `order`."""
     groups: list[_DecodeGroup]
+    shared: list[SharedRead] | None
+    """What is read once for several rows; None: every row reads all of its keys on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     reads_new_keys = True  # those of prompts without a prefix
     reads_behind_rows = True
+    reads_segments = True
 
     def __init__(self, case: AttentionCase) -> None:
         self._case = case
@@ -128,7 +132,9 @@ class TorchBackend(AttentionBackend):
         scales = batch.kv_cache.scales(layer)
         num_kv_heads, head_dim = k_cache.shape[2:]
         sorted_q = q.index_select(0, decodes.order).view(q.shape[0], num_kv_heads, -1, head_dim)
-        sorted_out = torch.empty_like(sorted_q)  # [rows, KV, G, D], in sorted order
+        is_part = decodes.shared is not None
+        sorted_out = torch.empty_like(sorted_q, dtype=torch.float32 if is_part else None)  # [rows, KV, G, D]
+        log_sums = torch.empty(sorted_q.shape[:3] if is_part else (0,), device=q.device)
         for group in decodes.groups:
             num_blocks = group.block_ids.shape[0]
             k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
@@ -140,15 +146,26 @@ class TorchBackend(AttentionBackend):
                 gather_blocks(v_cache, None if scales is None else scales.v, group.block_ids, v)
             shape = (group.size, -1, num_kv_heads, head_dim)
             rows = slice(group.start, group.start + group.size)
-            sorted_out[rows] = _softmax_attention(
-                spec,
-                sorted_q[rows],
-                k.view(shape)[:, : group.most_keys].transpose(1, 2),
-                v.view(shape)[:, : group.most_keys].transpose(1, 2),
-                mask=group.mask,
-                is_causal=False,
-                sinks=None if sinks is None else sinks.view(num_kv_heads, -1, 1),
-            )
+            keys, values = (part.view(shape)[:, : group.most_keys].transpose(1, 2) for part in (k, v))
+            group_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+            if is_part:
+                sorted_out[rows], log_sums[rows] = written_softmax.attend_part(
+                    spec, sorted_q[rows], keys, values, mask=group.mask, sinks=group_sinks
+                )
+            else:
+                sorted_out[rows] = softmax_attention(
+                    spec, sorted_q[rows], keys, values, mask=group.mask, is_causal=False, sinks=group_sinks
+                )
+        if decodes.shared is not None:
+            whole, log_sums = sorted_out[decodes.rank], log_sums[decodes.rank]
+            grouped_q = q.unflatten(1, (num_kv_heads, -1))  # type: ignore[no-untyped-call]
+            for read in decodes.shared:
+                keys, values = self._read_blocks(layer, read.block_ids, batch.kv_cache)
+                own = whole[read.rows], log_sums[read.rows]
+                whole[read.rows], log_sums[read.rows] = written_softmax.join_parts(
+                    own, read.attend(spec, grouped_q, keys, values)
+                )
+            return new_or(out, q).copy_(whole.flatten(1, 2))
         return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=new_or(out, q))
 
     def prefill(
@@ -182,7 +199,7 @@ class TorchBackend(AttentionBackend):
             for start in range(0, num_tokens, _QUERY_CHUNK):
                 end = min(start + _QUERY_CHUNK, num_tokens)
                 position = chunk.prefix + start
-                seen = slice(_first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
+                seen = slice(first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
                 mask = self._mask(spec.window, end - start, seen.stop - seen.start)
                 queries = slice(chunk.start + start, chunk.start + end)
                 out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks)
@@ -210,7 +227,11 @@ class TorchBackend(AttentionBackend):
         case, device = self._case, batch.seq_lens.device
         window, kv_group = kind
         # Keys are read from the first block that the row's token sees into; `skipped` are those before it.
-        skipped = [_first_seen(length - 1, window) // case.block_size * case.block_size for length in lens]
+        skipped = [first_seen(length - 1, window) // case.block_size * case.block_size for length in lens]
+        shared = None
+        if batch.segments is not None:
+            shared, own_begins = plan_shared_reads(batch, kv_group, window, case.block_size, lens)
+            skipped = [max(skip, begin) for skip, begin in zip(skipped, own_begins, strict=True)]
         reads = [max(length, 1) - skip for length, skip in zip(lens, skipped, strict=True)]
         order = sorted(range(len(lens)), key=reads.__getitem__, reverse=True)
         order_t = torch.tensor(order, dtype=torch.int64, device=device)
@@ -247,7 +268,7 @@ class TorchBackend(AttentionBackend):
             most_blocks = max(most_blocks, size * width)
             start += size
         self._reserve_scratch(most_blocks, device)
-        return _Decodes(order_t, rank, groups)
+        return _Decodes(order_t, rank, groups, shared)
 
     def _reserve_scratch(self, num_blocks: int, device: torch.device) -> None:
         numel = 2 * num_blocks * self._case.block_size * self._kv_heads_dim
@@ -264,7 +285,7 @@ class TorchBackend(AttentionBackend):
             prefix = max(seq_len - num_tokens, 0)  # padding rows may have more tokens than keys
             block_ids, first_key = None, 0
             if prefix > 0 or not self.reads_new_keys:
-                first_block = _first_seen(prefix, window) // case.block_size
+                first_block = first_seen(prefix, window) // case.block_size
                 columns = slice(first_block, -(-max(seq_len, num_tokens) // case.block_size))
                 block_ids = batch.block_tables[kv_group, batch.slots[row], columns].long()
                 first_key = first_block * case.block_size
@@ -298,7 +319,7 @@ class TorchBackend(AttentionBackend):
         return mask.contiguous() if mask.is_cuda else mask  # GPU kernels read masks from aligned addresses
 
 
-def _first_seen(position: int, window: int | None) -> int:
+def first_seen(position: int, window: int | None) -> int:
     """Return the position of the first key that a token at `position` sees."""
     return 0 if window is None else max(0, position - window + 1)
 
@@ -317,11 +338,11 @@ def _attend(
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     if sinks is not None:
         sinks = sinks.view(-1, group, 1, 1)
-    out = _softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None, sinks=sinks)
+    out = softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None, sinks=sinks)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _softmax_attention(
+def softmax_attention(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, sinks: Tensor | None
 ) -> Tensor:
     """Compute softmax(q kᵀ scale, capped) v, over the last two dimensions. `mask` is added to the scores; sinks: see

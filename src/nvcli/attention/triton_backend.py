@@ -23,24 +23,29 @@ class TritonBackend(AttentionBackend):
     """Attention by the kernels in `nvcli.kernels.triton`."""
 
     name = "triton"
+    reads_segments = True
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
-        from nvcli.kernels.triton.decode_attention import DecodeAttention
-        from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-        from nvcli.kernels.triton.prefill_attention import PrefillAttention
-        from nvcli.kernels.triton.prefill_choice import prefill_attention
+        from nvcli.attention.triton_segments import SegmentedDecode
+        from nvcli.kernels.triton import decode_attention, invariant_attention
+        from nvcli.kernels.triton.prefill_choice import PrefillKernel, note_of, prefill_kernel
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles
+
+        decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
+        decode_type = invariant_attention.DecodeAttention if case.batch_invariant else decode_attention.DecodeAttention
 
         windows: dict[tuple[int, int, int], set[int | None]] = {}
         for spec in case.specs:
             windows.setdefault(_geometry(spec), set()).add(spec.window)
-        self._decodes: dict[tuple[int, int, int], DecodeAttention] = {}
-        self._prefills: dict[tuple[tuple[int, int, int], bool], PrefillAttention | HopperPrefillAttention] = {}
+        self._decodes: dict[
+            tuple[int, int, int], decode_attention.DecodeAttention | invariant_attention.DecodeAttention
+        ] = {}
+        self._prefills: dict[tuple[tuple[int, int, int], bool], PrefillKernel] = {}
         self._tiles: dict[tuple[int, int], PrefillTiles] = {}
         for geometry, kinds in windows.items():
             num_heads, num_kv_heads, head_dim = geometry
-            self._decodes[geometry] = DecodeAttention(
+            self._decodes[geometry] = decode_type(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
@@ -52,7 +57,7 @@ class TritonBackend(AttentionBackend):
                 max_rows=case.max_num_seqs,
             )
             for has_window in sorted({window is not None for window in kinds}):
-                prefill = prefill_attention(
+                prefill = prefill_kernel(
                     num_heads=num_heads,
                     num_kv_heads=num_kv_heads,
                     head_dim=head_dim,
@@ -61,8 +66,10 @@ class TritonBackend(AttentionBackend):
                     kv_dtype=case.cache_dtype,
                     device=case.device,
                     has_window=has_window,
+                    batch_invariant=case.batch_invariant,
                 )
                 self._prefills[geometry, has_window] = prefill
+                self.notes = tuple(dict.fromkeys((*self.notes, *note_of(prefill))))
                 if prefill.tile_key not in self._tiles:
                     group, rows = prefill.tile_key
                     self._tiles[prefill.tile_key] = PrefillTiles(
@@ -72,8 +79,15 @@ class TritonBackend(AttentionBackend):
                         max_chunks=case.max_num_seqs,
                         device=case.device,
                     )
-                if isinstance(prefill, HopperPrefillAttention):
-                    self.notes = ("prefill attention: the kernel for Hopper GPUs",)
+        self._segmented: SegmentedDecode | None = None
+        if case.max_shared_rows:
+            assert not case.batch_invariant, "what is shared depends on the batch"
+            decodes = {
+                geometry: decode
+                for geometry, decode in self._decodes.items()
+                if isinstance(decode, decode_attention.DecodeAttention)
+            }
+            self._segmented = SegmentedDecode(case, decodes)
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -83,7 +97,8 @@ class TritonBackend(AttentionBackend):
             dtypes=(torch.bfloat16, torch.float16, torch.float32),
             head_dims=(16, 32, 64, 128, 256, 512),
             takes_sinks=True,
-            takes_scaled_cache=True,
+            takes_scaled_cache=not case.batch_invariant,
+            is_batch_invariant=True,
         )
         if case.max_num_seqs > _MAX_ROWS:
             reasons.append(f"max_num_seqs {case.max_num_seqs} is above {_MAX_ROWS}")
@@ -95,6 +110,10 @@ class TritonBackend(AttentionBackend):
         return True
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
+        if batch.segments is not None:
+            assert self._segmented is not None
+            self._segmented.plan(batch)
+            return
         num_rows = batch.num_single_rows
         for decode in self._decodes.values():
             decode.plan(batch.seq_lens[:num_rows], batch.slots[:num_rows])
@@ -120,6 +139,10 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
+        if batch.segments is not None:
+            assert self._segmented is not None
+            self._segmented.run(spec, layer, q, batch, out, sinks)
+            return out
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
         decode = self._decodes[_geometry(spec)]

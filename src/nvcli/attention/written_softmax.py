@@ -41,16 +41,43 @@ def attend(
     return torch.cat(parts, dim=-2)
 
 
+def attend_part(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attend to a part of the keys: → [..., n, D] and the log of the sum of weights [..., n], both float32.
+
+    The shapes are those of `attend`. A query that sees none of the keys gets zeros, and -inf.
+    """
+    scores = _scores(spec, q, k, mask)
+    every = scores if sinks is None else torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    log_sum = every.logsumexp(-1)
+    weights = (scores - log_sum.clamp_min(torch.finfo(torch.float32).min).unsqueeze(-1)).exp_()
+    return torch.matmul(weights, v.float()), log_sum
+
+
+def join_parts(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Weigh the results of `attend_part` for two parts of the keys into one. Each query sees a key of one of them."""
+    log_sum = torch.logaddexp(first[1], second[1])
+    out = sum(part * (own - log_sum).exp_().unsqueeze(-1) for part, own in (first, second))
+    assert isinstance(out, Tensor)
+    return out, log_sum
+
+
 def _attend(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None, mask: Tensor | None
 ) -> Tensor:
-    scores = torch.matmul(q.float() * spec.scale, k.float().transpose(-1, -2))
-    if spec.soft_cap is not None:
-        scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
-    if mask is not None:
-        scores.add_(mask)
+    scores = _scores(spec, q, k, mask)
     if sinks is None:
         weights = scores.softmax(-1)
     else:
         weights = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1).softmax(-1)[..., :-1]
     return torch.matmul(weights, v.float()).to(q.dtype)
+
+
+def _scores(spec: AttentionSpec, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    scores = torch.matmul(q.float() * spec.scale, k.float().transpose(-1, -2))
+    if spec.soft_cap is not None:
+        scores = scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if mask is not None:
+        scores.add_(mask)
+    return scores

@@ -15,6 +15,7 @@ _SWITCHES: dict[str, dict[str, bool]] = {
     "overlap": {"overlap_steps": False},
     "graphs": {"enforce_eager": True},
     "prefix-cache": {"enable_prefix_caching": False},
+    "admission": {"plan_admission": False},
 }
 _BACKEND = "backend="
 

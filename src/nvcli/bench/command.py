@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from nvcli.bench.bench import BenchResult, bench
 from nvcli.bench.file_workload import FileWorkload
 from nvcli.bench.plot import check_plot, draw_run
 from nvcli.bench.shapes import model_folder
-from nvcli.bench.workload import Workload
+from nvcli.bench.workload import PrefixLevel, Workload
 from nvcli.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
@@ -34,7 +35,8 @@ class BenchOptions:
     num_requests: int | None = None
     input_len: str | None = None
     output_len: str | None = None
-    shared_prefix: int | None = None
+    shared_prefix: str | None = None
+    samples: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -56,6 +58,23 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     return ends
 
 
+def parse_shared_prefix(text: str) -> tuple[PrefixLevel, ...]:
+    """Parse prefixes such as `2048`, `2048:16` (16 groups) or `1024,1024:8` (two levels). Raises ConfigError."""
+    levels = []
+    try:
+        for level in text.split(","):
+            num_tokens, _, num_groups = level.partition(":")
+            levels.append(PrefixLevel(num_tokens=int(num_tokens), num_groups=int(num_groups or 1)))
+    except ValueError:
+        levels = []
+    if not levels or any(level.num_tokens < 0 or level.num_groups < 1 for level in levels):
+        raise ConfigError(
+            f"--shared-prefix {text}: allowed: a number of tokens such as 2048, with groups 2048:16, with a second "
+            "level 1024,1024:8"
+        )
+    return tuple(levels)
+
+
 def make_workload(options: BenchOptions) -> Workload | FileWorkload:
     """Make the workload. Raises ConfigError for options that are wrong or do not go together."""
     lengths = {
@@ -69,16 +88,25 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
     if options.input is None:
         numbers = {
             "num_requests": options.num_requests,
-            "shared_prefix": options.shared_prefix,
+            "samples": options.samples,
             "temperature": options.temperature,
             "top_k": options.top_k,
             "top_p": options.top_p,
         }
         given = {name: value for name, value in numbers.items() if value is not None}
-        return Workload(**given, **lengths, seed=options.seed)  # type: ignore[arg-type]
+        prefixes = () if options.shared_prefix is None else parse_shared_prefix(options.shared_prefix)
+        workload = Workload(**given, **lengths, shared_prefix=prefixes, seed=options.seed)  # type: ignore[arg-type]
+        num_groups = math.prod(level.num_groups for level in prefixes)
+        if num_groups > workload.num_requests:
+            raise ConfigError(
+                f"--shared-prefix {options.shared_prefix}: {num_groups} groups for {workload.num_requests} requests "
+                "leave some groups empty; raise --num-requests, or lower the number of groups"
+            )
+        return workload
     made_up = {
         "--input-len": options.input_len,
         "--shared-prefix": options.shared_prefix,
+        "--samples": options.samples,
         "--temperature": options.temperature,
         "--top-k": options.top_k,
         "--top-p": options.top_p,
@@ -117,7 +145,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
             )
         if isinstance(workload, Workload):  # drawn when it is known that they fit: it takes a while
             requests = workload.requests(model.vocab_size)
-        layout = resolve_layout(run, config, model, num_requests=len(requests))
+        layout = resolve_layout(run, config, model, num_requests=sum(request.n for request in requests))
         check_ram(config, model, num_replicas=layout.data_parallel_size, available=available_ram())
         if layout.why:
             say(layout.why)

@@ -25,9 +25,13 @@ class Pass:
     seconds: float
     """Seconds from the sending of the first request to the arrival of the last answer."""
     num_requests: int
+    """Answers; each sample of a prompt counts."""
     prompt_tokens: int
+    """Tokens of the prompts; those of one prompt count once, whatever its samples."""
     cached_tokens: int
-    """Prompt tokens that were found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache and not computed, summed over the samples."""
+    computed_prompt_tokens: int
+    """Prompt tokens that were computed, each token of a sample once."""
     output_tokens: int
     num_preemptions: int
     num_blocks: int
@@ -67,16 +71,15 @@ class Engines:
         return self._ready[0]
 
     def run(self, requests: Sequence[Request]) -> Pass:
-        """Answer all requests, with an empty prefix cache at the beginning. Their ids are given here.
+        """Answer all requests, with all their samples, from an empty prefix cache. Their ids are given here.
 
         Raises WorkerError, or CapacityError for a request that the engine cannot answer or where it had to lower its
         limits.
         """
-        ids = range(self._next_id, self._next_id + len(requests))
-        self._next_id = ids.stop
-        numbered = [
-            msgspec.structs.replace(request, request_id=number) for number, request in zip(ids, requests, strict=True)
-        ]
+        numbered = []
+        for request in requests:
+            numbered.append(msgspec.structs.replace(request, request_id=self._next_id))
+            self._next_id += request.n
         dealt = deal_out(numbered, len(self._clients))
         preemptions_before = sum(client.stats.num_preemptions for client in self._clients)
         for client in self._clients:
@@ -93,12 +96,14 @@ class Engines:
         for steps in records:
             if steps:
                 steps[0].idle_seconds = 0.0  # the device waited for the pass to begin
+        sampled_tokens = sum(request.n * len(unpack(request.prompt_ids)) for request in requests)
         return Pass(
             seconds=seconds,
-            num_requests=len(requests),
+            num_requests=sum(request.n for request in requests),
             prompt_tokens=sum(len(unpack(request.prompt_ids)) for request in requests),
             cached_tokens=cached_tokens,
-            output_tokens=sum(request.max_tokens for request in requests),
+            computed_prompt_tokens=sampled_tokens - cached_tokens,
+            output_tokens=sum(request.n * request.max_tokens for request in requests),
             num_preemptions=sum(client.stats.num_preemptions for client in self._clients) - preemptions_before,
             num_blocks=self._ready[0].num_blocks,
             records=records,
@@ -106,7 +111,9 @@ class Engines:
 
     def _wait_for_answers(self, requests: Sequence[Request]) -> int:
         """Wait until all requests are answered in the length that was asked for. Return their cached tokens."""
-        expected = {request.request_id: request.max_tokens for request in requests}
+        expected = {
+            request.request_id + sample: request.max_tokens for request in requests for sample in range(request.n)
+        }
         cached_tokens = 0
         while expected:
             connection.wait([client.fileno() for client in self._clients], _WAIT_SECONDS)
@@ -136,5 +143,5 @@ def deal_out(requests: Sequence[Request], num_shares: int) -> list[list[Request]
     for request in requests:
         least = num_tokens.index(min(num_tokens))
         shares[least].append(request)
-        num_tokens[least] += request.max_tokens
+        num_tokens[least] += request.n * request.max_tokens
     return shares

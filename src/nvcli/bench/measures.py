@@ -57,9 +57,13 @@ class Run:
 
     seconds: float
     num_requests: int
+    """Answers; each sample of a prompt counts."""
     prompt_tokens: int
+    """Tokens of the prompts; those of one prompt count once, whatever its samples."""
     cached_tokens: int
-    """Prompt tokens that were found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache and not computed, summed over the samples."""
+    computed_prompt_tokens: int
+    """Prompt tokens that were computed, each token of a sample once."""
     output_tokens: int
     steps: dict[str, StepTimes]
     """The steps of all replicas, by forward mode."""
@@ -76,6 +80,11 @@ class Run:
     """The largest share of a replica's KV blocks that were held at a time, from 0 to 1."""
     mean_kv_share: float
     """The share of KV blocks that were held, on average over the steps' time."""
+
+    @property
+    def cached_share(self) -> float:
+        """The share of the samples' prompt tokens that were found in the prefix cache, from 0 to 1."""
+        return self.cached_tokens / (self.cached_tokens + self.computed_prompt_tokens)
 
     @property
     def output_rate(self) -> float:
@@ -109,6 +118,7 @@ def run_of(recorded: Pass, costs: ModelCosts, ceilings: Ceilings) -> Run:
         num_requests=recorded.num_requests,
         prompt_tokens=recorded.prompt_tokens,
         cached_tokens=recorded.cached_tokens,
+        computed_prompt_tokens=recorded.computed_prompt_tokens,
         output_tokens=recorded.output_tokens,
         steps={mode: StepTimes.of(steps) for mode, steps in by_mode.items() if steps},
         limits={mode: Roofline.of(steps, costs, ceilings) for mode, steps in by_mode.items() if steps},

@@ -6,9 +6,8 @@ memory's bandwidth, and its operations, over the matrix rate. Counted is what no
     layer matrices      every weight read once; 2 operations for each weight and token
     experts             likewise, the weights of the experts that at least one token has
     LM head             likewise, for the rows that get a token
-    decode attention    keys and values of each row read once (no row shares another's), the new ones written
-    prompt attention    keys and values of each chunk read once, the new ones written; 4 operations for each head, head
-                        dimension and pair of tokens
+    decode attention    keys and values read once, also those of a prefix that several rows share; the new ones written
+    prompt attention    those of each chunk likewise; 4 operations for each head, head dimension and pair of tokens
     decode states       the recurrent states of each row read and written once, and three products with a vector
     prompt states       those of each chunk likewise, with three products for each token
 
@@ -70,9 +69,11 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
         keys, pairs = step.decode_keys, step.prefill_pairs
         if kind.window is not None:
             keys, pairs = min(keys, step.num_decodes * kind.window), min(pairs, step.num_prefill_tokens * kind.window)
+        decode_reads = min(keys, step.decode_keys - step.repeated_decode_keys)
+        prefill_reads = step.prefill_keys - step.repeated_prefill_keys
         kv_bytes, flops = kind.kv_bytes_per_token, kind.flops_per_pair
-        decode += Work((keys + step.num_decodes) * kv_bytes, keys * flops)
-        prefill += Work((step.prefill_keys + step.num_prefill_tokens) * kv_bytes, pairs * flops)
+        decode += Work((decode_reads + step.num_decodes) * kv_bytes, keys * flops)
+        prefill += Work((prefill_reads + step.num_prefill_tokens) * kv_bytes, pairs * flops)
     experts = {} if costs.experts is None else {"experts": _expert_work(costs.experts, num_tokens)}
     states = {}
     if costs.states is not None:

@@ -14,6 +14,16 @@ _FIRST_PLAIN_ID = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLevel:
+    """One level of shared prefixes, below each prefix of the level before."""
+
+    num_tokens: int
+    """Tokens that this level adds to a prefix."""
+    num_groups: int = 1
+    """How many different prefixes of this level follow each prefix of the level before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Prompts of random tokens, each answered with a fixed number of tokens."""
 
@@ -21,8 +31,11 @@ class Workload:
     input_len: tuple[int, int] = (100, 1024)
     output_len: tuple[int, int] = (100, 1024)
     """Lengths of prompts and of answers in tokens are uniform over these ranges, ends included."""
-    shared_prefix: int = 0
-    """Tokens that all prompts begin with; `input_len` tokens of their own follow."""
+    samples: int = 1
+    """Answers to each prompt: `n`."""
+    shared_prefix: tuple[PrefixLevel, ...] = ()
+    """The prefixes that prompts share, as a tree; `input_len` tokens of their own follow. The last level's prefixes
+    have equally many prompts, or one more, in random order."""
     temperature: float = 0.6
     top_k: int = 0
     """0: off."""
@@ -32,28 +45,42 @@ class Workload:
     @property
     def max_model_len(self) -> int:
         """The length of the longest request that the workload may have."""
-        return self.shared_prefix + self.input_len[1] + self.output_len[1]
+        prefix = sum(level.num_tokens for level in self.shared_prefix)
+        return prefix + self.input_len[1] + self.output_len[1]
 
     def rows(self, vocab_size: int) -> list[tuple[list[int], int]]:
         """Return the prompt and the number of tokens to generate of each request.
 
-        All prompts are drawn first, then all lengths, then the prefix. Ids are 0 to 10,000 as in nano-vllm's workload;
-        in a smaller vocabulary all but 0 and 1, which are often special.
+        All prompts are drawn first, then all lengths, then the prefixes and who has which. Ids are 0 to 10,000 as in
+        nano-vllm's workload; in a smaller vocabulary all but 0 and 1, which are often special.
         """
         rng = random.Random(self.seed)
         last = vocab_size - 1
         ids = (0, _MAX_TOKEN_ID) if last >= _MAX_TOKEN_ID else (min(_FIRST_PLAIN_ID, last), last)
         prompts = [[rng.randint(*ids) for _ in range(rng.randint(*self.input_len))] for _ in range(self.num_requests)]
         output_lens = [rng.randint(*self.output_len) for _ in range(self.num_requests)]
-        prefix = [rng.randint(*ids) for _ in range(self.shared_prefix)]
-        return [(prefix + prompt, output_len) for prompt, output_len in zip(prompts, output_lens, strict=True)]
+        prefixes: list[list[int]] = [[]]
+        for level in self.shared_prefix:
+            prefixes = [
+                prefix + [rng.randint(*ids) for _ in range(level.num_tokens)]
+                for prefix in prefixes
+                for _ in range(level.num_groups)
+            ]
+        groups = [number % len(prefixes) for number in range(self.num_requests)]
+        rng.shuffle(groups)
+        return [
+            (prefixes[group] + prompt, output_len)
+            for group, prompt, output_len in zip(groups, prompts, output_lens, strict=True)
+        ]
 
     def requests(self, vocab_size: int) -> list[Request]:
-        """Return `rows` as requests, with ids from 0."""
-        sampling = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, ignore_eos=True)
+        """Return `rows` as requests for all samples of each, with ids from 0."""
+        sampling = SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, n=self.samples, ignore_eos=True
+        )
         return [
             Request(
-                request_id=i,
+                request_id=i * self.samples,
                 prompt_ids=pack(prompt),
                 max_tokens=output_len,
                 sampling=sampling,
@@ -61,6 +88,7 @@ class Workload:
                 seed=self.seed,
                 row=i,
                 sample=0,
+                n=self.samples,
             )
             for i, (prompt, output_len) in enumerate(self.rows(vocab_size))
         ]

@@ -130,6 +130,7 @@ def check_job(
         shard=options.shard,
         weights=False,
         found_device="cuda" if options.gpus is not None else None,
+        setter_of=source.setter,
     )
     if options.gpus is not None and job.config.device == "cpu":
         raise ConfigError("--gpu estimates for GPUs, and `device` is cpu; leave one of the two out")
@@ -157,7 +158,7 @@ class _Reading:
     def read(self, num_prompts: int, progress: CheckProgress) -> NvcliError | KeyboardInterrupt | None:
         """Read all rows, and return what ended that before their end. Raises ConfigError where it ends at the first."""
         job, tally = self._job, self._tally
-        tokenizer = Tokenizer.load(job.model_path, chat_template=job.chat_template)
+        tokenizer = job.load_tokenizer()
         started = time.monotonic()
         try:
             with _interruptible(), closing(progress):

@@ -31,7 +31,7 @@ from nvcli.cli.options import (
 from nvcli.cli.values import option_value, optional_value
 
 _NumRequests = Annotated[int, Meta(ge=1, le=10_000_000)]
-_NumTokens = Annotated[int, Meta(ge=0)]
+_NumSamples = Annotated[int, Meta(ge=1, le=1024)]
 _Temperature = Annotated[float, Meta(ge=0, le=100)]
 _TopK = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 _TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -86,10 +86,14 @@ def bench(
         str | None,
         typer.Option(
             "--shared-prefix",
-            metavar="N",
-            help="Tokens that all prompts begin with, before their own; 0.",
+            metavar="N[:GROUPS],...",
+            help="Tokens that prompts share, before their own: all, or those of a group; a comma adds a level.",
             rich_help_panel=WORKLOAD,
         ),
+    ] = None,
+    samples: Annotated[
+        str | None,
+        typer.Option("--samples", metavar="N", help="Answers to each prompt; 1.", rich_help_panel=WORKLOAD),
     ] = None,
     temperature: Annotated[
         str | None,
@@ -125,7 +129,7 @@ def bench(
         typer.Option(
             "--ablate",
             metavar="PART,...",
-            help="Run again without each: overlap, graphs, prefix-cache; or with another: backend=NAME.",
+            help="Run again without each: overlap, graphs, prefix-cache, admission; or with another: backend=NAME.",
             rich_help_panel=RESULT,
         ),
     ] = None,
@@ -153,6 +157,8 @@ def bench(
       nvcli bench --shape qwen3-0.6b --repeat 3 --plot run.svg
       nvcli bench --shape qwen3-8b --tp 2 --json > result.json
       nvcli bench --shape qwen3-0.6b --shared-prefix 2048 --input-len 64 --output-len 128
+      nvcli bench --shape qwen3-8b --num-requests 1024 --shared-prefix 1024,1024:8 --input-len 64 --output-len 128
+      nvcli bench --shape qwen3-8b --num-requests 128 --samples 64 --input-len 200 --output-len 512
       nvcli bench --shape qwen3-8b --ablate overlap,graphs,prefix-cache,backend=torch
       nvcli bench -m Qwen/Qwen3-8B --input questions.jsonl --num-requests 500
     """
@@ -186,7 +192,8 @@ def bench(
         num_requests=optional_value("--num-requests", num_requests, _NumRequests, int),
         input_len=input_len,
         output_len=output_len,
-        shared_prefix=optional_value("--shared-prefix", shared_prefix, _NumTokens, int),
+        shared_prefix=shared_prefix,
+        samples=optional_value("--samples", samples, _NumSamples, int),
         temperature=optional_value("--temperature", temperature, _Temperature, float),
         top_k=optional_value("--top-k", top_k, _TopK, int),
         top_p=optional_value("--top-p", top_p, _TopP, float),

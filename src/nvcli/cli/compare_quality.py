@@ -98,7 +98,7 @@ def compare_quality(
     run_a = load_run_config(file, own, flags)
     changed = {text.partition("=")[0].strip() for text in set_b or ()}
     flags_b = {flag: value for flag, value in flags.items() if FLAG_KEYS[flag] not in changed}
-    run_b = load_run_config(config_b or file, [*own, *(set_b or ())], flags_b)
+    run_b = load_run_config(config_b or file, own, flags_b, other_overrides={"--set-b": set_b or ()})
     report = run_comparison(
         run_a,
         run_b,

@@ -22,10 +22,10 @@ def share_memory(
 
     If one rank cannot have it, no rank of any stage gets it, and sums go through the process group: a rank and its
     counterpart in the next stage must agree on the rows of a residual that are up to date. Returns notes for the log
-    that say why.
+    that say why. A group that sums in order gets none: the order here depends on the number of rows.
     """
     world, group = groups.world, groups.tensor
-    if group.size == 1 or group.device.type != "cuda":
+    if group.size == 1 or group.device.type != "cuda" or group.sums_in_order:
         return []
     layout = PeerLayout(num_ranks=group.size, max_rows=max_rows, hidden_size=hidden_size, dtype=dtype)
     memory, obstacle = None, _obstacle(config, group, first_rank=world.rank - group.rank)

@@ -1,7 +1,8 @@
 """TensorParallelGroup: the ranks that share one replica's layers, and what they compute together.
 
 They sum through the process group. Where the group has been given a `PeerMemory`, sums of as many rows as it takes go
-through that instead.
+through that instead. Where `sums_in_order` is set, every rank gets all parts and adds them up itself, in the order of
+ranks: which order a library takes may depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nvcli.kernels.norm import add_rms_norm, rms_norm, sum_rms_norm
+from nvcli.kernels.norm import add_rms_norm, rms_norm, sum_in_order, sum_rms_norm
 from nvcli.kernels.peer_memory import PeerMemory
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The same function, whose older name torch 2.13 warns of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,9 @@ class TensorParallelGroup:
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.peer_memory: PeerMemory | None = None
         """The runner sets it before the first forward pass, on all ranks or on none."""
+        self.sums_in_order = False
+        """Whether sums have the same bits for a row whatever other rows there are. The runner sets it likewise; such a
+        group has no `peer_memory`."""
 
     @staticmethod
     def single() -> TensorParallelGroup:
@@ -76,7 +83,8 @@ class TensorParallelGroup:
         """
         memory = None if is_centered else self._peer_memory_for(part.shape, part.dtype)
         if memory is None:
-            return add_rms_norm(self._all_reduce(part), residual, weight, eps, is_centered=is_centered)
+            summed = self._parts(part) if self.sums_in_order else self._all_reduce(part)
+            return add_rms_norm(summed, residual, weight, eps, is_centered=is_centered)
         return memory.add_rms_norm(part, residual, weight, eps)
 
     def sum_rms_norm(self, part: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -87,6 +95,8 @@ class TensorParallelGroup:
         if part.dim() == 3:
             return sum_rms_norm(part, weight, eps, dtype)
         memory = self._peer_memory_for(part.shape, part.dtype)
+        if self.sums_in_order and self.size > 1:
+            return sum_rms_norm(self._parts(part), weight, eps, dtype)
         if memory is None:
             return rms_norm(self._all_reduce(part), weight, eps)
         return memory.add_rms_norm(part, torch.zeros_like(part), weight, eps)
@@ -163,7 +173,7 @@ class TensorParallelGroup:
             return x[None]
         everyone = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         if x.numel() > 0:
-            dist.all_gather_into_tensor(everyone.flatten(0, 1), x.contiguous(), group=self.process_group)
+            _all_gather(everyone.flatten(0, 1), x.contiguous(), group=self.process_group)
         return everyone
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -182,7 +192,13 @@ class TensorParallelGroup:
         dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self.process_group)
         return int(x.item())
 
+    def _parts(self, part: Tensor) -> Tensor:
+        """The parts of all ranks [size, T, H], to be added up in their order; those of a lone rank as they are."""
+        return part if self.size == 1 else self.all_gather(part)
+
     def _all_reduce(self, x: Tensor) -> Tensor:
+        if self.sums_in_order and self.size > 1:
+            return sum_in_order(self.all_gather(x))
         if self.size > 1 and x.numel() > 0:
             dist.all_reduce(x, group=self.process_group)
         return x

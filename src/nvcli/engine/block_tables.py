@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
+from nvcli.engine.shared_segments import SegmentCosts, SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
 from nvcli.engine.step_draft import StepDraft
@@ -33,6 +34,9 @@ class KVGroup:
     is_state: bool = False
     """Whether a block holds the recurrent state behind the last token of its column, and not keys. Its window is of two
     tokens: a token goes on from the state behind the one before it."""
+
+    token_bytes: int = 0
+    """The bytes that a token's keys and values take in the layers, on all ranks of a replica."""
 
     def first_column(self, position: int, block_size: int) -> int:
         """The first column of a block table that a token at `position`, or one behind it, attends to."""
@@ -49,7 +53,16 @@ class KVGroup:
 class BlockTables:
     """Takes blocks from a BlockManager for requests, and gives them back."""
 
-    def __init__(self, block_manager: BlockManager, groups: Sequence[KVGroup], block_size: int) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        groups: Sequence[KVGroup],
+        block_size: int,
+        *,
+        max_num_seqs: int = 0,
+        segment_costs: SegmentCosts | None = None,
+    ) -> None:
+        """`segment_costs`: see `SharedSegments`."""
         self.block_manager = block_manager
         self.block_size = block_size
         self._groups = tuple(groups)
@@ -57,6 +70,13 @@ class BlockTables:
         self._windowed = [number for number in self._of_keys if groups[number].window is not None]
         self._states = StateBlocks(
             block_manager, [number for number, group in enumerate(groups) if group.is_state], block_size
+        )
+        self.segments = SharedSegments(
+            {group: groups[group].window for group in self._of_keys},
+            token_bytes=[group.token_bytes for group in groups],
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            costs=segment_costs,
         )
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk which the step after it does not attend to."""
@@ -214,6 +234,8 @@ class BlockTables:
 
     def release(self, state: RequestState) -> None:
         """Give all of a request's blocks back."""
+        if state.slot is not None:
+            self.segments.leave(state.slot)
         for group in self._of_keys:
             blocks, first = state.blocks[group], state.first_columns[group]
             self.block_manager.release(blocks[first:] if first else blocks)
@@ -222,6 +244,12 @@ class BlockTables:
         state.first_columns = []
         state.capacity = 0
         state.set_hashed_blocks(0, self.block_size)
+
+    def shares_blocks(self, state: RequestState) -> bool:
+        """Whether other requests hold the first block of keys that a running request holds, too."""
+        tables = [(state.blocks[group], state.first_columns[group]) for group in self._of_keys]
+        firsts = [block for blocks, first in tables for block in blocks[first : first + 1]]
+        return not all(map(self.block_manager.is_held_once, firsts))
 
     def _match(self, state: RequestState, hashes: Sequence[BlockHash]) -> None:
         """Find the longest cached prefix, and take a reference of its blocks.
@@ -274,6 +302,7 @@ class BlockTables:
     def check_integrity(self, running: Sequence[RequestState]) -> None:
         """Assert that the running requests' tables agree with the block manager and with how far the requests are."""
         self.block_manager.check_integrity(different(blocks) for state in running for blocks in state.blocks)
+        self.segments.check_integrity(running)
         for state in running:
             assert len(state.blocks) == len(state.first_columns) == len(self._groups)
             num_columns = -(-state.num_computed // self.block_size)

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from nvcli.engine.protocol import (
     ToEngine,
 )
 from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.shared_segments import SegmentCosts
 from nvcli.errors import NvcliError, WorkerError, first_line
 from nvcli.executor.child_process import end_at_sigterm, end_children
 from nvcli.executor.executor import Executor
@@ -71,17 +72,29 @@ def main(start: EngineStart, control: Connection) -> None:
 
 
 def scheduler_limits(
-    config: EngineConfig, windows: Iterable[int | None] = (None,), state_groups: Container[int] = ()
+    config: EngineConfig,
+    windows: Iterable[int | None] = (None,),
+    state_groups: Container[int] = (),
+    *,
+    reads_segments: bool = False,
+    group_token_bytes: Sequence[int] = (),
 ) -> SchedulerLimits:
-    """Return the limits that a configuration sets. `windows` are those of the KV groups, and `state_groups` the numbers
-    of the groups that hold recurrent states, as the ranks report them."""
+    """Return the limits that a configuration sets. The ranks report the rest: `windows` are those of the KV groups,
+    `state_groups` the numbers of the groups that hold recurrent states, `reads_segments` whether they read blocks that
+    requests share once for all of them, `group_token_bytes` what a token takes in each group on a rank."""
+    token_bytes = dict(enumerate(group_token_bytes))
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         num_micro_batches=config.pipeline_parallel_size,
-        kv_groups=tuple(KVGroup(window, number in state_groups) for number, window in enumerate(windows)),
+        kv_groups=tuple(
+            KVGroup(window, number in state_groups, token_bytes.get(number, 0) * config.num_ranks)
+            for number, window in enumerate(windows)
+        ),
+        segment_costs=SegmentCosts() if reads_segments else None,
+        plans_admission=config.plan_admission,
     )
 
 
@@ -94,9 +107,15 @@ def _serve(
     """Make the scheduler once the ranks are ready, and run the engine's loop until the parent ends it."""
     ready = executor.wait_ready()
     send(ReadyReport(ready))
-    limits = scheduler_limits(config, ready.group_windows, ready.state_groups)
+    limits = scheduler_limits(
+        config,
+        ready.group_windows,
+        ready.state_groups,
+        reads_segments=ready.reads_segments,
+        group_token_bytes=ready.group_token_bytes,
+    )
     blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-    recorder = _make_recorder() if config.record_steps else None
+    recorder = _make_recorder(limits) if config.record_steps else None
     core = EngineCore(Scheduler(limits, blocks), executor, max_in_flight=config.max_steps_in_flight, recorder=recorder)
     gc.collect()
     gc.freeze()
@@ -118,10 +137,10 @@ def _serve(
         send(EngineClosed(peak_bytes))
 
 
-def _make_recorder() -> StepRecorder:
+def _make_recorder(limits: SchedulerLimits) -> StepRecorder:
     from nvcli.engine.step_recorder import StepRecorder  # numpy: ordinary runs start without it
 
-    return StepRecorder()
+    return StepRecorder(limits)
 
 
 def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.block_tables import BlockTables, KVGroup
+from nvcli.engine.shared_segments import SegmentCosts
 from nvcli.errors import ConfigError
 
 
@@ -24,6 +26,12 @@ class SchedulerLimits:
     tokens_per_row: int = 1
     """Tokens of a decode row: the last one, and those that were drafted to follow it."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+    segment_costs: SegmentCosts | None = None
+    """What decides which blocks that decoding requests share are read once for all of them; None: the ranks read none
+    so."""
+    plans_admission: bool = False
+    """Whether requests are admitted by how long their answers will be (`Admission`), and not as long as blocks are
+    free."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_row > 1 and any(group.is_state for group in self.kv_groups):
@@ -36,6 +44,17 @@ class SchedulerLimits:
     def decode_width(self) -> int:
         """Tokens of a decode row, at most as many as a step may have."""
         return min(self.tokens_per_row, self.max_num_batched_tokens)
+
+    def max_decode_rows(self, num_running: int) -> int:
+        """Return the most decode rows of a step: a micro-batch's share of the running requests, within its tokens."""
+        share = -(-num_running // self.num_micro_batches)
+        return min(share, self.max_num_batched_tokens // self.decode_width)
+
+    def empty_tables(self, blocks: BlockManager) -> BlockTables:
+        """Make the block tables of a replica with these blocks."""
+        return BlockTables(
+            blocks, self.kv_groups, self.block_size, max_num_seqs=self.max_num_seqs, segment_costs=self.segment_costs
+        )
 
     def lowered(self) -> SchedulerLimits | None:
         """Return limits with half the `max_num_batched_tokens`; once that is no more than `max_num_seqs`, half of both.

@@ -135,6 +135,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
+    kv_bytes_saved: int = 0
+    """Bytes of the KV cache, on all ranks, that were not read again for each of the requests that share them."""
     running_lengths: bytes = b""
     """How long the answers of running requests are so far, and may become: pairs of int32 (`messages.pack`), as
     (generated tokens, `max_tokens`). They are renewed less often than the rest, and are those of some requests only
@@ -156,6 +158,10 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """The tokens that each prefill chunk attended to, summed over the chunks."""
     prefill_pairs: int
     """The number of pairs of a chunk's token and a token that it attended to."""
+    repeated_decode_keys: int = 0
+    """The part of `decode_keys` that need not be read, because another decode row of the step reads the same keys."""
+    repeated_prefill_keys: int = 0
+    """The part of `prefill_keys` that another chunk of the step reads too, likewise."""
     num_chunks: int = 0
     """Prefill chunks."""
     num_used_blocks: int = 0

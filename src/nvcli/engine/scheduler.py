@@ -14,8 +14,9 @@ it may, or when it needs its last token (`RequestState.needs_last_token`); then 
 Decode rows go first, all of `tokens_per_row` tokens; the rest of the token budget goes to prompts, oldest first. Where
 a full row would pass `max_model_len` or a lone request's last block, the request waits for its tokens, and its last
 token is computed like a prefill chunk of one. Blocks for all known tokens of a prompt are taken when it is admitted (in
-KV groups with a window, as its chunks are scheduled); decoding takes one at a time. When there are too few, the request
-admitted last is preempted: its blocks are released and its tokens recomputed later.
+KV groups with a window, as its chunks are scheduled); decoding takes one at a time. `Admission` sees to it that they
+will mostly do. When there are too few, a request is preempted (`choose_victim`): its blocks are released and its tokens
+recomputed later.
 
 With several micro-batches (pipeline stages) as many steps are in flight, and every request needs its last token, so
 that a decoding request is in one of them at a time; a step takes no more of them than its share of the running ones, so
@@ -30,22 +31,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from nvcli.engine import failures
+from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.failures import Failure
 from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.preemption import choose_victim
 from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
+from nvcli.engine.running_lengths import pack_lengths
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
 from nvcli.errors import ModelError
-from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, StepOutput, pack, unpack
-
-_MAX_LENGTHS = 512
+from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, StepOutput, unpack
 
 
 class Scheduler:
@@ -53,7 +53,8 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self.limits = limits
-        self._tables = BlockTables(block_manager, limits.kv_groups, limits.block_size)
+        self._tables = limits.empty_tables(block_manager)
+        self._admission = Admission(limits)
         self._waiting: deque[RequestState] = deque()
         self._running: dict[RequestState, None] = {}
         """Every request that holds a slot, in order of admission; each is also in one of the next two."""
@@ -121,14 +122,12 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
+            kv_bytes_saved=self._tables.segments.num_bytes_saved,
         )
 
     def running_lengths(self) -> bytes:
-        """Return the lengths of running answers (`EngineStats.running_lengths`): of all requests where at most
-        `_MAX_LENGTHS` run, else of every second one, or third, and so on."""
-        stride = -(-len(self._running) // _MAX_LENGTHS) or 1
-        states = islice(self._running, 0, None, stride)
-        return pack([number for state in states for number in (len(state.generated), state.request.max_tokens)])
+        """Return the lengths of running answers (`EngineStats.running_lengths`)."""
+        return pack_lengths(self._running)
 
     # ------------------------------------------------------------------ one step
 
@@ -165,6 +164,7 @@ class Scheduler:
             decode_lens=decode_lens,
             freed_slots=self._freed_slots,
             restarts=self._restarts,
+            segments=self._tables.segments,
         )
         if step is None:
             return None
@@ -226,7 +226,7 @@ class Scheduler:
             if state.watch is not None:
                 self._force(state)
             if not state.finished:
-                self._register(state)
+                self._registered += self._tables.register(state)
                 if state.stream:
                     self._unsent.append(state.report())
 
@@ -268,6 +268,7 @@ class Scheduler:
         # The dropped steps would have told the ranks which slots were freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
         self._restarts = True
+        self._tables.segments.forget_told()
 
     def lower_limits(self) -> bool:
         """Go on with `SchedulerLimits.lowered`, and return whether there are any. No request may be running."""
@@ -283,7 +284,9 @@ class Scheduler:
         """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._running
         blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
-        self._tables = BlockTables(blocks, self.limits.kv_groups, self.limits.block_size)
+        saved = self._tables.segments.num_bytes_saved
+        self._tables = self.limits.empty_tables(blocks)
+        self._tables.segments.num_bytes_saved = saved
         self._freed_slots = []
         self._restarts = False
 
@@ -296,7 +299,7 @@ class Scheduler:
                 end = state.num_computed + width
                 if end > self.limits.max_model_len or (state.watch is not None and end >= state.barrier):
                     self._set_aside(state)
-        rows = self._decoding.leading(self._max_decode_rows(width))
+        rows = self._decoding.leading(self.limits.max_decode_rows(len(self._running)))
         num_running = len(self._running)
         for state in [state for state in rows if state.num_computed + width > state.capacity]:
             room = self._make_room(state, width, draft, least=width)
@@ -304,11 +307,6 @@ class Scheduler:
                 self._set_aside(state)
                 return []
         return rows if len(self._running) == num_running else [state for state in rows if state.slot is not None]
-
-    def _max_decode_rows(self, width: int) -> int:
-        """The most decode rows of a step: a micro-batch's share of the running requests, within the token budget."""
-        share = -(-len(self._running) // self.limits.num_micro_batches)
-        return min(share, self.limits.max_num_batched_tokens // width)
 
     def _set_aside(self, state: RequestState) -> None:
         """Let a request without room for a full decode row compute its last token, once known, as a prefill chunk."""
@@ -353,8 +351,9 @@ class Scheduler:
 
     def _admit(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> None:
         """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and tokens go."""
-        waiting, limits = self._waiting, self.limits
-        prefix_id_limit = limits.max_model_len + limits.max_num_batched_tokens
+        waiting, limits, blocks = self._waiting, self.limits, self.block_manager
+        most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
+        now = self._next_step_id // limits.num_micro_batches
         while waiting and budget > 0 and self._free_slots:
             state = waiting[0]
             if state.finished:
@@ -367,25 +366,30 @@ class Scheduler:
                 waiting.popleft()
                 self._finish_too_large(state, num_tokens)
                 continue
+            if not self._admission.is_due(state, now):
+                break
             # Every running request keeps room for one more row, so that admitting does not end in preempting.
             reserve = self._tables.reserve(len(self._running), limits.tokens_per_row)
+            num_free = blocks.num_free
             length = self._tables.enter(state, budget, reserve=reserve)
             if length is None:
                 break
-            num_cached = state.num_computed
-            num_prefix_ids = num_cached if state.needs_prefix_ids else 0
-            exceeds = draft.num_prefix_ids + num_prefix_ids > prefix_id_limit or not draft.has_room_for_grammar(state)
-            if draft.has_new_slots and exceeds:
+            num_own = num_free - blocks.num_free
+            if not (
+                self._admission.fits(state, num_own, now, num_free=num_free - num_own, num_blocks=blocks.num_blocks)
+                and draft.has_room_for(state, most_prefix_ids=most_prefix_ids)
+            ):
                 self._tables.release(state)
                 state.num_computed = 0
                 break
             waiting.popleft()
             state.slot = self._free_slots.pop()
             self._running[state] = None
+            self._admission.enter(state, num_own, now)
             if state.num_cached_tokens is None:
-                state.num_cached_tokens = num_cached
-                self._cached_tokens += num_cached
-            draft.enter(state, num_prefix_ids)
+                state.num_cached_tokens = state.num_computed
+                self._cached_tokens += state.num_computed
+            draft.enter(state)
             self._add_chunk(state, length, draft, sampling)
             if state.num_uncomputed:
                 self._prefilling.append(state)
@@ -401,21 +405,19 @@ class Scheduler:
         is_end = state.num_uncomputed == 0
         draft.add_chunk(state, length, num_logits=int(is_end))
         # Steps run in order and store before they attend, so these blocks can be shared from now on.
-        self._register(state)
+        self._registered += self._tables.register(state)
         if is_end:
             sampling.append(state)
             self._decoding.add(state)
-
-    def _register(self, state: RequestState) -> None:
-        self._registered += self._tables.register(state)
+            self._tables.segments.enter(state)
 
     # ------------------------------------------------------------------ room and ends
 
     def _make_room(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
         """Take blocks for a running request's next `num_tokens` tokens; return the number that there is room for.
 
-        If there are too few blocks even for `least` tokens, the requests admitted last are preempted; if this one is,
-        the result is 0. A lone request with no token on its way takes no blocks then. The result is the number of
+        If there are too few blocks even for `least` tokens, other requests are preempted; if this one is, the result
+        is 0. A lone request with no token on its way takes no blocks then. The result is the number of
         tokens that it would have room for, and if that is 0, it ends with an error.
         """
         while state.slot is not None:
@@ -424,7 +426,7 @@ class Scheduler:
                 return room
             if len(self._running) > 1 or state.num_pending:
                 # Alone, it waits for the tokens that are on their way, which may be its last.
-                self._preempt(next(reversed(self._running)))
+                self._preempt(choose_victim(self._running, self._tables))
             elif room:
                 return room
             else:
@@ -467,6 +469,7 @@ class Scheduler:
         del self._by_id[state.request.request_id]
         if state.slot is not None:
             self._release(state)
+        self._admission.end(state)
         error_type, error = failure or ("", "")
         self._unsent.append(state.report(reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error))
 
@@ -478,6 +481,7 @@ class Scheduler:
         self._free_slots.append(state.slot)
         state.slot = None
         del self._running[state]
+        self._admission.leave(state)
         if state in self._prefilling:
             self._prefilling.remove(state)
         else:
@@ -486,6 +490,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that slots, lists, bounds and blocks agree."""
         self._tables.check_integrity(list(self._running))
+        self._admission.check_integrity(self._running)
         slots = [state.slot for state in self._running if state.slot is not None]
         assert len(slots) == len(self._running)
         assert sorted([*self._free_slots, *slots]) == list(range(self.limits.max_num_seqs))

@@ -144,12 +144,6 @@ class RequestState:
         """The most tokens that the steps in flight may still add."""
         return self.num_owed if self.slot is None else max(0, self.num_computed + 1 - self.num_tokens)
 
-    def require_last_token(self) -> None:
-        """Schedule its next rows, from now on, only once its last token is known here; the row brings it to the
-        ranks."""
-        self.needs_last_token = True
-        self.parks_at = 0
-
     @property
     def must_wait(self) -> bool:
         """Whether a decoding request has been scheduled as far as it may be before tokens come back."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
     FORBIDDEN,
@@ -71,20 +72,22 @@ class StepDraft:
         self.reading: list[RequestState] = []
         """The request of each read."""
 
-    @property
-    def has_new_slots(self) -> bool:
-        return bool(self._new_slots)
-
-    def has_room_for_grammar(self, state: RequestState) -> bool:
-        """Whether the step may bring the grammar of a request, if it has one."""
+    def has_room_for(self, state: RequestState, *, most_prefix_ids: int) -> bool:
+        """Whether the step may bring a request that enters a slot: its grammar, and within `most_prefix_ids` for all
+        requests the tokens of its cached prefix, if the ranks need them. There is always room for one request."""
+        if not self._new_slots:
+            return True
+        if state.needs_prefix_ids and self.num_prefix_ids + state.num_computed > most_prefix_ids:
+            return False
         constraint = state.request.constraint
         if constraint is None or constraint.grammar in self._grammars:
             return True
         return self._grammar_bytes + len(constraint.grammar.encode()) <= MAX_STEP_GRAMMAR_BYTES
 
-    def enter(self, state: RequestState, num_prefix_ids: int) -> None:
-        """Let a request enter its slot, with its blocks and the first `num_prefix_ids` tokens of its cached prefix."""
+    def enter(self, state: RequestState) -> None:
+        """Let a request enter its slot, with its blocks and, where the ranks need them, the tokens of its prefix."""
         assert state.slot is not None
+        num_prefix_ids = state.num_computed if state.needs_prefix_ids else 0
         self._new_slots.append(
             NewSlot(
                 slot=state.slot,
@@ -111,6 +114,7 @@ class StepDraft:
             grammar=self._grammars[grammar],
             end_ids=constraint.end_ids,
             starts_after=constraint.starts_after,
+            must_begin=constraint.must_begin,
             opens_with=constraint.opens_with,
             stop_ids=state.request.stop_ids if state.request.sampling.min_tokens else [],
         )
@@ -159,6 +163,7 @@ class StepDraft:
         decode_lens: bytes,
         freed_slots: Sequence[int],
         restarts: bool,
+        segments: SharedSegments,
     ) -> StepInput | None:
         """Return the step's input, or None if nothing is to be computed.
 
@@ -170,6 +175,7 @@ class StepDraft:
         block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
+        changes = segments.take_changes(num_decodes)
         return StepInput(
             step_id=step_id,
             freed_slots=pack(freed_slots),
@@ -189,6 +195,9 @@ class StepDraft:
             num_decodes=num_decodes,
             grammars=list(self._grammars),
             restarts=restarts,
+            segments=pack(number for segment in changes.segments for number in segment),
+            slot_segments=pack(number for slot in changes.slots for number in slot),
+            shares_segments=changes.is_used,
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 

@@ -6,6 +6,8 @@ from collections import deque
 
 import numpy as np
 
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.repeated_blocks import RepeatedBlocks
 from nvcli.engine.request import StepRecord
 from nvcli.messages import StepInput, StepOutput
 
@@ -14,7 +16,9 @@ class StepRecorder:
     """Counts what the rows of each step compute. Lengths are as the engine knows them when it schedules the step: upper
     bounds where steps may give fewer tokens than they compute logits for, else exact."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._block_size = limits.block_size
+        self._repeated = RepeatedBlocks(limits.kv_groups)
         self._in_flight: deque[StepRecord] = deque()
         self._records: list[StepRecord] = []
 
@@ -24,6 +28,7 @@ class StepRecorder:
             np.frombuffer(packed, dtype=np.int32).astype(np.int64)
             for packed in (step.num_tokens, step.num_logits, step.seq_lens)
         )
+        self._repeated.take(step)
         chunk_lens, ends = num_tokens[step.num_decodes :], lens[step.num_decodes :]
         starts = ends - chunk_lens
         self._in_flight.append(
@@ -35,6 +40,8 @@ class StepRecorder:
                 decode_keys=int(lens[: step.num_decodes].sum()),
                 prefill_keys=int(ends.sum()),
                 prefill_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,
+                repeated_decode_keys=self._repeated.num_among_decode_rows * self._block_size,
+                repeated_prefill_keys=self._repeated.num_among_chunks(step) * self._block_size,
                 num_chunks=len(chunk_lens),
                 num_used_blocks=num_used_blocks,
             )

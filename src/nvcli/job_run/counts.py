@@ -99,6 +99,11 @@ class Counts:
     def num_preemptions(self) -> int:
         return sum(stats.num_preemptions for stats in self.replicas)
 
+    @property
+    def kv_bytes_saved(self) -> int:
+        """Bytes of the KV cache that were not read again for each of the requests that share them."""
+        return sum(stats.kv_bytes_saved for stats in self.replicas)
+
     def add(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool = True) -> None:
         """Count a row that is done.
 

@@ -77,7 +77,7 @@ def generate(
     for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
         if overwrite and is_given:
             raise ConfigError(f"--overwrite and {flag} exclude each other: start anew, or keep what is answered")
-    job = resolve_job(run, inputs=inputs, output=output, limit=limit, shard=shard)
+    job = resolve_job(run, inputs=inputs, output=output, limit=limit, shard=shard, setter_of=setter_of)
     options = OutputOptions(
         order=run.job.order,
         can_continue=job.can_continue,
@@ -249,7 +249,7 @@ class _JobRun:
 
     def _load_tokenizer(self) -> Tokenizer:
         job = self._job
-        tokenizer = Tokenizer.load(job.model_path, chat_template=job.chat_template)
+        tokenizer = job.load_tokenizer()
         variables = job.run.job.chat_template_kwargs
         if variables and tokenizer.chat_template:
             self._reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))

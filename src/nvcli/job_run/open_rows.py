@@ -108,7 +108,7 @@ class OpenRow:
             n=sampling.num_samples,
             constraint=prepared.constraint,
             stream=bool(sampling.stop) or self.streams,
-            read=None if sampling.prompt_logprobs is None else prompt_scoring(prepared, sampling.prompt_logprobs),
+            read=prompt_scoring(prepared),
         )
 
 
@@ -123,7 +123,7 @@ def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
     if prepared.rules is not None:
         changes |= {"logit_bias": prepared.rules.biases, "bad_words": []}
     if sampling.is_ranked and sampling.logprobs is None:
-        changes |= {"logprobs": 0, "echo": False}  # of the answer alone
+        changes["logprobs"] = 0
     return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 
@@ -233,6 +233,8 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
     answers = [(sample, _read(row, sample, texts, tokenizer)) for sample in row.samples]
     if sampling.is_ranked:
         answers.sort(key=lambda answer: -answer[0].score(sampling))
+    readings, num_top = row.samples[0].readings, sampling.logprobs
+    echoed = prompt_logprobs(prepared, readings, num_top, tokenizer) if sampling.echo and num_top is not None else None
     choices = [
         Choice(
             index=number,
@@ -242,7 +244,7 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
             tool_calls=tool_calls_of(answer.calls, prepared.prompt_ids, number) if answer.calls else None,
             tool_call_error=answer.problem or None,
             token_ids=sample.token_ids.tolist() if sampling.return_token_ids else None,
-            logprobs=_logprobs_of(sample, tokenizer) if sampling.logprobs is not None else None,
+            logprobs=_logprobs_of(sample, echoed, tokenizer) if num_top is not None else None,
             score=sample.score(sampling) if sampling.is_ranked else None,
         )
         for number, (sample, answer) in enumerate(answers[: sampling.n])
@@ -255,10 +257,8 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
         cached_tokens=min(sample.num_cached_tokens for sample in row.samples),
         reasoning_tokens=sum(answer.num_reasoning_tokens for _, answer in answers) if tells_thoughts else msgspec.UNSET,
     )
-    num_top = prepared.sampling.prompt_logprobs
-    of_prompt = (
-        None if num_top is None else prompt_logprobs(prepared.prompt_ids, row.samples[0].readings, num_top, tokenizer)
-    )
+    num_top = sampling.prompt_logprobs
+    of_prompt = None if num_top is None else prompt_logprobs(prepared, readings, num_top, tokenizer)
     return JobResult(place=prepared.place, choices=choices, usage=usage, prompt_logprobs=of_prompt)
 
 
@@ -281,15 +281,20 @@ def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokeniz
     return ReadAnswer(text=text)
 
 
-def _logprobs_of(sample: Sample, tokenizer: Tokenizer) -> Logprobs:
-    top: list[dict[str, float]] = []
+def _logprobs_of(sample: Sample, echoed: Logprobs | None, tokenizer: Tokenizer) -> Logprobs:
+    """Return the log-probabilities of an answer's tokens, behind those of the prompt where it is echoed."""
+    top: list[dict[str, float] | None] = []
     for token in sample.logprobs:
         alternatives: dict[str, float] = {}
         for token_id, logprob in zip(token.top_ids, token.top_logprobs, strict=True):
             alternatives.setdefault(tokenizer.token_text(token_id), logprob)  # of equal texts the likeliest stays
         top.append(alternatives)
-    return Logprobs(
-        tokens=[tokenizer.token_text(token_id) for token_id in sample.token_ids],
-        token_logprobs=[token.logprob for token in sample.logprobs],
-        top_logprobs=top,
-    )
+    tokens = [tokenizer.token_text(token_id) for token_id in sample.token_ids]
+    logprobs: list[float | None] = [token.logprob for token in sample.logprobs]
+    if echoed is not None:
+        tokens, logprobs, top = (
+            echoed.tokens + tokens,
+            echoed.token_logprobs + logprobs,
+            echoed.top_logprobs + top,
+        )
+    return Logprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=top)

@@ -107,16 +107,16 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
 def make_planner(run: RunConfig, num_replicas: int, *, block_size: int) -> Planner:
     """Make the planner that chooses the order of rows for a run with so many replicas, whose KV blocks hold
     `block_size` tokens each."""
-    running = run.max_num_seqs * num_replicas
     rows = window_rows(run, num_replicas)
+    # With `order: input`, answered rows wait for the row that is passed over, and a crash loses those that wait. So
+    # rows pass others only to be with those that begin alike, and no more than a window of them.
+    in_order = run.job.order == "input"
     return Planner(
         block_size=block_size if run.job.plan and run.enable_prefix_caching else None,
-        longest_first=run.job.plan,
+        longest_first=run.job.plan and not in_order,
         max_rows=rows,
         max_bytes=MAX_WINDOW_BYTES,
-        # With `order: input`, answered rows wait for the row that is passed over, and a crash loses those that wait. So
-        # no more rows may pass it than run at a time.
-        max_passed_over=running if run.job.order == "input" else 4 * rows,
+        max_passed_over=rows if in_order else 4 * rows,
         num_replicas=num_replicas,
     )
 

@@ -13,9 +13,10 @@ from nvcli.errors import RowError
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.prompt_tasks import PreparedTask, ScoredText, request_tokens
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import JobResult, PromptLogprobs, Usage, failed
+from nvcli.jobs.job import JobResult, Logprobs, Usage, failed
 from nvcli.jobs.tasks import EmbedAnswer, EmbedTask, ScoreAnswer, ScoredChoice, ScoreTask
 from nvcli.messages import PromptReading, unpack
+from nvcli.sampling_params import SamplingParams
 
 _NOT_FINITE = (
     "the logits or hidden states of this row are NaN or infinite; the weights may be damaged, or the dtype too narrow "
@@ -65,27 +66,35 @@ def task_result(
     return JobResult(place=prepared.place, usage=usage, answer=answer)
 
 
-def prompt_scoring(prepared: PreparedRow, num_top: int) -> PromptScoring | None:
-    """Return the wish for the log-probabilities of a whole prompt, with `num_top` alternatives for each token."""
-    return PromptScoring(first=1, num_top=num_top) if len(prepared.prompt_ids) > 4 else None
+def prompt_scoring(prepared: PreparedRow) -> PromptScoring | None:
+    """Return the wish for the log-probabilities of a whole prompt; None: the row wants none, or there are none."""
+    num_top = _num_prompt_top(prepared.sampling)
+    return PromptScoring(first=1, num_top=num_top) if num_top is not None and len(prepared.prompt_ids) > 4 else None
+
+
+def _num_prompt_top(sampling: SamplingParams) -> int | None:
+    """Return how many alternatives a row wants for each token of its prompt; None: no log-probabilities."""
+    wanted = [sampling.prompt_logprobs, sampling.logprobs if sampling.echo else None]
+    return max((number for number in wanted if number is not None), default=None)
 
 
 def prompt_logprobs(
-    prompt_ids: bytes, readings: Sequence[PromptReading], num_top: int, tokenizer: Tokenizer
-) -> PromptLogprobs:
-    """Make the log-probabilities of a prompt's tokens, with `num_top` alternatives each. What is not finite becomes
-    null in JSON."""
+    prepared: PreparedRow, readings: Sequence[PromptReading], num_top: int, tokenizer: Tokenizer
+) -> Logprobs:
+    """Make the log-probabilities of a prompt's tokens, with `num_top` alternatives each, of what `prompt_scoring` had
+    read. What is not finite becomes null in JSON."""
     logprobs = _floats(b"".join(reading.logprobs for reading in readings))
     top_ids = unpack(b"".join(reading.top_ids for reading in readings))
     top_logprobs = _floats(b"".join(reading.top_logprobs for reading in readings))
+    num_read = _num_prompt_top(prepared.sampling) or 0
     top: list[dict[str, float] | None] = [None]
     for at in range(len(logprobs)):
         alternatives: dict[str, float] = {}
-        for place in range(at * num_top, (at + 1) * num_top):
+        for place in range(at * num_read, at * num_read + num_top):
             alternatives.setdefault(tokenizer.token_text(top_ids[place]), top_logprobs[place])
         top.append(alternatives)
-    return PromptLogprobs(
-        tokens=[tokenizer.token_text(token) for token in unpack(prompt_ids)],
+    return Logprobs(
+        tokens=[tokenizer.token_text(token) for token in unpack(prepared.prompt_ids)],
         token_logprobs=[None, *logprobs],
         top_logprobs=top,
     )

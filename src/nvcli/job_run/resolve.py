@@ -15,22 +15,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import read_chat_template
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
-from nvcli.config_types import KeptWeights
+from nvcli.config_types import KeptWeights, ModelDtype
 from nvcli.errors import ConfigError
+from nvcli.job_run.default_sampling import check_default_sampling
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.planning.layout import Layout, choose_layout
+from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.job_run.task import task_rows
 from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
 from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
 from nvcli.jobs.input.reader import RowDigests, RowReader, check_first_rows
-from nvcli.jobs.job import Caller
+from nvcli.jobs.job import Caller, Job
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
@@ -66,6 +71,8 @@ class ResolvedModel:
     """The text of the chat template that takes the place of the checkpoint's own; None: there is none."""
     task: TaskRows | None
     """What is made of the rows in place of answers; None: answers."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer, where a setting had to be looked up in it; None: it is not loaded yet."""
 
     @property
     def model_limits(self) -> ModelLimits:
@@ -80,6 +87,10 @@ class ResolvedModel:
             tool_parser=self.run.job.tool_parser,
             hidden_size=self.model.hidden_size,
         )
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, which is loaded if it is not yet. Raises LoadError."""
+        return self.tokenizer or Tokenizer.load(self.model_path, chat_template=self.chat_template)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +143,7 @@ def resolve_job(
     shard: Shard | None = None,
     weights: bool = True,
     found_device: Literal["cpu", "cuda"] | None = None,
+    setter_of: SetterOf = unknown_setter,
 ) -> ResolvedJob:
     """Resolve a job, or a shard of it, from the names and settings that the user gave.
 
@@ -140,20 +152,23 @@ def resolve_job(
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
     inputs. `weights` false: the job is only looked at, so that the checkpoint needs no weights. `found_device` is what
     `device: auto` stands for; None: look for a GPU.
+    `setter_of` names for messages what set each key of `run`.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
     output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
-    resolved = resolve_settings(run, weights=weights, found_device=found_device)
+    resolved = resolve_settings(run, weights=weights, found_device=found_device, setter_of=setter_of)
     can_continue = is_repeatable(names)
     if can_continue and run.job.check_columns:
-        check_first_rows(
+        rows = check_first_rows(
             names if limit is None else names[:1],
             lambda: make_parser(run.job, resolved.sampling_defaults, task=resolved.task),
             limit=limit,
         )
+        if any(isinstance(row, Job) and row.wants_grammar for row in rows):
+            resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
@@ -184,12 +199,16 @@ def resolve_job(
 
 
 def resolve_settings(
-    run: RunConfig, *, weights: bool = True, found_device: Literal["cpu", "cuda"] | None = None
+    run: RunConfig,
+    *,
+    weights: bool = True,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    setter_of: SetterOf = unknown_setter,
 ) -> ResolvedModel:
     """Resolve the model and the settings of a run. Raises ConfigError and LoadError.
 
     Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
-    `found_device` is as in `resolve_job`.
+    `found_device` and `setter_of` are as in `resolve_job`.
     """
     model_path = resolve_model(run.model, weights=weights)
     model = load_model(run, model_path)
@@ -197,7 +216,7 @@ def resolve_settings(
     check_tokenizer_files(model_path)
     if weights:
         check_weight_files(model_path)
-    return ResolvedModel(
+    resolved = ResolvedModel(
         run=run,
         model_path=model_path,
         model=model,
@@ -206,6 +225,10 @@ def resolve_settings(
         sampling_defaults=sampling_defaults(run, model) if task is None else {},
         task=task,
     )
+    if task is not None:
+        return resolved
+    tokenizer = check_default_sampling(run.sampling, resolved.model_limits, resolved.load_tokenizer, setter_of)
+    return replace(resolved, tokenizer=tokenizer)
 
 
 def load_model(run: RunConfig, model_path: Path) -> ModelConfig:
@@ -240,6 +263,8 @@ def resolve_engine_config(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
     attention_backend = attention_choice(run.attention_backend)
+    if run.batch_invariant:
+        _check_batch_invariant(run, model, dtype, attention_backend)
     return EngineConfig(
         model_path=model_path,
         device=device,
@@ -257,11 +282,31 @@ def resolve_engine_config(
         kv_cache_dtype=run.kv_cache_dtype,
         attention_backend=attention_backend,
         enable_prefix_caching=run.enable_prefix_caching,
+        enable_cascade_attention=run.enable_cascade_attention,
+        plan_admission=run.job.plan,
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
         quantization=_kept_weights(run),
         embedding_size=model.hidden_size if run.task == "embed" else 0,
+        batch_invariant=run.batch_invariant,
+        prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
+
+
+def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:
+    """Raise ConfigError where the model or another key leaves no way to do what `batch_invariant` promises."""
+    model.check_batch_invariant()
+    for name in attention_backend.split(":"):
+        if name not in ("auto", "torch", "triton"):
+            raise ConfigError(
+                f"`attention_backend` {name} gives a row other bits in other batches, and `batch_invariant` is true; "
+                "use auto, triton or torch, or set `batch_invariant` to false"
+            )
+    if kv_dtype(run.kv_cache_dtype, dtype) != dtype:
+        raise ConfigError(
+            f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
+            f"type ({dtype}); leave one of the two out"
+        )
 
 
 def _kept_weights(run: RunConfig) -> KeptWeights:

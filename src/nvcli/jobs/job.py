@@ -96,6 +96,17 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Whoever waits for the answer; None where all rows belong to one job."""
 
 
+class CallRule(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row asks of the tool calls in its answer, beside `tools`."""
+
+    is_required: bool = False
+    """Whether the answer is a call, or several, and nothing else; else it may be a text too."""
+    function: str | None = None
+    """The only function that may be called; None: any of the tools."""
+    is_single: bool = False
+    """Whether there may be one call and no more."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A row that is well formed: exactly one of prompt, messages and prompt_token_ids is set."""
 
@@ -109,27 +120,29 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     None: nothing."""
     tools: Sequence[dict[str, Any]] = ()
     """The tools that the answer may call; empty: tool calls are not looked for."""
+    call_rule: CallRule | None = None
+    """What the tool calls of the answer are held to while it is generated; None: nothing."""
     prompt_token_ids: list[int] | None = None
     sampling: SamplingParams
     task: PromptTask | None = None
     """What the row asks for in place of a generated answer; None: it asks for an answer."""
 
+    @property
+    def wants_grammar(self) -> bool:
+        """Whether its answer is held to a grammar."""
+        return self.sampling.structured is not None or self.call_rule is not None
+
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of an answer's tokens, as OpenAI's completions API spells them."""
+    """Log-probabilities of the tokens of an answer, of a prompt or of both, as OpenAI's completions API spells them.
 
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    """The log-probabilities of each token's alternatives, by their text."""
-
-
-class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a prompt's tokens. Those of the first token, before which there is nothing, are None."""
+    Those of a prompt's first token, before which there is nothing, are None.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
+    """The log-probabilities of each token's alternatives, by their text."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +215,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     answer: ScoreAnswer | EmbedAnswer | None = None
     """The answer of a row that is scored or embedded; it has no `choices` then."""
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     """The log-probabilities of the prompt's tokens, where the row asks for them."""
 
     @property

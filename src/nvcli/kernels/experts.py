@@ -8,6 +8,7 @@ experts, k experts per token, I intermediate size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes
+from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 
 
 class ExpertGroups(NamedTuple):
@@ -34,12 +36,18 @@ def group_by_expert(experts: Tensor, num_experts: int) -> ExpertGroups:
 
 
 def apply_experts(
-    x: Tensor, routes: Routes, weights: ExpertWeights, activation: GatedActivation, out: Tensor | None = None
+    x: Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    activation: GatedActivation,
+    out: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Compute each pair's result times its weight: [T, H] → [k, T, H], in `out` (contiguous) if that is given.
 
     Pairs of experts that other ranks hold give zeros. A token's sum over k is still to be taken of it; `add_rms_norm`
-    takes it as it is.
+    takes it as it is. `batch_invariant`: a pair's result has the same bits whatever other pairs there are.
     """
     num_tokens, experts_per_token = routes.experts.shape
     if out is None:
@@ -49,13 +57,17 @@ def apply_experts(
     if x.is_cuda:
         from nvcli.kernels.triton import experts as kernels
 
-        kernels.apply_experts(x, routes, weights, activation, out)
+        launch = kernels.invariant_launch(x) if batch_invariant else None
+        kernels.apply_experts(x, routes, weights, activation, out, launch)
         return out
+    product = invariant_linear if batch_invariant else F.linear
     if weights.num_others:
         out.zero_()
     for expert, token, choice in pairs_of_experts(routes, weights):
-        gate_up = F.linear(x[token], weights.gate_up[expert], _of_expert(weights.gate_up_bias, expert))
-        down = F.linear(activate(gate_up, activation), weights.down[expert], _of_expert(weights.down_bias, expert))
+        gate_up = product(x[token], weights.gate_up[expert], _of_expert(weights.gate_up_bias, expert))
+        activated = partial(activate, activation=activation)
+        hidden = row_by_row(activated, gate_up) if batch_invariant else activated(gate_up)
+        down = product(hidden, weights.down[expert], _of_expert(weights.down_bias, expert))
         out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
     return out
 

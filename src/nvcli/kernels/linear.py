@@ -56,7 +56,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> 
         from nvcli.kernels.triton import linear as kernels
 
         return kernels.gated_linear(x, weight, is_gelu=activation == "gelu_tanh")
-    if _has_many_rows(x, weight):
+    if has_many_rows(x, weight):
         from nvcli.kernels.triton import gated_linear as many_rows
 
         return many_rows.gated_linear(x, weight, is_gelu=activation == "gelu_tanh")
@@ -74,7 +74,8 @@ def _is_small(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _has_many_rows(x: Tensor, weight: Tensor) -> bool:
+def has_many_rows(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product has so many rows that its activation is best fused with it, and the kernel takes its shapes."""
     return (
         x.is_cuda
         and x.shape[0] >= _MANY_ROWS

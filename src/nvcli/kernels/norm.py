@@ -48,6 +48,15 @@ def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, 
     return rms_norm(parts.sum(dim=0), weight, eps, is_centered=is_centered).to(dtype)
 
 
+def sum_in_order(parts: Tensor) -> Tensor:
+    """Add up parts [P, T, H], the first one first, in float32: [T, H] of their type. A row's sum has the same bits
+    whatever other rows there are."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts.dtype)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute norm(x) × weight × silu(gate) over the last dimension. x: [T, heads, D], contiguous; gate: [T, heads, D],
     dense in its last two dimensions; weight: [D] → [T, heads, D]."""

@@ -13,10 +13,16 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import TINY, Routing
 from nvcli.kernels.expert_types import Routes
+from nvcli.kernels.invariant_linear import invariant_linear
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ in float32, in parts that add up to it. x: [T, H]; weight: [E, H] → [P, T, E] float32."""
+def router_logits(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
+    """x Wᵀ in float32, in parts that add up to it. x: [T, H]; weight: [E, H] → [P, T, E] float32.
+
+    `batch_invariant`: a token's logits have the same bits whatever other tokens there are.
+    """
+    if batch_invariant:
+        return invariant_linear(x, weight, dtype=torch.float32).unsqueeze(0)
     if not x.is_cuda:
         return F.linear(x, weight).float().unsqueeze(0)
     from nvcli.kernels.triton import linear
@@ -53,6 +59,16 @@ def route(logits: Tensor, routing: Routing, *, bias: Tensor | None = None, corre
     if routing.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
     return Routes(experts.int(), weights * routing.scale)
+
+
+def route_row_by_row(
+    logits: Tensor, routing: Routing, *, bias: Tensor | None = None, correction: Tensor | None = None
+) -> Routes:
+    """Do what `route` does, on a CPU for each token alone (see `row_by_row`)."""
+    if logits.is_cuda or logits.shape[1] < 2:
+        return route(logits, routing, bias=bias, correction=correction)
+    routes = [route(row, routing, bias=bias, correction=correction) for row in torch.split(logits, 1, dim=1)]
+    return Routes(*(torch.cat(columns) for columns in zip(*routes, strict=True)))
 
 
 def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:

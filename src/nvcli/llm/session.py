@@ -276,8 +276,7 @@ class Session:
     # What follows is in the thread of the feeder.
 
     def _load_tokenizer(self) -> Tokenizer:
-        resolved = self._resolved
-        tokenizer = Tokenizer.load(resolved.model_path, chat_template=resolved.chat_template)
+        tokenizer = self._resolved.load_tokenizer()
         if self._needs_chat_template and not tokenizer.chat_template:
             raise ConfigError(
                 f"{self.run.model} has no chat template, so it cannot hold a conversation; name one with "

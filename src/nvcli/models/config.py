@@ -135,6 +135,22 @@ class ModelConfig:
                     f"to {numbers.stop - 1} of this model, none of which has full attention: lower it, or use --tp"
                 )
 
+    def check_batch_invariant(self) -> None:
+        """Raise ConfigError where a token's results cannot be had with the same bits in every batch."""
+        problems = []
+        for layer in self.decoder.layer_kinds:
+            if layer.attends is None:
+                problems.append("layers with a recurrent state, which prompts and decode steps compute in other orders")
+            elif layer.attends.qk_norm == "row" or layer.attends.norms_values:
+                problems.append("norms of whole rows of queries or of values, whose sums depend on the number of rows")
+        if self.quantization != "none":
+            problems.append(f"weights kept in {self.quantization} (`quantization`), whose products depend on it too")
+        if problems:
+            raise ConfigError(
+                f"`batch_invariant` is true, and this model ({self.architecture}) has "
+                f"{', and '.join(dict.fromkeys(problems))}: set it to false"
+            )
+
     def divides_by(self, size: int) -> bool:
         """Whether the model can be cut over `size` ranks."""
         return not self._problems_of_cut(size)

@@ -14,6 +14,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, StateSpec
 from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.attention_specs import LayerSpec, layer_specs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
@@ -200,6 +201,7 @@ class DenseForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.model = DenseModel(config, build)
+        self.batch_invariant = build.batch_invariant
         self.lm_head: ParallelLMHead | None = None
         if build.stage.is_last:
             name = EMBEDDING if config.tie_word_embeddings else HEAD
@@ -215,7 +217,11 @@ class DenseForCausalLM(CausalLM):
         assert self.lm_head is not None
         logits: Tensor = self.lm_head(hidden)
         cap = self.config.decoder.logit_soft_cap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is None:
+            return logits
+        logits.div_(cap)
+        logits = row_by_row(torch.tanh_, logits) if self.batch_invariant else logits.tanh_()
+        return logits.mul_(cap)
 
 
 def _quantise_inputs(

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.fp8_experts import apply_fp8_experts
-from nvcli.kernels.routing import route, router_logits
+from nvcli.kernels.invariant_linear import row_by_row
+from nvcli.kernels.norm import sum_in_order
+from nvcli.kernels.routing import route, route_row_by_row, router_logits
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
 from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.geometry import TensorSpec
@@ -36,6 +37,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
         super().__init__()
         self.group = build.group
+        self.batch_invariant = build.batch_invariant
         self.gate = Router(build, f"{path}.gate", config)
         self.experts = Experts(build, f"{path}.{EXPERTS}", config)
         self.shared_expert: SharedExpert | None = None
@@ -53,6 +55,8 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert(x, parts[-1])
         if self.group.size == 1:
             return parts
+        if self.batch_invariant:
+            return sum_in_order(parts)
         buffer = self.group.partial_sum_buffer(x.shape, x.dtype)
         return parts.sum(dim=0) if buffer is None else torch.sum(parts, dim=0, out=buffer)
 
@@ -86,10 +90,12 @@ class Router(WholeTensors):
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
         super().__init__(build, path, ("weight", "bias", "e_score_correction_bias"))
         self.routing = config.routing
+        self.batch_invariant = build.batch_invariant
 
     def forward(self, x: Tensor) -> Routes:
-        logits = router_logits(x, self.weight)
-        return route(logits, self.routing, bias=self.bias, correction=self.e_score_correction_bias)
+        logits = router_logits(x, self.weight, batch_invariant=self.batch_invariant)
+        choose = route_row_by_row if self.batch_invariant else route
+        return choose(logits, self.routing, bias=self.bias, correction=self.e_score_correction_bias)
 
 
 _PARAMETERS = {
@@ -122,6 +128,7 @@ class Experts(WeightModule):
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
         super().__init__()
         self.activation = config.activation
+        self.batch_invariant = build.batch_invariant
         self.rank, self.size = build.group.rank, build.group.size
         self.tensors = {
             name: build.tensors[f"{path}.{name}"]
@@ -162,7 +169,7 @@ class Experts(WeightModule):
             self.gate_up_proj, self.down_proj, self.gate_up_bias, bias, self.held.start, self.num_others
         )
         if self.scaling is None:
-            apply_experts(x, routes, weights, self.activation, out)
+            apply_experts(x, routes, weights, self.activation, out, batch_invariant=self.batch_invariant)
         else:
             scales = ExpertScales(self.gate_up_scale, self.down_scale)
             apply_fp8_experts(x, routes, weights, scales, self.activation, out)
@@ -191,8 +198,14 @@ class SharedGate(WholeTensors):
 
     weight: nn.Parameter
 
+    def __init__(self, build: BuildContext, path: str) -> None:
+        super().__init__(build, path, ("weight",))
+        self.batch_invariant = build.batch_invariant
+        self.product = build.product
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight).sigmoid_()
+        gate = self.product(x, self.weight)
+        return row_by_row(torch.sigmoid_, gate) if self.batch_invariant else gate.sigmoid_()
 
 
 class SharedExpert(nn.Module):
@@ -205,7 +218,7 @@ class SharedExpert(nn.Module):
         self.activation = config.activation
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
-        self.gate = None if gate is None else SharedGate(build, gate, ("weight",))
+        self.gate = None if gate is None else SharedGate(build, gate)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """Write the result to `out`, which is contiguous."""

@@ -25,6 +25,7 @@ class Whole(WeightModule):
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__()
+        self.product = build.product
         self.tensor = build.tensors[f"{path}.weight"]
         self.weight = empty_parameter(self.tensor, *self.tensor.shape)
 
@@ -33,7 +34,7 @@ class Whole(WeightModule):
         yield WeightSource(tensor=self.tensor, read=everything, parameter="weight", write=everything)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return self.product(x, self.weight)
 
 
 class LayerInputs(nn.Module):

@@ -23,6 +23,7 @@ from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.invariant_linear import invariant_linear
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.geometry import StoredDtype, TensorSpec
@@ -168,6 +169,13 @@ class BuildContext:
     """The part of the model that is built."""
     dtype: StoredDtype
     """The model's type."""
+    batch_invariant: bool = False
+    """Whether a token's results must have the same bits in every batch."""
+
+    @property
+    def product(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """x Wᵀ for weights that are no `ShardedLinear`: [T, in], [out, in] → [T, out]."""
+        return invariant_linear if self.batch_invariant else F.linear
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -247,6 +255,7 @@ class ParallelLMHead(VocabShard):
     def __init__(self, build: BuildContext, path: str, *, tied_to: VocabShard | None = None) -> None:
         """`tied_to` is an embedding in this stage whose weight is used here too."""
         super().__init__(build, path)
+        self.product = build.product
         self.is_tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to.weight
@@ -255,7 +264,7 @@ class ParallelLMHead(VocabShard):
         return iter(()) if self.is_tied else super().weight_sources()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
+        return self.product(hidden, self.weight)
 
 
 def linear_piece(build: BuildContext, name: str) -> LinearPiece:

@@ -24,16 +24,19 @@ def build_model(
     max_positions: int | None = None,
     linear_method: LinearMethodFactory | None = None,
     stage: Stage = WHOLE,
+    batch_invariant: bool = False,
 ) -> CausalLM:
     """Build this rank's part of the model on the meta device; `loader.load_weights` gives it memory and weights.
 
     `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
     chooses how each linear layer is stored (None: as the model's tensors say), and `stage` is the part of a pipeline.
+    `batch_invariant`: a token's results have the same bits in every batch (see `ModelConfig.check_batch_invariant`).
     Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
     """
     import torch
 
     from nvcli.models.dense import DenseForCausalLM
+    from nvcli.models.linear_methods import invariant_linear_method
     from nvcli.models.linear_methods import linear_method as method_of_pieces
     from nvcli.models.parallel import BuildContext
 
@@ -43,10 +46,11 @@ def build_model(
     build = BuildContext(
         group=group,
         tensors={tensor.name: tensor for tensor in model_tensors(config, stored_dtype, stage)},
-        linear_method=linear_method or method_of_pieces,
+        linear_method=linear_method or (invariant_linear_method if batch_invariant else method_of_pieces),
         max_positions=max_positions or config.max_position_embeddings,
         stage=stage,
         dtype=stored_dtype,
+        batch_invariant=batch_invariant,
     )
     with torch.device("meta"):
         return DenseForCausalLM(config, build)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from nvcli.config import EngineConfig, RunConfig
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, NvcliError, reworded
 from nvcli.job_run.resolve import ResolvedModel, resolve_layout, resolve_settings
 from nvcli.quality.answers import AnswerAgreement, agreement, greedy_answers
 from nvcli.quality.passages import Passage, read_passages
@@ -86,7 +86,7 @@ def compare_quality(
     differences = _differences(run_a, run_b)
     if not differences:
         raise ConfigError("A and B are the same configuration; say what is different in B with --set-b or --config-b")
-    a, b = resolve_settings(run_a), resolve_settings(run_b)
+    a, b = resolve_settings(run_a), _resolve_b(run_b)
     configs = _engine_configs(a, b, say)
     passages = read_passages(
         run_a,
@@ -101,15 +101,17 @@ def compare_quality(
     answers_a: Sequence[array[int] | None] = [None] * len(passages)
     agreed = None
     if max_answer_tokens:
-        say(f"A answers {len(passages):,} prompts")
+        how_many = "1 prompt" if len(passages) == 1 else f"{len(passages):,} prompts"
+        say(f"A answers {how_many}")
         answers_a = greedy_answers(run_a, passages, say)
-        say(f"B answers {len(passages):,} prompts")
+        say(f"B answers {how_many}")
         agreed = agreement(answers_a, greedy_answers(run_b, passages, say))
     tasks = [_task(passage, answer) for passage, answer in zip(passages, answers_a, strict=True)]
     lengths = [len(task.token_ids) // 4 for task in tasks]
     if max(lengths) > configs[1].max_model_len:
         raise ConfigError(
-            f"a passage has {max(lengths):,} tokens, and `max_model_len` of B is {configs[1].max_model_len:,}; raise it"
+            f"a passage has {max(lengths):,} tokens, and `max_model_len` of B is {configs[1].max_model_len:,}; raise "
+            "it with --set-b, or lower --context and --answer-tokens"
         )
     say(f"A and B read {sum(lengths):,} tokens")
     prompts, answers = TokenSums(), TokenSums()
@@ -135,6 +137,14 @@ def compare_quality(
         predictions={name: Predictions.of(sums) for name, sums in parts.items()},
         answers=agreed,
     )
+
+
+def _resolve_b(run: RunConfig) -> ResolvedModel:
+    """Resolve B. Raises ConfigError and LoadError that say that B is at fault."""
+    try:
+        return resolve_settings(run)
+    except NvcliError as error:
+        raise reworded(error, f"B, as --set-b and --config-b make it: {error}") from error
 
 
 def _task(passage: Passage, answer: array[int] | None) -> PassageTask:
@@ -163,7 +173,7 @@ def _engine_configs(
         if one.pipeline_parallel_size > 1:
             raise ConfigError(
                 f"`pipeline_parallel_size` of {name} is {one.pipeline_parallel_size}, and stages cannot be compared; "
-                "leave --pp out and share the layers with --tp"
+                "leave it out and share the layers with --tp"
             )
     if a.config.device != b.config.device:
         raise ConfigError(f"`device` is {a.config.device} for A and {b.config.device} for B; run both on one")

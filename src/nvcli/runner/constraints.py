@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nvcli.grammars import GrammarError, Vocabulary
 from nvcli.messages import CONSTRAINT_FAILED, NewSlot, SlotConstraint, StepInput
+from nvcli.runner.prepared_vocabulary import PreparedVocabulary
 from nvcli.runner.slot_table import unpack_ids
 
 if TYPE_CHECKING:
@@ -96,13 +97,22 @@ class _Chosen:
 class Constraints:
     """The constrained answers of one rank."""
 
-    def __init__(self, model_path: Path, vocab_size: int, device: torch.device, *, follows: bool) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        follows: bool,
+        prepared: PreparedVocabulary | None = None,
+    ) -> None:
         """`vocab_size` is the number of the model's logits. `follows`: whether this rank is the one that follows
-        grammars."""
+        grammars. `prepared` is the vocabulary, if it is loaded ahead."""
         self._model_path = model_path
         self._vocab_size = vocab_size
         self._device = device
         self._follows = follows
+        self._prepared = prepared
         self._num_words = -(-vocab_size // 32)
         self._answers: dict[int, _Answer] = {}
         """The constrained answers by slot."""
@@ -195,6 +205,9 @@ class Constraints:
         from llguidance import LLExecutor
 
         self._executor = LLExecutor()
+        self._vocabulary = None if self._prepared is None else self._prepared.take(end_ids)
+        if self._vocabulary is not None:
+            return
         with contextlib.suppress(GrammarError):  # the parent has loaded them: the file has changed, and answers fail
             self._vocabulary = Vocabulary.load(self._model_path, vocab_size=self._vocab_size, end_ids=end_ids)
 
@@ -262,6 +275,8 @@ class Constraints:
         for row, answer in enumerate(answers):
             if answer.matcher is None or answer.is_free:
                 words[row] = _ALL
+                if answer.is_free and answer.constraint.must_begin:
+                    _hold_back(words[row], answer.constraint.end_ids)
             else:
                 matchers.append((answer.matcher, row))
             if answer.num_opening is not None:

@@ -66,9 +66,15 @@ class GraphRunner(Generic[T]):
                 and candidate.prefill_rows >= shape.prefill_rows
                 and candidate.prefill_tokens >= shape.prefill_tokens
                 and (shape.decode_rows == 0 or candidate.tokens_per_row == shape.tokens_per_row)
+                and candidate.shares_segments == shape.shares_segments
             ):
                 return candidate
         return None
+
+    def capture_missing(self, shape: BatchShape) -> None:
+        """Capture the graph of a shape, in the middle of a run, unless it has been. It waits for the device."""
+        if shape not in self._graphs:
+            self.capture([shape])
 
     def replay(self, shape: BatchShape) -> T:
         """Run the graph of a captured shape. Its output holds until the next replay of any graph."""
@@ -81,8 +87,9 @@ class GraphRunner(Generic[T]):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), _no_garbage_collection():
             self._run(shape)  # loads and compiles what it launches
-            # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back.
-            graph.capture_begin(pool=self._pool)
+            # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back. Other
+            # threads may wait for the device meanwhile: a thread posts the outputs of steps.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = self._run(shape)
             finally:

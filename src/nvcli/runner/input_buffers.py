@@ -15,6 +15,7 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache
+from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 from nvcli.messages import StepInput
 from nvcli.runner.slot_table import unpack_ids
@@ -47,6 +48,7 @@ def exact_shape(step: StepInput) -> BatchShape:
         tokens_per_row=int(num_tokens[0]) if num_decodes else 1,
         prefill_rows=len(num_tokens) - num_decodes,
         prefill_tokens=int(num_tokens[num_decodes:].sum()),
+        shares_segments=step.shares_segments,
     )
 
 
@@ -92,8 +94,11 @@ class InputBuffers:
         backend: AttentionBackend,
         *,
         needs_all_logits: bool,
+        segments: SegmentTables | None = None,
     ) -> StepBatch:
         """Make views of the buffers for a batch of this shape, whose host values are those of padding alone.
+
+        segments: the tables of the segments that requests share, for a shape that shares any.
 
         needs_all_logits: every token needs logits, so that the N rows are the T tokens, in order.
         """
@@ -128,6 +133,7 @@ class InputBuffers:
             seq_lens_host=np.zeros(num_rows, dtype=np.int32),
             kv_cache=kv_cache,
             backend=backend,
+            segments=segments if shape.shares_segments else None,
         )
         return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, dtype=np.int32))
 

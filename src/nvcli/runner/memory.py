@@ -117,6 +117,16 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def keep_one_piece(num_bytes: int, device: torch.device) -> None:
+    """Make torch's allocator hold free memory of a GPU in one piece, from which it then takes what steps need.
+
+    Without it, steps that are launched kernel by kernel take a new piece for each number of logits that is larger than
+    any before, and with vocabularies of 200,000 tokens the pieces left behind fill the GPU.
+    """
+    if device.type == "cuda":
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
 def other_bytes(device: torch.device, weights: int) -> int:
     """Return the bytes on the device that torch does not hold; on a CPU, those of this process beside its weights."""
     if device.type == "cpu":

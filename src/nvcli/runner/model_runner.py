@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -37,6 +38,7 @@ from nvcli.runner.memory import (
     check_positions_fit,
     check_weights_fit,
     free_bytes,
+    keep_one_piece,
     oom_as_limits_error,
     other_bytes,
     out_of_memory_line,
@@ -44,6 +46,7 @@ from nvcli.runner.memory import (
     peak_bytes,
     plan_memory,
 )
+from nvcli.runner.prepared_vocabulary import PreparedVocabulary
 from nvcli.runner.prompt_reader import PromptReader
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
@@ -54,6 +57,7 @@ from nvcli.sizing.graph_sizes import step_graph_sizes
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
+from nvcli.structured import MAX_END_IDS
 
 _CPU_WARM_UP_TOKENS = 16
 _LEAST_GRAPH_BYTES = 2 << 20
@@ -80,6 +84,7 @@ class ModelRunner:
             self._join_process_group()
             self._build_model()
             self._share_memory()
+            self._prepare_vocabulary()
             self._load_weights()
             self._select_attention()
             self._choose_graphs()
@@ -89,6 +94,7 @@ class ModelRunner:
             self._size_kv_cache()
             self._allocate_kv_cache()
             self._capture_graphs()
+            keep_one_piece(self._activation_bytes, self.device)
             self._measure_memory()
         self.ready = EngineReady(
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
@@ -99,6 +105,8 @@ class ModelRunner:
             attention_backend=self.backend.name,
             group_windows=[group.window for group in self._kv_groups],
             state_groups=[number for number, group in enumerate(self._kv_groups) if group.is_state],
+            reads_segments=self._max_shared_rows > 0,
+            group_token_bytes=[self._kv_spec.token_bytes(group) for group in range(self._kv_spec.num_groups)],
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
@@ -123,6 +131,7 @@ class ModelRunner:
             )
             self._groups = divide_ranks(config, self._world.group, rank)
             self.group = self._groups.tensor
+            self.group.sums_in_order = config.batch_invariant
             self.stage = Stage(config.stage_of(rank), config.pipeline_parallel_size)
 
     def _build_model(self) -> None:
@@ -131,7 +140,12 @@ class ModelRunner:
             config = config.headless() if self.config.embedding_size else config
             self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(
-                self.model_config, self.group, self.dtype, max_positions=self.config.max_model_len, stage=self.stage
+                self.model_config,
+                self.group,
+                self.dtype,
+                max_positions=self.config.max_model_len,
+                stage=self.stage,
+                batch_invariant=self.config.batch_invariant,
             )
 
     def _share_memory(self) -> None:
@@ -143,6 +157,14 @@ class ModelRunner:
             )
             memory = self.group.peer_memory
             self._shared_bytes = 0 if memory is None else memory.num_bytes
+
+    def _prepare_vocabulary(self) -> None:
+        """Begin to load the tokens for grammars, where rows are known to want them from this rank."""
+        config, model = self.config, self.model_config
+        self._vocabulary: PreparedVocabulary | None = None
+        end_ids = [token for token in model.eos_token_ids if token < model.vocab_size][:MAX_END_IDS]
+        if config.prepare_grammars and end_ids and self._context.rank == config.output_rank:
+            self._vocabulary = PreparedVocabulary(config.model_path, vocab_size=model.vocab_size, end_ids=end_ids)
 
     def _load_weights(self) -> None:
         with self._phase("load weights"):
@@ -169,9 +191,12 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
+            batch_invariant=config.batch_invariant,
+            max_shared_rows=config.max_shared_rows,
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
+        self._max_shared_rows = config.max_shared_rows if self.backend.reads_segments else 0
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
         self._kv_spec = KVCacheSpec.of_layers(
@@ -190,6 +215,11 @@ class ModelRunner:
             sizes = step_graph_sizes(config, self.model_config)
             shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
+        # Few jobs need these: they are captured when they are first used, and their memory is set aside.
+        shares = self._max_shared_rows > 1
+        self._shared_shapes = [
+            replace(shape, shares_segments=True) for shape in self._graph_shapes if shares and shape.decode_rows > 1
+        ]
 
     def _make_slots(self) -> None:
         """Make the empty tables and buffers of the steps, large enough for padded ones."""
@@ -197,9 +227,11 @@ class ModelRunner:
         self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
         vocab_size = self.model_config.vocab_size
-        self.sampler = Sampler(self.slots, self.group, vocab_size)
+        self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         follows = self._context.rank == config.output_rank
-        self.constraints = Constraints(config.model_path, vocab_size, self.device, follows=follows)
+        self.constraints = Constraints(
+            config.model_path, vocab_size, self.device, follows=follows, prepared=self._vocabulary
+        )
         self.buffers = InputBuffers(
             self.slots.state,
             max_rows=config.max_padded_rows,
@@ -244,7 +276,7 @@ class ModelRunner:
                 largest = before - free_bytes(self.device)
                 graphs.capture(decode_only[-1:])
                 smallest = max(_LEAST_GRAPH_BYTES, before - largest - free_bytes(self.device))
-                self._graph_bytes = largest + smallest * (len(graphs.shapes) - 1)
+                self._graph_bytes = largest + smallest * (len(graphs.shapes) + len(self._shared_shapes) - 1)
                 del graphs
                 torch.cuda.empty_cache()
 
@@ -281,7 +313,7 @@ class ModelRunner:
             self.backend,
             self.sampler,
             self.constraints,
-            PromptReader(self.model, self.group, self.device),
+            PromptReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,
@@ -292,8 +324,8 @@ class ModelRunner:
         if self._graph_shapes:
             with self._phase("capture graphs"):
                 before = free_bytes(self.device)
-                graphs = self.steps.make_graphs(self._graph_shapes)
-                graphs.capture()
+                graphs = self.steps.make_graphs(self._graph_shapes + self._shared_shapes)
+                graphs.capture(self._graph_shapes)
                 self.steps.use_graphs(graphs)
                 self._graph_bytes = before - free_bytes(self.device)
 

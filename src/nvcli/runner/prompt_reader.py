@@ -90,8 +90,12 @@ class PendingReadings:
 class PromptReader:
     """Reads for one rank. `read` is collective: every rank of the last stage calls it alike."""
 
-    def __init__(self, model: CausalLM, group: TensorParallelGroup, device: torch.device) -> None:
+    def __init__(
+        self, model: CausalLM, group: TensorParallelGroup, device: torch.device, *, batch_invariant: bool = False
+    ) -> None:
+        """`batch_invariant`: what is read of a prompt has the same bits whatever else the step computes."""
         self._model, self._group, self._device = model, group, device
+        self._batch_invariant = batch_invariant
 
     def plan(self, step: StepInput) -> ReadPlan:
         """Lay out the reads of a step, which has at least one."""
@@ -132,7 +136,11 @@ class PromptReader:
             size = logits.shape[1]
             start = min(self._group.rank * size, vocab_size)
             scores = shard_scores(
-                logits[:, : min(size, vocab_size - start)], plan.targets[rows], start=start, num_top=num_top
+                logits[:, : min(size, vocab_size - start)],
+                plan.targets[rows],
+                start=start,
+                num_top=num_top,
+                batch_invariant=self._batch_invariant,
             )
             floats = torch.cat([scores.log_sum[:, None], scores.target[:, None], scores.top], dim=1)
             packed[rows] = torch.cat([floats.view(torch.int32), scores.top_ids], dim=1)

@@ -27,6 +27,7 @@ from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.candidates import choose_candidates, shard_candidates
 from nvcli.kernels.sampling import apply_penalties, packed_argmax, sample, unpack_argmax
 from nvcli.kernels.token_mask import apply_token_mask
+from nvcli.kernels.token_scores import shard_scores
 from nvcli.messages import TokenLogprobs
 from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable
@@ -66,7 +67,7 @@ class PendingLogprobs:
     chosen: Tensor
     """[n] float32 on the host, of the chosen tokens."""
     top_ids: Tensor
-    """[n, K] int64 on the host, the likeliest tokens, K at least the largest count."""
+    """[n, K] integers on the host, the likeliest tokens, K at least the largest count."""
     top_values: Tensor
     """[n, K] float32 on the host."""
 
@@ -85,7 +86,11 @@ class PendingLogprobs:
 class Sampler:
     """Samples for the slots of one table. `sample` and `sample_fully` are collective: every rank calls them alike."""
 
-    def __init__(self, slots: SlotTable, group: TensorParallelGroup, vocab_size: int) -> None:
+    def __init__(
+        self, slots: SlotTable, group: TensorParallelGroup, vocab_size: int, *, batch_invariant: bool = False
+    ) -> None:
+        """`batch_invariant`: a row's log-probabilities have the same bits in every batch, as its token has."""
+        self._batch_invariant = batch_invariant
         self._slots, self._table = slots, slots.sampling
         self._group = group
         self._vocab_size = vocab_size
@@ -163,7 +168,8 @@ class Sampler:
         if unmodified is None:
             return ids, None
         counts = self._table.num_logprobs_host[needs.slots[asking]]
-        return ids, _find_logprobs(unmodified, ids, asking, at_asking, counts)
+        find = _find_invariant_logprobs if self._batch_invariant else _find_logprobs
+        return ids, find(unmodified, ids, asking, at_asking, counts)
 
     def _sample_limited(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """Choose by temperature and limits. With several ranks the only limits here are those of rows with a small
@@ -245,4 +251,15 @@ def _find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, co
     top = logprobs.topk(max(1, int(counts.max())), dim=-1)
     # A copy to the host that does not wait goes to pinned memory.
     on_host = [x.to("cpu", non_blocking=True) for x in (chosen, top.indices, top.values)]
+    return PendingLogprobs(len(ids), rows, counts, *on_host)
+
+
+def _find_invariant_logprobs(
+    logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray
+) -> PendingLogprobs:
+    """Do what `_find_logprobs` does, with the same bits for a row whatever other rows there are."""
+    targets = ids[at].long().clamp_(min=0)
+    scores = shard_scores(logits, targets, start=0, num_top=max(1, int(counts.max())), batch_invariant=True)
+    chosen, top = scores.target - scores.log_sum, scores.top - scores.log_sum[:, None]
+    on_host = [x.to("cpu", non_blocking=True) for x in (chosen, scores.top_ids, top)]
     return PendingLogprobs(len(ids), rows, counts, *on_host)

@@ -15,6 +15,7 @@ from torch import Tensor
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
 from nvcli.kernels.prepare_inputs import keep_tokens, write_tokens
+from nvcli.kernels.segment_tables import SEGMENT_FIELDS, SegmentTables
 from nvcli.kernels.step_tensors import SlotState
 from nvcli.messages import NewSlot, StepInput
 from nvcli.runner.sampling_table import SamplingTable
@@ -59,9 +60,12 @@ class SlotTable:
             ),
             block_size=config.block_size,
         )
+        self.segments = SegmentTables.empty(num_groups, config.max_num_seqs, num_rows, device)
+        """The segments of KV blocks that requests share."""
         self.sampling = SamplingTable(config.max_num_seqs, device)
         tokens = 2 * config.max_num_batched_tokens + config.max_model_len
-        per_slot = 2 * num_groups * config.max_blocks_per_seq + _INTS_PER_NEW_SLOT
+        # A slot may have other blocks in all columns, and another segment and its entry, in each group.
+        per_slot = num_groups * (2 * config.max_blocks_per_seq + 6 + 2 * SEGMENT_FIELDS) + _INTS_PER_NEW_SLOT
         self.upload = Uploader(
             tokens + config.max_num_seqs * per_slot, device, steps_in_flight=config.max_steps_in_flight
         )
@@ -73,6 +77,8 @@ class SlotTable:
             self._fill(step.new_slots)
         if step.block_ids:
             self._set_blocks(step)
+        if step.segments or step.slot_segments:
+            self._set_segments(step)
         if step.token_ids:
             counts = unpack_ids(step.token_counts)
             offsets = np.zeros(len(counts) + 1, dtype=np.int32)
@@ -99,3 +105,16 @@ class SlotTable:
         rows = unpack_ids(step.block_groups).astype(np.int64) * num_slots + unpack_ids(step.block_slots)
         places, blocks = self.upload(rows * num_columns + unpack_ids(step.block_columns), unpack_ids(step.block_ids))
         tables.view(-1)[places.long()] = blocks
+
+    def _set_segments(self, step: StepInput) -> None:
+        entries, numbers = self.segments.segments, self.segments.slot_segments
+        groups, segments, *fields = unpack_ids(step.segments).reshape(-1, 2 + SEGMENT_FIELDS).T
+        slot_groups, slots, slot_numbers = unpack_ids(step.slot_segments).reshape(-1, 3).T
+        places, values, slot_places, slot_values = self.upload(
+            groups * entries.shape[1] + segments,
+            np.stack(fields, axis=1).ravel(),
+            slot_groups * numbers.shape[1] + slots,
+            slot_numbers,
+        )
+        entries.view(-1, SEGMENT_FIELDS)[places.long()] = values.view(-1, SEGMENT_FIELDS)
+        numbers.view(-1)[slot_places.long()] = slot_values

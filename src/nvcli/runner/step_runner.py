@@ -150,6 +150,9 @@ class StepRunner:
         shape = exact_shape(step)
         reads = self._reader.plan(step) if step.reads else None
         padded = None if self._graphs is None or reads is not None else self._graphs.padded_shape(shape)
+        if padded is not None and padded.shares_segments:
+            assert self._graphs is not None
+            self._graphs.capture_missing(padded)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch)
         self._backend.plan(batch.forward)
@@ -222,7 +225,12 @@ class StepRunner:
         """Make views for a step without padding."""
         num_logits = int(unpack_ids(step.num_logits).sum())
         return self._buffers.batch(
-            shape, num_logits, self._kv_cache, self._backend, needs_all_logits=num_logits == shape.num_tokens
+            shape,
+            num_logits,
+            self._kv_cache,
+            self._backend,
+            needs_all_logits=num_logits == shape.num_tokens,
+            segments=self._slots.segments,
         )
 
     def _padded_batch(self, shape: BatchShape) -> StepBatch:
@@ -231,7 +239,12 @@ class StepRunner:
         if batch is None:
             num_logits = self._buffers.num_logits(shape)
             batch = self._buffers.batch(
-                shape, num_logits, self._kv_cache, self._backend, needs_all_logits=shape.prefill_rows == 0
+                shape,
+                num_logits,
+                self._kv_cache,
+                self._backend,
+                needs_all_logits=shape.prefill_rows == 0,
+                segments=self._slots.segments,
             )
             self._graph_batches[shape] = batch
         return batch

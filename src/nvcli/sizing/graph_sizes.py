@@ -7,6 +7,7 @@ from typing import Literal
 
 from nvcli.config import EngineConfig
 from nvcli.models.config import ModelConfig
+from nvcli.models.layer_config import ExpertsConfig
 from nvcli.sizing.costs import model_costs
 
 _PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -14,7 +15,9 @@ _PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _MORE_PREFILL_TOKENS = (3072, 4096, 6144, 8192, 12288, 16384)
 """For models whose launches take longer than their computation even so; the largest that a step can hold is added."""
 _LAUNCH_SECONDS = 0.65e-3
-"""What launching one layer's kernels takes the host (measured on an H200 machine, torch 2.11)."""
+"""What launching the kernels of one layer with an MLP takes the host (measured on an H200 machine, torch 2.11)."""
+_EXPERTS_LAUNCH_SECONDS = 2e-3
+"""The same for a layer with experts."""
 _MATRIX_RATE = 550e12
 """Floating-point operations per second of such a model's matrix products (the same machine)."""
 _BATCHED_TOKENS = 8192
@@ -22,7 +25,8 @@ _BATCHED_TOKENS = 8192
 _SMALL_MODEL_BATCHED_TOKENS = 16_384
 """For models that compute _BATCHED_TOKENS in less time than it takes to launch them. What a step costs beside its
 tokens counts for more in such models: with 4,096 prompts of 200 to 600 tokens and answers of 1 to 8, Qwen3-0.6B makes
-5,599 output tokens/s on an H200 where 8,192 make 5,422. All these steps are captured: launched, they lose 3 %."""
+5,599 output tokens/s on an H200 where 8,192 make 5,422. All these steps are captured: launched, they lose 3 %.
+Qwen3-30B-A3B, whose experts take many launches, makes 6,508 in the reference workload where 8,192 make 6,413."""
 _MIN_PREFILL_ROWS = 32
 _TOKENS_PER_PREFILL_ROW = 16
 """A captured step holds one chunk for each so many prompt tokens, or the minimum."""
@@ -44,14 +48,6 @@ def decode_sizes(max_num_decodes: int) -> list[int]:
     return [size for size in sizes if size < max_num_decodes] + [max_num_decodes]
 
 
-def launch_bound_tokens(num_layers: int, layer_elements: int) -> int:
-    """Tokens of a step that takes the GPU as long as launching its kernels one by one takes the host.
-
-    `layer_elements`: weights of all layers on one rank.
-    """
-    return int(num_layers * _LAUNCH_SECONDS * _MATRIX_RATE / (2 * max(1, layer_elements)))
-
-
 def default_batched_tokens(model: ModelConfig, device: Literal["cpu", "cuda"]) -> int:
     """Return the most tokens of a step, where the configuration leaves it open."""
     is_small = device == "cuda" and _launch_bound_tokens(model) >= _BATCHED_TOKENS
@@ -59,8 +55,12 @@ def default_batched_tokens(model: ModelConfig, device: Literal["cpu", "cuda"]) -
 
 
 def _launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
+    """Tokens of a step that takes the GPU as long as launching its kernels one by one takes the host."""
     costs = model_costs(model, model.dtype, tensor_parallel_size=tensor_parallel_size)
-    return launch_bound_tokens(model.num_layers, costs.weights_per_token)
+    seconds = sum(
+        _EXPERTS_LAUNCH_SECONDS if isinstance(layer.mlp, ExpertsConfig) else _LAUNCH_SECONDS for layer in model.layers
+    )
+    return int(seconds * _MATRIX_RATE / (2 * max(1, costs.weights_per_token)))
 
 
 def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize]:

@@ -12,7 +12,7 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import Choice, JobResult, Place, PromptLogprobs, Usage, failed
+from nvcli.jobs.job import Choice, JobResult, Logprobs, Place, Usage, failed
 from nvcli.jobs.tasks import EmbedAnswer, ScoreAnswer
 
 
@@ -21,7 +21,7 @@ class _Answer(msgspec.Struct, frozen=True):
     usage: Usage
     num_bytes: int
     answer: ScoreAnswer | EmbedAnswer | None
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: Logprobs | None
 
     def for_row(self, place: Place) -> JobResult:
         # Nothing of the prompt was computed for it.

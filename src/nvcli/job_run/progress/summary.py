@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nvcli.byte_sizes import format_bytes
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.outcomes import Example
 from nvcli.job_run.progress.display import Verbosity, format_seconds
@@ -163,12 +164,16 @@ def _id(example: Example) -> str:
 def _token_lines(summary: Summary) -> Iterator[str]:
     counts, seconds = summary.counts, summary.times.generating
     cached = ""
-    if counts.cached_tokens:
-        share = counts.cached_tokens / counts.prompt_tokens
-        cached = f" ({counts.cached_tokens:,} from the prefix cache, {share:.0%})"
+    # The replicas count the prompt of each sample of a row, and finished rows alone are in the other counts.
+    not_computed = max(counts.cached_tokens, counts.engine_cached_tokens)
+    if not_computed:
+        share = not_computed / counts.engine_prompt_tokens
+        cached = f" ({not_computed:,} not computed: in the prefix cache, {share:.0%})"
     generates = counts.completion_tokens > 0
     generated = f", generated {counts.completion_tokens:,}" if generates else ""
     yield f"  tokens    prompt {counts.prompt_tokens:,}{cached}{generated}"
+    if counts.kv_bytes_saved:
+        yield f"  shared    {format_bytes(counts.kv_bytes_saved)} of the KV cache not read again for each row"
     if seconds > 0:
         speed = f"{counts.completion_tokens / seconds:,.0f} generated and " if generates else ""
         yield (

@@ -16,10 +16,16 @@ import msgspec
 
 from nvcli.job_run.text.reasoning import HARMONY_MARKS, PromptState, ReasoningParser, find_reasoning_format
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.job_run.text.tool_calls import BadToolCall, FoundCall, FoundCalls, ToolFormat, find_tool_format, harmony_call
+from nvcli.job_run.text.tool_calls import (
+    HARMONY,
+    TOOL_FORMATS,
+    BadToolCall,
+    FoundCall,
+    FoundCalls,
+    harmony_call,
+    tool_format_name,
+)
 from nvcli.jobs.job import FunctionCall, ToolCall
-
-HARMONY = "harmony"
 
 _ID_CHARS = 9
 """Mistral's chat templates refuse ids of another length."""
@@ -73,11 +79,10 @@ class AnswerReader:
         choices = (reasoning_parser, tool_parser)
         writes_harmony = all(mark in template for mark in HARMONY_MARKS)
         self._is_harmony = HARMONY in choices or (writes_harmony and "auto" in choices)
-        self._tool_format: ToolFormat | None = None
-        self._finds_calls = tool_parser != "none"
-        if not self._is_harmony:
-            self._tool_format = find_tool_format(tool_parser, template)
-            self._finds_calls = self._tool_format is not None
+        name = HARMONY if self._is_harmony else tool_format_name(tool_parser, template)
+        self.call_format = None if tool_parser == "none" else name
+        """The name of the format of tool calls; None: they are not looked for."""
+        self._tool_format = None if name is None else TOOL_FORMATS.get(name)
 
     def reading(
         self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], last_message: str | None
@@ -86,7 +91,7 @@ class AnswerReader:
 
         `last_message` is the message that the answer goes on with; None: it begins a new one.
         """
-        tools = tools if self._finds_calls else []
+        tools = tools if self.call_format is not None else []
         state = PromptState.CLOSED
         if self.reasoning is not None:
             state = self.reasoning.state_of(prompt_ids, last_message)

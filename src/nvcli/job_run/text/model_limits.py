@@ -69,7 +69,8 @@ def fit_prompt(ids: list[int], sampling: SamplingParams, limits: ModelLimits, un
     if sampling.min_tokens > max_tokens:
         raise RowError(
             "max_tokens_too_large",
-            f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer",
+            f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer; "
+            "lower it",
         )
     if sampling.prompt_logprobs is not None and len(ids) * (1 + sampling.prompt_logprobs) > MAX_ANSWER_NUMBERS:
         raise RowError(
@@ -77,10 +78,11 @@ def fit_prompt(ids: list[int], sampling: SamplingParams, limits: ModelLimits, un
             f"`{under}.prompt_logprobs` is {sampling.prompt_logprobs}, and a prompt of {len(ids):,} tokens has more "
             f"than {MAX_ANSWER_NUMBERS:,} numbers; lower it",
         )
-    if (num_numbers := sampling.num_samples * max_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
+    num_tokens = max_tokens + (len(ids) if sampling.echo and sampling.logprobs is not None else 0)
+    if (num_numbers := sampling.num_samples * num_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
         raise RowError(
             "invalid_sampling",
-            f"{sampling.num_samples:,} answers of up to {max_tokens:,} tokens with `{under}.logprobs` or token ids "
+            f"{sampling.num_samples:,} answers of up to {num_tokens:,} tokens with `{under}.logprobs` or token ids "
             f"hold {num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` "
             f"or `{under}.logprobs`",
         )
@@ -94,8 +96,9 @@ def _too_long(num_prompt_tokens: int, asked: int | None, max_len: int, under: st
             f"the prompt has {num_prompt_tokens} tokens, and `max_model_len` is {max_len} with the answer; "
             "shorten it, or set `job.on_too_long` to cut it",
         )
+    tokens = "1 token" if num_prompt_tokens == 1 else f"{num_prompt_tokens} tokens"
     return RowError(
         "max_tokens_too_large",
-        f"`{under}.max_tokens` is {asked}, and a prompt of {num_prompt_tokens} tokens leaves room for "
-        f"{max_len - num_prompt_tokens} (`max_model_len` is {max_len}); lower it or leave it out",
+        f"`{under}.max_tokens` is {asked}, and a prompt of {tokens} leaves room for {max_len - num_prompt_tokens} "
+        f"(`max_model_len` is {max_len}); lower it or leave it out",
     )

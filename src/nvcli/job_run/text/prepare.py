@@ -14,6 +14,7 @@ from nvcli.config_types import OnTooLong
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError
 from nvcli.job_run.text.answer_reader import AnswerReader, Reading
+from nvcli.job_run.text.call_constraints import CallConstraints
 from nvcli.job_run.text.continuations import Continuations
 from nvcli.job_run.text.conversation import Conversation
 from nvcli.job_run.text.grammar_maker import Grammar, GrammarMaker
@@ -26,11 +27,12 @@ from nvcli.job_run.text.prompt_tasks import (
     scored_continuations,
     scored_prompt,
 )
+from nvcli.job_run.text.reasoning import unknown_marks
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.token_rules import TokenRules, token_rules
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
-from nvcli.jobs.rows.conversation_options import ARGUMENTS, CONTINUE_FINAL_MESSAGE
+from nvcli.jobs.rows.conversation_options import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
 from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
 from nvcli.messages import pack
 from nvcli.sampling_params import SamplingParams
@@ -38,6 +40,9 @@ from nvcli.structured import MAX_END_IDS, Constraint, Structured
 
 _ROW_BYTES = 1000
 """Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
+
+_CALLS_NAME = f"a rule for the calls of `{TOOLS}`"
+"""The name of what holds an answer to tool calls, for messages."""
 
 Render = Callable[[Sequence[Conversation]], list[str | RowError]]
 
@@ -99,6 +104,7 @@ class Preparer:
         """The last grammar whose memory was counted, which is done once, for the row that brought it."""
         self._constraint: Constraint | None = None
         self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
+        self._calls = CallConstraints(tokenizer, self._reader, grammars)
         self._rules: TokenRules | None = None
         self._answers_follow_from: bytes | None = None
 
@@ -250,15 +256,21 @@ class Preparer:
             reading = None
             if job.messages is not None:
                 reading = self._reader.reading(ids, job.tools, _last_message(job))
-            constraint = self._constraint
+            constraint, called = self._constraint, None
+            must_call = job.call_rule is not None and job.call_rule.is_required
+            if job.call_rule is not None:
+                called = self._calls.grammar(job, job.call_rule)
+                if called is not None:
+                    constraint = self._constraint_of(called, _CALLS_NAME)
             if constraint is not None and reading is not None:
-                constraint = self._after_thought(constraint, reading, sampling, under)
+                constraint = self._after_thought(constraint, reading, sampling, under, must_call=must_call)
             thought_limit = None
             if sampling.thinking_budget is not None:
-                thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under)
+                thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under, must_call=must_call)
             answer_key = None
             if self._answers_follow_from is not None:
                 read_as = echo.encode() if reading is None else echo.encode() + reading.digest
+                read_as += b"" if called is None else called.text.encode()
                 # 128 bits: two different rows do not meet in practice.
                 answer_key = blake2b(
                     b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
@@ -271,6 +283,9 @@ class Preparer:
                 elif self._grammar is not self._counted_grammar:
                     self._counted_grammar = self._grammar
                     num_bytes += self._grammar.num_bytes
+            if called is not None and called is not self._counted_grammar:
+                self._counted_grammar = called
+                num_bytes += called.num_bytes
             return PreparedRow(
                 place=job.place,
                 prompt_ids=prompt_ids,
@@ -313,7 +328,7 @@ class Preparer:
         self._grammar = self._constraint = None
         if sampling.structured is not None:
             self._grammar = self._make_grammar(sampling.structured, under)
-            self._constraint = Constraint(grammar=self._grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
+            self._constraint = self._constraint_of(self._grammar, _structured_name(sampling.structured, under))
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
@@ -322,23 +337,31 @@ class Preparer:
         self._sampling = sampling
 
     def _after_thought(
-        self, constraint: Constraint, reading: Reading, sampling: SamplingParams, under: str
+        self, constraint: Constraint, reading: Reading, sampling: SamplingParams, under: str, *, must_call: bool
     ) -> Constraint:
         """Return the constraint of a conversation's answer, which leaves its thought free. Raises RowError."""
-        assert sampling.structured is not None
-        if self._reader.reasoning is None:
+        parser, wanted = self._reader.reasoning, sampling.structured
+        if parser is None or (wanted is None and parser.form.is_harmony):  # the grammar of calls has its thoughts
             return constraint
-        return self._reader.reasoning.after_thought(
-            constraint, reading.state, _structured_name(sampling.structured, under)
-        )
+        name = _CALLS_NAME if wanted is None else _structured_name(wanted, under)
+        constraint = parser.after_thought(constraint, reading.state, name)
+        # Where the answer may call a tool in place of what is wanted, some models do so in their thought.
+        return msgspec.structs.replace(constraint, must_begin=must_call or not reading.tools)
+
+    def _constraint_of(self, grammar: Grammar, name: str) -> Constraint:
+        """Return the constraint of an answer that follows a grammar from its beginning; `name` is what asks for it.
+
+        Raises RowError.
+        """
+        if not self._eos_ids:
+            raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
+        return Constraint(grammar=grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
 
     def _make_grammar(self, wanted: Structured, under: str) -> Grammar:
         """Return the grammar of rows that ask for a structured answer. Raises RowError."""
         name = _structured_name(wanted, under)
         if self._grammars is None:
             raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
-        if not self._eos_ids:
-            raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
         return self._grammars.grammar(wanted, name=name)
 
     def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
@@ -356,7 +379,7 @@ class Preparer:
     def _echo(self, job: Job, ids: list[int], *, is_whole: bool) -> str:
         """Return the text of the prompt, which is `ids` now, or of the message that the answer goes on with.
 
-        Raises RowError for a conversation whose answer begins a message.
+        Raises RowError for a conversation whose answer begins a message, or whose row wants log-probabilities too.
         """
         if job.messages is not None:
             content = _last_message(job)
@@ -366,21 +389,25 @@ class Preparer:
                     "`echo` is true, and the answer to a conversation goes on with no text of it; leave it out, or "
                     f"give `{CONTINUE_FINAL_MESSAGE}`: true",
                 )
+            if job.sampling.logprobs is not None:
+                raise RowError(
+                    "invalid_sampling",
+                    "`echo` is true beside `logprobs`, and the message that the answer goes on with is only a part of "
+                    "the prompt's tokens; leave `echo` out, or ask for `prompt_logprobs` beside `logprobs`",
+                )
             return content
         if job.prompt is not None and is_whole:
             return job.prompt
         return self._tokenizer.decode_one(ids, skip_special_tokens=job.sampling.skip_special_tokens)
 
-    def _thought_limit(self, job: Job, ids: list[int], budget: int, under: str) -> ThoughtLimit | None:
+    def _thought_limit(
+        self, job: Job, ids: list[int], budget: int, under: str, *, must_call: bool
+    ) -> ThoughtLimit | None:
         """Return the limit of an answer's thought; None: the prompt leaves it none. Raises RowError."""
         parser, name = self._reader.reasoning, f"{under}.thinking_budget"
         if parser is None:
-            raise RowError(
-                "unsupported_parameter",
-                f"`{name}` is given, and how this model marks its thoughts is not known; leave it out, or set "
-                "`job.reasoning_parser`",
-            )
-        return parser.limit(budget, parser.state_of(ids, _last_message(job)), name)
+            raise unknown_marks(name)
+        return parser.limit(budget, parser.state_of(ids, _last_message(job)), name, must_call=must_call)
 
     def _is_cut(self, text: str, has_continuations: bool) -> bool:
         """Tell whether only a part of a text is to be tokenized. A prompt with continuations is tokenized as a whole,

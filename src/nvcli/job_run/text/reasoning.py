@@ -32,6 +32,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     forced_end: str = ""
     """The text that ends a thought which has had all of its tokens; empty: `end`."""
+    forced_call: str = ""
+    """The text that ends such a thought where tool calls must follow; empty: as elsewhere."""
     other_end: str = ""
     """Another text that ends a thought; empty: there is none."""
 
@@ -47,6 +49,7 @@ REASONING_FORMATS = {
         end="<|channel|>final",
         other_end="<|channel|>commentary",
         forced_end="<|end|><|start|>assistant<|channel|>final<|message|>",
+        forced_call="<|end|><|start|>assistant<|channel|>commentary",
     ),
     "gemma4": ReasoningFormat(start="<|channel>thought", end="<channel|>"),
     "mistral": ReasoningFormat(start="[THINK]", end="[/THINK]"),
@@ -82,6 +85,15 @@ def find_reasoning_format(name: str, chat_template: str) -> ReasoningFormat | No
     return next((each for each in formats if each.start in chat_template or each.end in chat_template), None)
 
 
+def unknown_marks(name: str) -> RowError:
+    """Return the error of a key that asks for something of thoughts, where their marks are not known."""
+    return RowError(
+        "unsupported_parameter",
+        f"`{name}` is given, and how this model marks its thoughts is not known; leave it out, or set "
+        "`job.reasoning_parser`",
+    )
+
+
 class ReasoningParser:
     """Finds the thoughts in the answers of one model. It is used by one thread for prompts and by one for answers."""
 
@@ -106,10 +118,11 @@ class ReasoningParser:
             return PromptState.OPEN
         return PromptState.CLOSED if tail.endswith(form.end) else PromptState.LEFT
 
-    def limit(self, budget: int, state: PromptState, name: str) -> ThoughtLimit | None:
+    def limit(self, budget: int, state: PromptState, name: str, *, must_call: bool = False) -> ThoughtLimit | None:
         """Return the limit of a thought; None: there is no thought to be limited. `name` is the key that asks for it.
 
-        Raises RowError where the engine could not see the end of a thought, because it is no token.
+        `must_call` tells whether the answer goes on with tool calls. Raises RowError where the engine could not see the
+        end of a thought, because it is no token.
         """
         if state is PromptState.CLOSED:
             return None
@@ -124,7 +137,7 @@ class ReasoningParser:
             budget=budget,
             start_ids=[] if state is PromptState.OPEN else self._start_ids,
             ends=[self._end_ids, *([self._encode(form.other_end)] if form.other_end else [])],
-            forced_ids=self._encode(form.forced_end) if form.forced_end else self._end_ids,
+            forced_ids=self._encode((form.forced_call if must_call else "") or form.forced_end or form.end),
         )
 
     def after_thought(self, constraint: Constraint, state: PromptState, name: str) -> Constraint:

@@ -59,18 +59,27 @@ def _tagged(tag: str) -> ToolFormat:
         if not found:
             return None
         calls, texts = [], [before.strip()]
-        for part in rest.split(opening):
-            body, closed, behind = part.partition(closing)
-            body = body.strip()
-            texts.append(behind.strip())
-            if not closed and not body.endswith(("}", "</function>", "</arg_value>")):
-                raise BadToolCall(f"a call does not end: {show(body)}")
-            if body.startswith("{"):
-                calls.append(_from_json(_decode(body), body))
-            elif body.startswith("<function="):
-                calls.append(_from_function(body, tools))
+        while found:
+            rest = rest.lstrip()
+            if rest.startswith("{"):  # tags in the texts of JSON are none
+                if closing not in rest and not rest.endswith("}"):
+                    raise BadToolCall(f"a call does not end: {show(rest)}")
+                value, body, rest = _decode_first(rest)
+                calls.append(_from_json(value, body))
+                if rest.startswith(closing):
+                    rest = rest.removeprefix(closing)
+                elif rest and not rest.startswith(opening):
+                    raise BadToolCall(f"a call does not end: {show(body)}")
+                behind, found, rest = rest.partition(opening)
             else:
-                calls.append(_from_arg_keys(body, tools))
+                part, found, rest = rest.partition(opening)
+                body, closed, behind = part.partition(closing)
+                body = body.strip()
+                if not closed and not body.endswith(("</function>", "</arg_value>")):
+                    raise BadToolCall(f"a call does not end: {show(body)}")
+                read = _from_function if body.startswith("<function=") else _from_arg_keys
+                calls.append(read(body, tools))
+            texts.append(behind.strip())
         return FoundCalls("\n".join(filter(None, texts)), calls)
 
     return find
@@ -125,26 +134,34 @@ def _json_behind(mark: str, *, end: str = "") -> ToolFormat:
         before, found, rest = text.partition(mark)
         if not found:
             return None
-        if end:
-            rest = rest.partition(end)[0]
-        calls = [call for part in rest.split(mark) for call in _listed(part)]
+        calls = []
+        while True:
+            listed, rest = _first_listed(rest)
+            calls += listed
+            if not rest.startswith(mark):
+                break
+            rest = rest.removeprefix(mark)
+        if rest and not (end and rest.startswith(end)):
+            raise BadToolCall(f"no JSON: {show(rest)}")
         if not calls:
-            raise BadToolCall(f"an empty list of calls: {show(rest)}")
+            raise BadToolCall(f"an empty list of calls: {show(text[len(before) :])}")
         return FoundCalls(before.strip(), calls)
 
     return find
 
 
-_NAMED_ARGUMENTS = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_NAME_BEHIND_MARK = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 """Mistral's form since the eleventh version of its tokenizer: the name, and an object of arguments."""
 
 
-def _listed(text: str) -> list[FoundCall]:
-    match = _NAMED_ARGUMENTS.fullmatch(text)
+def _first_listed(text: str) -> tuple[list[FoundCall], str]:
+    """Read the calls at the beginning of a text, a list or one, and return them with what stands behind them."""
+    match = _NAME_BEHIND_MARK.match(text)
     if match is not None:
-        return [_call(match[1], _decode(match[2]), text)]
-    values = _decode(text)
-    return [_from_json(value, text) for value in (values if isinstance(values, list) else [values])]
+        value, body, rest = _decode_first(text[match.end() :])
+        return [_call(match[1], value, body)], rest
+    value, body, rest = _decode_first(text.lstrip())
+    return [_from_json(each, body) for each in (value if isinstance(value, list) else [value])], rest
 
 
 def _llama(text: str, tools: Tools) -> FoundCalls | None:
@@ -208,7 +225,8 @@ def _function_calls(text: str, tools: Tools) -> FoundCalls | None:
     before, found, rest = text.partition("<function_calls>")
     if not found:
         return None
-    lines = [line.strip() for line in rest.partition("</function_calls>")[0].splitlines()]
+    inside, closed, _ = rest.rpartition("</function_calls>")
+    lines = [line.strip() for line in (inside if closed else rest).split("\n")]
     calls = _pythonic(f"[{', '.join(filter(None, lines))}]", tools)
     if calls is None:
         raise BadToolCall(f"no calls: {show(rest)}")
@@ -240,6 +258,15 @@ def _decode(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise BadToolCall(f"no JSON: {show(text.strip())}") from None
+
+
+def _decode_first(text: str) -> tuple[Any, str, str]:
+    """Read the JSON that a text begins with. Return its value, its text and the rest without leading blanks."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        raise BadToolCall(f"no JSON: {show(text.strip())}") from None
+    return value, text[:end], text[end:].lstrip()
 
 
 def _call(name: str, arguments: Any, text: str) -> FoundCall:
@@ -294,8 +321,18 @@ _MARKS = (
 """What a chat template writes around tool calls or says of them, and the format that follows from it."""
 
 
-def find_tool_format(name: str, chat_template: str) -> ToolFormat | None:
-    """Return the format of this name; `auto`: the one that the chat template writes. None: there is none."""
-    if name == "auto":
-        return next((TOOL_FORMATS[each] for mark, each in _MARKS if mark in chat_template), None)
-    return TOOL_FORMATS.get(name)
+_BODIES = (("<arg_key>", "glm"), ("<function=", "qwen3_coder"))
+"""What a chat template writes between `<tool_call>` tags where that is no JSON."""
+
+HARMONY = "harmony"
+"""The name of gpt-oss's format."""
+
+
+def tool_format_name(name: str, chat_template: str) -> str | None:
+    """Return the name of a format; `auto` stands for the one that the chat template writes. None: there is none."""
+    if name != "auto":
+        return name if name in TOOL_FORMATS else None
+    found = next((each for mark, each in _MARKS if mark in chat_template), None)
+    if found == "hermes":
+        return next((each for mark, each in _BODIES if mark in chat_template), found)
+    return found

@@ -266,22 +266,26 @@ class RowReader:
         return self._source.place(self._line_number)
 
 
-def check_first_rows(inputs: Sequence[str], make_parser: Callable[[], RowParser], *, limit: int | None = None) -> None:
-    """Read the first rows of each input, and raise ColumnsError where they all lack a prompt.
+def check_first_rows(
+    inputs: Sequence[str], make_parser: Callable[[], RowParser], *, limit: int | None = None
+) -> list[Job | JobResult]:
+    """Read the first rows of each input and return them. Raises ColumnsError where those of one all lack a prompt.
 
     Other trouble is left to whoever reads the input. `limit` is the number of rows that are wanted of each.
     """
+    rows: list[Job | JobResult] = []
     for name in inputs:
         with (
             contextlib.suppress(StopIteration, InputChanged),
             contextlib.closing(RowReader([name], make_parser(), limit=limit, check_columns=True).batches()) as batches,
         ):
             try:
-                next(batches)
+                rows += next(batches)
             except ColumnsError:
                 raise
             except ConfigError:
                 continue
+    return rows
 
 
 def _open_source(name: str, known: KnownInput | None) -> _Source:

@@ -11,13 +11,17 @@ from typing import Any
 
 import msgspec
 
-from nvcli.errors import RowError
-from nvcli.validation import InvalidValue, convert, join_path, show
+from nvcli.jobs.job import CallRule
+from nvcli.validation import InvalidValue, Path, convert, join_path, show, suggest
 
 TOOLS, TOOL_CHOICE, DOCUMENTS = "tools", "tool_choice", "documents"
+PARALLEL_TOOL_CALLS = "parallel_tool_calls"
 ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE = "add_generation_prompt", "continue_final_message"
 
-CONVERSATION_KEYS = (TOOLS, TOOL_CHOICE, DOCUMENTS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE)
+CONVERSATION_KEYS = (
+    *(TOOLS, TOOL_CHOICE, PARALLEL_TOOL_CALLS, DOCUMENTS),
+    *(ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE),
+)
 """The keys, in either form of rows."""
 
 REASONING_EFFORT = "reasoning_effort"
@@ -37,6 +41,8 @@ class ConversationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of the chat template by name; None: none."""
     tools: Sequence[dict[str, Any]] = ()
     """The tools that the answer may call; empty: tool calls are not looked for in the answer."""
+    call_rule: CallRule | None = None
+    """What those calls are held to while the answer is generated; None: nothing."""
 
 
 NO_OPTIONS = ConversationOptions()
@@ -45,14 +51,18 @@ NO_OPTIONS = ConversationOptions()
 def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = ()) -> ConversationOptions:
     """Return the options among the values of a row or body, which has no nulls. `under` is where they stand in the row.
 
-    Raises RowError and InvalidValue that name the key.
+    Raises InvalidValue that names the key.
     """
     if _KEYS.isdisjoint(given):
         return NO_OPTIONS
     arguments: dict[str, Any] = {}
     tools = _tools(given.get(TOOLS, []), (*under, TOOLS))
-    may_call = _may_call(given.get(TOOL_CHOICE, "auto"), tools, (*under, TOOL_CHOICE))
-    if tools and may_call:
+    choice = given.get(TOOL_CHOICE, "auto")
+    call_rule = _call_rule(choice, tools, (*under, TOOL_CHOICE))
+    if not convert(given.get(PARALLEL_TOOL_CALLS, True), bool, under=(*under, PARALLEL_TOOL_CALLS)):
+        call_rule = msgspec.structs.replace(call_rule, is_single=True)
+    may_call = bool(tools) and choice != "none"
+    if may_call:
         arguments[TOOLS] = tools
     if DOCUMENTS in given:
         arguments[DOCUMENTS] = convert(given[DOCUMENTS], list[dict[str, Any]], under=(*under, DOCUMENTS))
@@ -64,7 +74,26 @@ def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = (
         raise InvalidValue(under, f"`{one}` and `{other}` are both true; an answer begins anew or goes on, so give one")
     if REASONING_EFFORT in given:
         arguments[REASONING_EFFORT] = convert(given[REASONING_EFFORT], str, under=(*under, REASONING_EFFORT))
-    return ConversationOptions(arguments=arguments or None, tools=tools if may_call else ())
+    if not may_call:
+        return ConversationOptions(arguments=arguments or None)
+    if call_rule == CallRule() and not any(tool["function"].get("strict") is True for tool in tools):
+        return ConversationOptions(arguments=arguments, tools=tools)
+    for number, tool in enumerate(tools):
+        _check_parameters(tool["function"].get("parameters"), (*under, TOOLS, number, "function", "parameters"))
+    return ConversationOptions(arguments=arguments, tools=tools, call_rule=call_rule)
+
+
+def _check_parameters(schema: Any, path: Path) -> None:
+    """Raise InvalidValue for what is no schema of an object, which the arguments of a call are."""
+    if schema is None:
+        return
+    name = join_path(path)
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise InvalidValue(path, f'`{name}` is {show(schema)}; allowed: a JSON schema of the type "object"')
+    for key, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(key, kind()), kind):
+            article = "an object" if kind is dict else "a list"
+            raise InvalidValue((*path, key), f"`{name}.{key}` is {show(schema[key])}; allowed: {article}")
 
 
 def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -81,13 +110,14 @@ def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
     return tools
 
 
-def _may_call(choice: Any, tools: list[dict[str, Any]], path: tuple[str, ...]) -> bool:
-    """Tell whether the answer may call tools. Raises RowError for a call that would have to be forced."""
+def _call_rule(choice: Any, tools: list[dict[str, Any]], path: tuple[str, ...]) -> CallRule:
+    """Return what `tool_choice` asks of calls. Raises InvalidValue."""
     name = join_path(path)
     if choice in ("none", "auto"):
-        return bool(choice == "auto")
+        return CallRule()
     named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    if choice != "required" and not (isinstance(named, dict) and isinstance(named.get("name"), str)):
+    function = named.get("name") if isinstance(named, dict) else None
+    if choice != "required" and not isinstance(function, str):
         raise InvalidValue(
             path,
             f"`{name}` is {show(choice)}; allowed: {', '.join(_NAMED_CHOICES)} or "
@@ -95,8 +125,7 @@ def _may_call(choice: Any, tools: list[dict[str, Any]], path: tuple[str, ...]) -
         )
     if not tools:
         raise InvalidValue(path, f"`{name}` is {show(choice)}, and there are no tools to call; give `tools`")
-    raise RowError(
-        "unsupported_parameter",
-        f'`{name}` is {show(choice)}, which forces a call, and that is not supported; give "auto", and say in a '
-        "message which tool is to be called",
-    )
+    names = [tool["function"]["name"] for tool in tools]
+    if function is not None and function not in names:
+        raise InvalidValue(path, f"`{name}` names the function {show(function)}; {suggest(function, names)}")
+    return CallRule(is_required=True, function=function)

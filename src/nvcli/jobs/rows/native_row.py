@@ -98,6 +98,7 @@ def native_job(
             chat_template_kwargs=rules.variables(variables, under=(keys.chat_template_kwargs,)),
             template_arguments=options.arguments,
             tools=options.tools,
+            call_rule=options.call_rule,
             sampling=sampling,
         )
     except InvalidValue as error:

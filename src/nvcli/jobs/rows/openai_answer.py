@@ -104,13 +104,13 @@ def _chat_choice(choice: Choice) -> dict[str, Any]:
 def _chat_logprobs(logprobs: Logprobs) -> dict[str, Any]:
     tokens = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
     content = [
-        {**_token(text, logprob), "top_logprobs": [_token(*alternative) for alternative in top.items()]}
+        {**_token(text, logprob), "top_logprobs": [_token(*alternative) for alternative in (top or {}).items()]}
         for text, logprob, top in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 

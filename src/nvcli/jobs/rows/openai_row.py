@@ -153,6 +153,7 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
                 chat_template_kwargs=rules.variables(given.get("chat_template_kwargs"), under=under),
                 template_arguments=options.arguments,
                 tools=options.tools,
+                call_rule=options.call_rule,
                 sampling=sampling,
             )
         prompt = single_prompt(given, "prompt")

@@ -12,6 +12,7 @@ Shapes: B rows, H query heads, KV heads, G = H / KV, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from torch import Tensor
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
 from nvcli.kernels.triton.fp8_kv import load_scales
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -38,6 +39,17 @@ def log2_scores(scores):
     return scores * 1.4426950408889634
 
 
+@triton.jit
+def float16_query(query):
+    """Queries of some heads [heads, D] as numbers below 2, and the powers of 2 that they were divided by, [heads]
+    float32. Queries in float32 stay in it."""
+    OPERAND: tl.constexpr = tl.float32 if query.dtype.is_fp32() else tl.float16
+    values = query.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-30)
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return (values * (1.0 / power)[:, None]).to(OPERAND), power
+
+
 @triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def decode_attention_kernel(
     q,  # [B, H, D], rows q_stride apart
@@ -51,6 +63,10 @@ def decode_attention_kernel(
     partial_lse,  # [chunks of cut rows, KV, G] float32, base 2
     arrivals,  # [B, KV] int32, 0 between launches
     sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
+    segment_out,  # [partial results, KV, G, D] float32, over segments that rows share; None: no row shares any
+    segment_lse,  # [partial results, KV, G] float32, base 2
+    segment_firsts,  # [B] int32, the first of a row's partial results over segments
+    segment_counts,  # [B] int32, the number of them
     scale_log2,  # scores × scale × log2(e)
     q_stride,
     block_table_stride,
@@ -90,7 +106,8 @@ def decode_attention_kernel(
         next_block = tl.load(table + begin // BLOCK_SIZE)
     else:
         next_block = tl.load(table + tl.minimum(begin + lanes, last_key) // BLOCK_SIZE)
-    # Keys in FP8 are multiplied in the query's type, which holds them exactly, and their scales with the sums.
+    # Keys and values in FP8 are multiplied in float16, which holds them exactly and which they become in one
+    # instruction (bfloat16 takes four), or in the query's float32. Keys' scales are multiplied with the sums.
     IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     if IS_FP8:
         next_key_scale, next_value_scale = load_scales(
@@ -102,7 +119,9 @@ def decode_attention_kernel(
     in_group = group < GROUP
     head_offset = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(q + row.to(tl.int64) * q_stride + head_offset, mask=in_group[:, None], other=0.0)
-    if not IS_FP8:
+    if IS_FP8:
+        query, query_scale = float16_query(query)
+    else:
         query = query.to(k_cache.dtype.element_ty)
 
     highest = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
@@ -114,6 +133,10 @@ def decode_attention_kernel(
         sink = log2_scores(tl.load(sinks + kv_head * GROUP + group, mask=in_group, other=0.0))
         highest = tl.where(is_first, sink, highest)
         weight_sum = tl.where(is_first, 1.0, weight_sum)
+    if IS_FP8:
+        # The sum of values has a maximum of its own, of the scores with the values' scales: so weights times scales of
+        # whatever size are numbers up to 1.
+        highest_scaled = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
         keys = start + lanes
         is_key = keys < end
@@ -139,7 +162,7 @@ def decode_attention_kernel(
             key = key.to(query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale_log2
         if IS_FP8:
-            scores = scores * key_scale.to(tl.float32)[None, :]
+            scores = scores * query_scale[:, None] * key_scale.to(tl.float32)[None, :]
         if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
@@ -147,13 +170,35 @@ def decode_attention_kernel(
         decay = tl.exp2(highest - new_highest)
         weights = tl.exp2(scores - new_highest[:, None])
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
         value = tl.load(v_cache + cache_offset, mask=is_key[:, None], other=0.0)
         if IS_FP8:
-            weights = weights * value_scale.to(tl.float32)[None, :]
+            scores = scores + tl.log2(value_scale.to(tl.float32))[None, :]
+            new_highest_scaled = tl.maximum(highest_scaled, tl.max(scores, 1))
+            decay = tl.exp2(highest_scaled - new_highest_scaled)
+            weights = tl.exp2(scores - new_highest_scaled[:, None])
+            highest_scaled = new_highest_scaled
             value = value.to(query.dtype)
+        acc = acc * decay[:, None]
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest
+    if IS_FP8:
+        acc = acc * tl.where(highest_scaled > -float("inf"), tl.exp2(highest_scaled - highest), 0.0)[:, None]
+    if segment_out is not None:
+        # A row's first chunk alone adds what was attended in segments, too.
+        first_result = tl.load(segment_firsts + row).to(tl.int64)
+        num_results = tl.where(tl.load(item + 5) == 0, tl.load(segment_counts + row), 0)
+        for number in tl.range(0, num_results, num_stages=1):
+            place = ((first_result + number) * NUM_KV_HEADS + kv_head) * GROUP + group
+            lse = tl.load(segment_lse + place, mask=in_group, other=0.0)
+            value = tl.load(
+                segment_out + place[:, None] * HEAD_DIM + dims[None, :], mask=in_group[:, None], other=0.0
+            )  # fmt: skip
+            new_highest = tl.maximum(highest, lse)
+            decay = tl.exp2(highest - new_highest)
+            weight = tl.exp2(lse - new_highest)
+            weight_sum = weight_sum * decay + weight
+            acc = acc * decay[:, None] + value * weight[:, None]
+            highest = new_highest
     # A padding row has no key: it gets zeros.
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
 
@@ -217,10 +262,25 @@ def _reduce_chunks(
 
 def _num_warps(head_dim: int, kv_dtype: torch.dtype) -> int:
     """Choose the warps of a program. Tiles in FP8 stand in registers twice, as they are read and as they are
-    multiplied: for heads of 128 two warps would take 254 registers, four take 128 (compiled for Hopper, not measured).
+    multiplied, so large heads take more warps. Heads of 128 with 256 rows of 860 keys take an H200 183 µs with two
+    warps and 218 with four; in bfloat16 225.
     """
     num_warps = 2 if head_dim <= 256 else 4
-    return 2 * num_warps if kv_dtype == torch.float8_e4m3fn and head_dim > 64 else num_warps
+    return 2 * num_warps if kv_dtype == torch.float8_e4m3fn and head_dim > 128 else num_warps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentResults:
+    """What rows attended in the segments of keys that they share (`segment_attention.py`)."""
+
+    out: Tensor
+    """[partial results, KV, G, D] float32."""
+    lse: Tensor
+    """[partial results, KV, G] float32, the log-sum-exp of the scores, base 2."""
+    firsts: Tensor
+    """[at least B] int32, the first partial result of each row."""
+    counts: Tensor
+    """[at least B] int32, the number of each row's partial results."""
 
 
 class DecodeAttention:
@@ -247,22 +307,24 @@ class DecodeAttention:
         self._head_dim, self._block_size = head_dim, block_size
         self._tile = min(64, max(16, _TILE_BYTES // (head_dim * dtype.itemsize)))
         self._num_warps = _num_warps(head_dim, kv_dtype)
-        self._lists = {
-            window: DecodeWorkList(
-                window=window,
-                num_kv_heads=num_kv_heads,
-                tile=self._tile,
-                align=self._tile if block_size % self._tile == 0 else 1,
-                max_rows=max_rows,
-                device=device,
-            )
-            for window in windows
-        }
+        self._max_rows, self._device = max_rows, device
+        self._lists = {window: self.work_list(window) for window in windows}
         max_partials = max(work_list.max_partials for work_list in self._lists.values())
         partial_shape = (max_partials, num_kv_heads, self._group)
         self._partial_out = torch.empty(*partial_shape, head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(*partial_shape, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
+
+    def work_list(self, window: int | None) -> DecodeWorkList:
+        """Make a work list for this geometry."""
+        return DecodeWorkList(
+            window=window,
+            num_kv_heads=self._num_kv_heads,
+            tile=self._tile,
+            align=self._tile if self._block_size % self._tile == 0 else 1,
+            max_rows=self._max_rows,
+            device=self._device,
+        )
 
     def plan(self, seq_lens: Tensor, slots: Tensor) -> None:
         """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64, the slot of
@@ -282,13 +344,17 @@ class DecodeAttention:
         window: int | None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        own: tuple[DecodeWorkList, SegmentResults] | None = None,
     ) -> None:
         """Attend as planned. q, out: [B, H, D]; q's rows may be strided, out is contiguous; block_tables: [slots, ...]
-        int32, of the layer's KV group; window: one of those that this was made for; sinks: [H] float32."""
+        int32, of the layer's KV group; window: one of those that this was made for; sinks: [H] float32.
+
+        `own`: the list of what is each row's own, planned by the caller, and what the rows attended in segments.
+        """
         num_rows = q.shape[0]
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
-        work_list = self._lists[window]
+        work_list, segments = (self._lists[window], None) if own is None else own
         is_full_tile = self._tile * self._head_dim * k_cache.element_size() == _TILE_BYTES
         num_stages = 2 if is_full_tile and num_rows > FEW_ROWS else 3
         assert k_cache.stride() == v_cache.stride()
@@ -305,7 +371,11 @@ class DecodeAttention:
             self._partial_lse,
             self._arrivals,
             self._partial_lse if sinks is None else sinks,
-            scale * _LOG2_E,
+            None if segments is None else segments.out,
+            None if segments is None else segments.lse,
+            None if segments is None else segments.firsts,
+            None if segments is None else segments.counts,
+            scale * LOG2_E,
             q.stride(0),
             block_tables.stride(0),
             NUM_KV_HEADS=self._num_kv_heads,
@@ -314,7 +384,7 @@ class DecodeAttention:
             BLOCK_SIZE=self._block_size,
             BLOCK_STRIDE=k_cache.stride(0),
             HAS_WINDOW=window is not None,
-            SOFT_CAP=0.0 if soft_cap is None else soft_cap * _LOG2_E,
+            SOFT_CAP=0.0 if soft_cap is None else soft_cap * LOG2_E,
             HAS_SINKS=sinks is not None,
             TILE=self._tile,
             PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),

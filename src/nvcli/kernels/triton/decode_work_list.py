@@ -28,16 +28,19 @@ _ROWS, _COLUMNS = 16, 256
 
 
 @triton.jit
-def _first_keys(lens, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
-    """Find the first key that each row attends to, rounded down to a multiple of ALIGN: [R] int32 → [R] int32."""
+def _first_keys(lens, rows, is_row, own_begins, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """Find the first key that each row attends to on its own, rounded down to a multiple of ALIGN: [R] int32 → [R]
+    int32."""
     first_keys = tl.zeros_like(lens)
     if HAS_WINDOW:
         first_keys = tl.maximum(lens - window, 0) // ALIGN * ALIGN
+    if own_begins is not None:
+        first_keys = tl.maximum(first_keys, tl.load(own_begins + rows, mask=is_row, other=0))
     return first_keys
 
 
 @triton.jit
-def _cut(spans, chunk, TILE: tl.constexpr):
+def cut(spans, chunk, TILE: tl.constexpr):
     """Cut spans of keys [R] int32 into chunks of about `chunk` keys: → keys in a chunk [R] and number of chunks [R]. An
     empty span (padding) makes one empty chunk."""
     num_chunks = tl.maximum(tl.cdiv(spans, chunk), 1)
@@ -47,13 +50,14 @@ def _cut(spans, chunk, TILE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_rows", "target_programs", "window"],
-    do_not_specialize_on_alignment=["seq_lens", "slots"],
+    do_not_specialize_on_alignment=["seq_lens", "slots", "own_begins"],
 )
 def plan_decode_kernel(
     seq_lens,  # [num_rows] int32, keys of each row
     slots,  # [num_rows] int64
     items,  # [capacity, ITEM_FIELDS] int32, written
     num_items,  # [1] int32, written
+    own_begins,  # [num_rows] int32, the first key behind each row's shared segments; None: there are none
     num_rows,
     target_programs,
     window,  # keys that a row sees at most, where HAS_WINDOW
@@ -71,23 +75,25 @@ def plan_decode_kernel(
     columns = tl.arange(0, COLUMNS)
     tokens = tl.zeros([COLUMNS], tl.int64)
     for start in range(0, num_rows, COLUMNS):
-        lens = tl.load(seq_lens + start + columns, mask=start + columns < num_rows, other=0)
-        tokens += lens - _first_keys(lens, window, HAS_WINDOW, ALIGN)
+        others = start + columns
+        lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
+        tokens += lens - _first_keys(lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, MIN_CHUNK)
 
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     row_slots = tl.load(slots + rows, mask=rows < num_rows, other=0).to(tl.int32)
-    first_keys = _first_keys(lens, window, HAS_WINDOW, ALIGN)
-    size, num_chunks = _cut(lens - first_keys, chunk, TILE)
+    first_keys = _first_keys(lens, rows, rows < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+    size, num_chunks = cut(lens - first_keys, chunk, TILE)
     first_item = tl.zeros([ROWS], tl.int32)
     first_partial = tl.zeros([ROWS], tl.int32)
     total = tl.zeros([COLUMNS], tl.int32)
     for start in range(0, num_rows, COLUMNS):
         others = start + columns
         other_lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
-        other_size, other_chunks = _cut(other_lens - _first_keys(other_lens, window, HAS_WINDOW, ALIGN), chunk, TILE)
+        other_first = _first_keys(other_lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+        other_size, other_chunks = cut(other_lens - other_first, chunk, TILE)
         other_chunks = tl.where(others < num_rows, other_chunks, 0)
         total += other_chunks
         is_before = (other_size[None, :] > size[:, None]) | (
@@ -144,8 +150,9 @@ class DecodeWorkList:
         than the chunk size, which is at least all keys × KV heads / target."""
         return 2 * (self._target(self._max_rows) // self._num_kv_heads + 1)
 
-    def plan(self, seq_lens: Tensor, slots: Tensor) -> None:
-        """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64."""
+    def plan(self, seq_lens: Tensor, slots: Tensor, own_begins: Tensor | None = None) -> None:
+        """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64; own_begins:
+        [B] int32, the first key of each row that is not read with other rows' (None: the first one)."""
         num_rows = seq_lens.shape[0]
         assert num_rows <= self._max_rows, f"{num_rows} decode rows, and the backend was made for {self._max_rows}"
         plan_decode_kernel[(triton.cdiv(num_rows, _ROWS),)](
@@ -153,6 +160,7 @@ class DecodeWorkList:
             slots,
             self.items,
             self.num_items,
+            own_begins,
             num_rows,
             self._target(num_rows),
             self._window or 0,

@@ -66,6 +66,13 @@ def choose_launch(num_pairs: int, num_experts: int, x: Tensor) -> ExpertLaunch:
     return ExpertLaunch(128, Launch(128, 64, 4, 8), Launch(128, 64, 3, 4))
 
 
+def invariant_launch(x: Tensor) -> ExpertLaunch:
+    """The one launch of runs that are batch-invariant, however many rows the experts have."""
+    if x.element_size() > 2:
+        return ExpertLaunch(16, Launch(32, 64, 3, 4), Launch(64, 64, 3, 4))
+    return ExpertLaunch(64, Launch(64, 64, 3, 4), Launch(128, 64, 3, 4))
+
+
 def _has_large_shared_memory(x: Tensor) -> bool:
     """Whether the tiles for the most rows fit, which take 197 kB."""
     if not x.is_cuda:

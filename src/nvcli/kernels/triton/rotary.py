@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.fp8_kv import quantise_heads, scale_pointers
 
 _HEADS_PER_PROGRAM = 16
@@ -158,6 +159,7 @@ def qk_norm_rope_store(
     assert cos_sin is None or (cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim)
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
+    assert not (is_dense and k_cache.dtype == FP8), "the scales stand between the blocks"
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     heads_per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     num_groups = triton.cdiv(num_heads, heads_per_program) + triton.cdiv(2 * num_kv_heads, heads_per_program)

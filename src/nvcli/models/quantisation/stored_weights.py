@@ -10,6 +10,7 @@ names begin alike. `join_parts` makes one tensor of them, whose values `quantise
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -19,7 +20,8 @@ from nvcli.models.quantisation.description import Quantisation
 from nvcli.models.safetensors_header import TensorInfo
 
 _WEIGHT = "weight"
-_INTEGERS = ("qweight", "weight_packed")
+_INTEGERS = {"qweight": "scales", "weight_packed": "weight_scale"}
+"""The names of packed codes, and the name of the scales beside them."""
 _CODES = {"F8_E4M3", "I8"}
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 _FLOATS = {"F16", "BF16", "F32"}
@@ -43,7 +45,8 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
     for name in list(found):
         parent, _, last = name.rpartition(".")
         if last in _INTEGERS or (last == _WEIGHT and found[name].dtype == "I8"):
-            _check_needed(found, name, quantisation)
+            scales = (_INTEGERS[last],) if last in _INTEGERS else ()
+            _check_parts(found, name, (*scales, *quantisation.needed))
         if last == "qweight":
             weight = _words(found, parent, quantisation)
         elif last == "weight_packed":
@@ -62,14 +65,14 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
         found[target] = replace(weight, num_bytes=num_bytes)
 
 
-def _check_needed(found: dict[str, TensorInfo], name: str, quantisation: Quantisation) -> None:
-    """Raise LoadError where a tensor is missing that config.json says is beside these codes."""
+def _check_parts(found: dict[str, TensorInfo], name: str, parts: Sequence[str]) -> None:
+    """Raise LoadError where codes lack one of the tensors that their format and config.json want beside them."""
     parent = name.rpartition(".")[0]
-    for part in quantisation.needed:
+    for part in parts:
         if f"{parent}.{part}" not in found:
             raise LoadError(
-                f"{found[name].file}: tensor {found[name].name} has no {part}, and config.json says that there is one; "
-                "download both again"
+                f"{found[name].file}: tensor {found[name].name} has no {part}, which config.json asks for; download "
+                "both again"
             )
 
 
@@ -113,7 +116,7 @@ def _compressed_words(found: dict[str, TensorInfo], parent: str, quantisation: Q
     per_word = WORD_BITS // quantisation.bits
     rows, num_words = _matrix(codes)
     columns = num_words * per_word
-    scales = _float(_needed(found, codes, f"{parent}.weight_scale"))
+    scales = _float(found.pop(f"{parent}.weight_scale"))
     parts = {"scales": scales}
     groups = found.pop(f"{parent}.weight_g_idx", None)
     block = _block_of(codes, scales, (rows, columns), quantisation)
@@ -132,7 +135,7 @@ def _words(found: dict[str, TensorInfo], parent: str, quantisation: Quantisation
     per_word = WORD_BITS // quantisation.bits
     is_awq = quantisation.words == "awq"
     rows, columns = (second * per_word, first) if is_awq else (second, first * per_word)
-    scales = _float(_needed(found, codes, f"{parent}.scales"))
+    scales = _float(found.pop(f"{parent}.scales"))
     if len(scales.shape) != 2 or scales.shape[1] != rows or not scales.shape[0]:
         raise _mismatch(scales, f"[groups, {rows}]")
     num_groups = scales.shape[0]
@@ -166,12 +169,6 @@ def _with_groups(
         block = (block[0], 0)
     packing = Packing(kind=kind, bits=quantisation.bits, block=block, zero_offset=quantisation.zero_offset)
     return replace(codes, shape=shape, packing=packing, parts=parts)
-
-
-def _needed(found: dict[str, TensorInfo], codes: TensorInfo, name: str) -> TensorInfo:
-    if name not in found:
-        raise LoadError(f"{codes.file}: tensor {codes.name} has no {name.rpartition('.')[2]}; download it again")
-    return found.pop(name)
 
 
 def _matrix(info: TensorInfo) -> tuple[int, int]:

@@ -1,0 +1,314 @@
+"""What planning and scheduling make of a job, by simulation: steps, preemptions, filled slots, modelled seconds.
+
+    python scripts/simulate_scheduling.py [--jobs uniform groups ...] [--seqs 256] [--kv-tokens 745000]
+                                          [--order completion] [--known] [--read-once]
+
+Planner, scheduler and block manager are the real ones; the model is not there. A row's answer has a length that only
+the simulation knows: it ends with a stop id. Steps take the time that they would take Qwen3-8B in bfloat16 on an H200:
+matrix products as measured (microseconds by number of rows), keys and values at the memory's speed, the attention of
+prompts at the speed of its kernel. So figures of one model can be compared with each other, and with nothing else.
+`slots` and `KV` are the shares of slots and of KV blocks that are in use, over the modelled time; `again` are tokens
+that were computed again after a preemption; `late` is the most finished rows that wait for an earlier one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nvcli.config import JobConfig, RunConfig
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.core import EngineCore
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.request import Request, StepRecord
+from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.step_recorder import StepRecorder
+from nvcli.job_run.plan import make_planner
+from nvcli.job_run.planning.planner import Planner
+from nvcli.job_run.text.prepare import PreparedRow
+from nvcli.jobs.job import Place
+from nvcli.messages import StepInput, StepOutput, pack, unpack
+from nvcli.sampling_params import SamplingParams
+
+BLOCK_SIZE = 64
+MAX_MODEL_LEN = 40_960
+STOP_ID = 1
+LAYERS = 36
+KEY_BYTES = 147_456
+"""Keys and values of one token in all layers."""
+FLOPS_PER_PAIR = 589_824
+MATRIX_MICROSECONDS = [(1, 107), (64, 113), (128, 119), (256, 157), (512, 271), (1024, 529), (8192, 4584)]
+"""A layer's matrix products, by number of rows."""
+BYTES_PER_SECOND = 4.2e12
+PREFILL_FLOPS_PER_SECOND = 4.0e14
+HEAD_BYTES, HEAD_WEIGHTS = 1.24e9, 0.62e9
+
+
+def step_seconds(step: StepRecord, *, reads_once: bool) -> float:
+    """Model the device's time for a step."""
+    rows = step.num_decodes + step.num_prefill_tokens
+    at = min(max(bisect_right(MATRIX_MICROSECONDS, (rows, 0)), 1), len(MATRIX_MICROSECONDS) - 1)
+    (low, fast), (high, slow) = MATRIX_MICROSECONDS[at - 1 : at + 1]
+    matrices = LAYERS * max(107.0, fast + (slow - fast) * (rows - low) / (high - low)) * 1e-6
+    head = max(HEAD_BYTES / BYTES_PER_SECOND, 2 * HEAD_WEIGHTS * step.num_sampled / 7e14)
+    keys = step.decode_keys - (step.repeated_decode_keys if reads_once else 0)
+    decode = keys * KEY_BYTES / BYTES_PER_SECOND
+    prefill_keys = step.prefill_keys - (step.repeated_prefill_keys if reads_once else 0)
+    prefill = max(
+        prefill_keys * KEY_BYTES / BYTES_PER_SECOND, step.prefill_pairs * FLOPS_PER_PAIR / PREFILL_FLOPS_PER_SECOND
+    )
+    return matrices + head + decode + prefill + 2.5e-6 * rows + 0.3e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of the job, and the length that its answers will have."""
+
+    prompt: list[int]
+    length: int
+    max_tokens: int | None = None
+    n: int = 1
+
+
+class Lengths:
+    """An executor that ends each answer at its length, by the row's number."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+        self._ends: dict[int, int] = {}
+        """By slot, the length of prompt and answer at which the answer ends."""
+        self._outputs: deque[StepOutput] = deque()
+
+    def submit(self, step: StepInput) -> None:
+        for new in step.new_slots:
+            self._ends[new.slot] = new.sampling.prompt_len + self._rows[new.sampling.row].length
+        rows = zip(unpack(step.slots), unpack(step.num_logits), unpack(step.seq_lens), strict=True)
+        tokens = [STOP_ID if length + 1 >= self._ends[slot] else 5 for slot, logits, length in rows if logits]
+        self._outputs.append(StepOutput(step_id=step.step_id, token_ids=pack(tokens)))
+
+    def collect(self) -> StepOutput:
+        return self._outputs.popleft()
+
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        raise AssertionError("no step runs out of memory")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a simulated run came to."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    """Tokens of prefill chunks, those that were computed again included."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    slot_seconds: float = 0.0
+    kv_seconds: float = 0.0
+    finished_out_of_order: int = 0
+    """The most finished rows that waited for an earlier one."""
+
+
+def simulate(
+    rows: list[Row], *, seqs: int, kv_tokens: int, batched_tokens: int, order: str, reads_once: bool, plan: bool = True
+) -> Outcome:
+    """Run a job, fed as the parent's loop feeds a replica."""
+    limits = SchedulerLimits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        plans_admission=plan,
+    )
+    scheduler = Scheduler(limits, BlockManager(kv_tokens // BLOCK_SIZE))
+    core = EngineCore(scheduler, Lengths(rows), max_in_flight=2, recorder=StepRecorder(limits))
+    run = RunConfig(model="", max_num_seqs=seqs, job=JobConfig(order=order, plan=plan))  # type: ignore[arg-type]
+    planner = make_planner(run, 1, block_size=BLOCK_SIZE)
+    source = prepared(rows)
+    outcome = Outcome()
+    held: dict[int, int] = {}
+    """By request id, the row."""
+    left = [row.n for row in rows]
+    done: set[int] = set()
+    next_row = next_id = 0
+    exhausted = False
+    while True:
+        exhausted = exhausted or fill(planner, source)
+        requests = []
+        while len(held) < 2 * seqs and (row := planner.take(0)) is not None:
+            request = request_of(row, next_id)
+            next_id += request.n
+            held.update(dict.fromkeys(range(request.request_id, next_id), row.place.index))
+            requests.append(request)
+        core.add(requests)
+        if not core.has_work:
+            break
+        for output in core.step():
+            index = held.pop(output.request_id)
+            assert output.finish_reason in ("stop", "length"), output.error
+            outcome.output_tokens += len(output.token_ids) // 4
+            outcome.cached_tokens += output.num_cached_tokens
+            outcome.prompt_tokens += len(rows[index].prompt)
+            left[index] -= 1
+            if not left[index]:
+                done.add(index)
+        while next_row in done:
+            done.remove(next_row)
+            next_row += 1
+        outcome.finished_out_of_order = max(outcome.finished_out_of_order, len(done))
+        for record in core.take_records():
+            seconds = step_seconds(record, reads_once=reads_once)
+            outcome.seconds += seconds
+            outcome.steps += 1
+            outcome.computed_tokens += record.num_prefill_tokens
+            outcome.slot_seconds += seconds * (record.num_decodes + record.num_chunks) / seqs
+            outcome.kv_seconds += seconds * record.num_used_blocks * BLOCK_SIZE / kv_tokens
+    outcome.preemptions = core.stats.num_preemptions
+    return outcome
+
+
+def prepared(rows: list[Row]) -> Iterator[PreparedRow]:
+    for index, row in enumerate(rows):
+        yield PreparedRow(
+            place=Place(id=index, index=index, line=f"line {index + 1}"),
+            prompt_ids=pack(row.prompt),
+            num_prompt_tokens=len(row.prompt),
+            max_tokens=row.max_tokens or MAX_MODEL_LEN - len(row.prompt),
+            stop_ids=[STOP_ID],
+            sampling=SamplingParams(max_tokens=row.max_tokens, n=row.n),
+            num_bytes=200 + 4 * len(row.prompt),
+        )
+
+
+def fill(planner: Planner, source: Iterator[PreparedRow]) -> bool:
+    """Fill the planner's window; return whether all rows were read."""
+    while not planner.is_full:
+        row = next(source, None)
+        if row is None:
+            return True
+        planner.add(row)
+    return False
+
+
+def request_of(row: PreparedRow, request_id: int) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_ids=row.prompt_ids,
+        max_tokens=row.max_tokens,
+        sampling=row.sampling,
+        stop_ids=row.stop_ids,
+        seed=0,
+        row=row.place.index,
+        sample=0,
+        n=row.sampling.n,
+    )
+
+
+class Jobs:
+    """The kinds of jobs; each method makes one."""
+
+    def __init__(self, seed: int, *, known: bool) -> None:
+        """`known`: rows say how long their answers will be, by `max_tokens`."""
+        self._rng = random.Random(seed)
+        self._known = known
+
+    def _row(self, prompt: list[int], length: int, cap: int | None = None, **fields: int) -> Row:
+        length = max(1, length if cap is None else min(length, cap))
+        return Row(prompt=prompt, length=length, max_tokens=length if self._known else cap, **fields)
+
+    def _tokens(self, low: int, high: int) -> list[int]:
+        first = self._rng.randrange(1 << 30)
+        return list(range(first, first + self._rng.randint(low, high)))
+
+    def _around(self, mean: float, sigma: float = 0.7) -> int:
+        return int(mean * self._rng.lognormvariate(-sigma * sigma / 2, sigma))
+
+    def uniform(self) -> list[Row]:
+        """4,096 prompts and answers of 100 to 1,024 tokens."""
+        return [self._row(self._tokens(100, 1024), self._rng.randint(100, 1024), 1024) for _ in range(4096)]
+
+    def unsaid(self) -> list[Row]:
+        """The same with answers of about 400 tokens, and no `max_tokens`."""
+        return [self._row(self._tokens(100, 1024), self._around(400)) for _ in range(4096)]
+
+    def prompts(self) -> list[Row]:
+        """400 long prompts of 8,000 to 24,000 tokens with answers of about 250."""
+        return [self._row(self._tokens(8000, 24000), self._around(250), 1024) for _ in range(400)]
+
+    def thoughts(self) -> list[Row]:
+        """1,500 short prompts with answers of about 4,000 tokens, of at most 16,384."""
+        return [self._row(self._tokens(50, 300), self._around(4000), 16384) for _ in range(1500)]
+
+    def fixed(self) -> list[Row]:
+        """2,000 short prompts with answers of 3,000 tokens each."""
+        return [self._row(self._tokens(50, 300), 3000, 3000) for _ in range(2000)]
+
+    def groups(self) -> list[Row]:
+        """64 groups of 64 rows with 2,048 tokens in common, in random order, with answers of about 300."""
+        prefixes = [self._tokens(2048, 2048) for _ in range(64)]
+        rows = [self._row(prefixes[i % 64] + self._tokens(64, 64), self._around(300), 1024) for i in range(4096)]
+        self._rng.shuffle(rows)
+        return rows
+
+    def nested(self) -> list[Row]:
+        """1,024 tokens in common, 8 variants of 1,024 more and 8,000 tokens of 20 documents in each."""
+        common = self._tokens(1024, 1024)
+        variants = [common + self._tokens(1024, 1024) for _ in range(8)]
+        documents = [variant + self._tokens(8000, 8000) for variant in variants for _ in range(20)]
+        rows = [self._row(documents[i % 160] + self._tokens(40, 80), self._around(200), 800) for i in range(1600)]
+        self._rng.shuffle(rows)
+        return rows
+
+    def samples(self) -> list[Row]:
+        """128 prompts of 200 tokens with 64 answers of 512 tokens each."""
+        return [self._row(self._tokens(200, 200), 512, 512, n=64) for _ in range(128)]
+
+    def halves(self) -> list[Row]:
+        """600 long prompts with short answers, then 1,200 short prompts with long answers."""
+        first = [self._row(self._tokens(4000, 8000), self._around(30), 100) for _ in range(600)]
+        return first + [self._row(self._tokens(50, 300), self._around(800), 2000) for _ in range(1200)]
+
+
+def main() -> None:
+    kinds = [name for name in vars(Jobs) if not name.startswith("_")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", default=kinds, choices=kinds)
+    parser.add_argument("--seqs", type=int, default=256)
+    parser.add_argument("--kv-tokens", type=int, default=745_000)
+    parser.add_argument("--batched-tokens", type=int, default=8192)
+    parser.add_argument("--order", default="completion", choices=("completion", "input"))
+    parser.add_argument("--known", action="store_true", help="each row's max_tokens is the length of its answer")
+    parser.add_argument("--read-once", action="store_true", help="shared keys are read once for a step")
+    parser.add_argument("--no-plan", action="store_true")
+    args = parser.parse_args()
+    for kind in args.jobs:
+        make: Callable[[], list[Row]] = getattr(Jobs(0, known=args.known), kind)
+        rows = make()
+        outcome = simulate(
+            rows,
+            seqs=args.seqs,
+            kv_tokens=args.kv_tokens,
+            batched_tokens=args.batched_tokens,
+            order=args.order,
+            reads_once=args.read_once,
+            plan=not args.no_plan,
+        )
+        least = outcome.prompt_tokens - outcome.cached_tokens
+        again = outcome.computed_tokens - least
+        print(
+            f"{kind:<9} {outcome.seconds:8.1f} s  {outcome.output_tokens / outcome.seconds:7,.0f} tok/s  "
+            f"{outcome.steps:>6} steps  {outcome.preemptions:>5} preemptions ({again:>9,} again)  "
+            f"slots {outcome.slot_seconds / outcome.seconds:4.0%}  KV {outcome.kv_seconds / outcome.seconds:4.0%}  "
+            f"prompts {least:>9,} of {outcome.prompt_tokens:>10,}  late {outcome.finished_out_of_order:>5}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

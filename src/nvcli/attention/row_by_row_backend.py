@@ -1,0 +1,121 @@
+"""The `torch` backend of runs that are batch-invariant: every token is attended alone, by calls whose shapes follow
+from its position.
+
+It is slow, and serves CPUs: for tests, and for models that are small enough. Keys and values are read from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionBackend, NewKV, new_or
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.torch_backend import TorchBackend, first_seen, softmax_attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """The keys that a token sees."""
+
+    block_ids: Tensor
+    """[blocks] int64."""
+    keys: slice
+    """Which of the blocks' keys; none for a token that attends to nothing."""
+
+
+class RowByRowBackend(AttentionBackend):
+    """Attention in plain torch, one token at a time, on any device."""
+
+    name = "torch"
+
+    def __init__(self, case: AttentionCase) -> None:
+        self._block_size = case.block_size
+        self._kinds = list(dict.fromkeys((spec.window, spec.kv_group) for spec in case.specs))
+        self._decodes: dict[tuple[int | None, int], list[_Token]] = {}
+        self._chunks: dict[tuple[int | None, int], list[_Token]] = {}
+
+    @classmethod
+    def unsupported(cls, case: AttentionCase) -> list[str]:
+        return TorchBackend.unsupported(case)
+
+    def plan_decode_on_device(self, batch: ForwardBatch) -> None:
+        ends = batch.seq_lens[: batch.num_single_rows].tolist()
+        self._decodes = {
+            kind: [self._lay_out(kind, batch, row, end) for row, end in enumerate(ends)] for kind in self._kinds
+        }
+
+    def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
+        first = batch.num_single_rows
+        lens = batch.seq_lens[first:].tolist()
+        counts = batch.num_tokens_host[first:].tolist()
+        ends = [
+            (row, min(end, length))  # padding rows may have more tokens than keys
+            for row, (count, length) in enumerate(zip(counts, lens, strict=True), first)
+            for end in range(max(length, count) - count + 1, max(length, count) + 1)
+        ]
+        self._chunks = {kind: [self._lay_out(kind, batch, row, end) for row, end in ends] for kind in self._kinds}
+
+    def decode(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        return self._attend(spec, layer, q, batch, self._decodes[spec.window, spec.kv_group], out, sinks)
+
+    def prefill(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        new: NewKV,
+        batch: ForwardBatch,
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        return self._attend(spec, layer, q, batch, self._chunks[spec.window, spec.kv_group], out, sinks)
+
+    def _lay_out(self, kind: tuple[int | None, int], batch: ForwardBatch, row: int, end: int) -> _Token:
+        """Find the keys of the token at position `end` - 1 of a row's request."""
+        window, kv_group = kind
+        first = first_seen(end - 1, window)
+        first_block = first // self._block_size
+        columns = slice(first_block, -(-end // self._block_size))
+        skipped = first_block * self._block_size
+        block_ids = batch.block_tables[kv_group, batch.slots[row], columns].long()
+        return _Token(block_ids, slice(first - skipped, max(end, 0) - skipped))
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        batch: ForwardBatch,
+        tokens: Sequence[_Token],
+        out: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        out = new_or(out, q)
+        heads = q.view(len(q), 1, spec.num_kv_heads, -1, spec.head_dim)  # [T, 1, KV, G, D]
+        results = out.view(heads.shape)
+        by_head = None if sinks is None else sinks.view(spec.num_kv_heads, -1, 1)
+        for query, token, result in zip(heads, tokens, results, strict=False):
+            k, v = (
+                cache.index_select(0, token.block_ids).flatten(0, 1)[token.keys].transpose(0, 1).unsqueeze(0)
+                for cache in batch.kv_cache.layer(layer)
+            )
+            result.copy_(
+                softmax_attention(spec, query.contiguous(), k, v, mask=None, is_causal=False, sinks=by_head)
+                if k.shape[2]
+                else torch.zeros_like(query)
+            )
+        out[len(tokens) :].zero_()  # padding
+        return out

@@ -1,0 +1,82 @@
+"""Decode attention of the `torch` backend where requests share segments of their keys: the plan of a step, and the
+attention over one segment for all of its rows.
+
+It defines what other backends compute for segments: the softmax over all keys of a row, put together from that over its
+own keys and those over its segments.
+
+Shapes: n rows of a segment, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvcli.attention import written_softmax
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRead:
+    """A segment, and the rows of the step that see any of it."""
+
+    rows: Tensor
+    """[n] int64."""
+    block_ids: Tensor
+    """[blocks] int64, from the first one on that any of the rows sees."""
+    mask: Tensor | None
+    """[n, 1, keys], 0 or -inf; None: every row sees all keys of the blocks."""
+
+    def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend the rows to the blocks' keys. q: [rows of the step, KV, G, D]; k, v: [keys, KV, D] → [n, KV, G, D] and
+        the logs of the sums of weights [n, KV, G], both float32."""
+        shape = q.shape[1], len(self.rows), q.shape[2]
+        queries = q[self.rows].transpose(0, 1).flatten(1, 2)  # [KV, n × G, D]
+        mask = None if self.mask is None else self.mask.expand(-1, q.shape[2], -1).flatten(0, 1)
+        out, log_sum = written_softmax.attend_part(
+            spec, queries, k.transpose(0, 1), v.transpose(0, 1), mask=mask, sinks=None
+        )
+        return out.view(*shape, -1).transpose(0, 1), log_sum.view(shape).transpose(0, 1)
+
+
+def plan_shared_reads(
+    batch: ForwardBatch, kv_group: int, window: int | None, block_size: int, lens: list[int]
+) -> tuple[list[SharedRead], list[int]]:
+    """Lay out what the decode rows, of these lengths, read of segments; also return the first key of each row that is
+    its own."""
+    assert batch.segments is not None
+    entries = batch.segments.segments[kv_group].tolist()
+    slots = batch.slots[: len(lens)]
+    numbers = batch.segments.slot_segments[kv_group, slots].tolist()
+    readers: dict[int, list[int]] = {}
+    own_begins = [0] * len(lens)
+    for row, (number, length) in enumerate(zip(numbers, lens, strict=True)):
+        segment, first_seen = number, _first_seen(length, window)
+        while segment and entries[segment][1] > first_seen:
+            readers.setdefault(segment, []).append(row)
+            own_begins[row] = max(own_begins[row], entries[segment][1])
+            segment = entries[segment][2]
+    reads = []
+    for segment, rows in readers.items():
+        begin, end, _ = entries[segment]
+        # The shortest row sees all that any of them sees.
+        source = min(rows, key=lens.__getitem__)
+        first_seen = max(begin, _first_seen(lens[source], window))
+        first_block = first_seen // block_size
+        blocks = batch.block_tables[kv_group, slots[source], first_block : end // block_size].long()
+        mask = None
+        if window is not None:
+            key = torch.arange(first_block * block_size, end, device=slots.device)
+            seen = torch.tensor([_first_seen(lens[row], window) for row in rows], device=slots.device)
+            mask = torch.zeros(len(rows), len(key), device=slots.device)
+            mask = mask.masked_fill_(key < seen.unsqueeze(1), float("-inf")).unsqueeze(1)
+        reads.append(SharedRead(torch.tensor(rows, device=slots.device), blocks, mask))
+    return reads, own_begins
+
+
+def _first_seen(length: int, window: int | None) -> int:
+    """Return the position of the first key that the last token of `length` sees."""
+    return 0 if window is None else max(0, length - window)

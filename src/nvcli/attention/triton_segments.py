@@ -1,0 +1,106 @@
+"""Decode attention of the `triton` backend where requests share segments of their keys: each segment is read once for
+many rows, and what is behind it by each row on its own.
+
+It is made for runs in which requests may share blocks, and works in steps whose batch has segments. Like the rest of
+the backend it plans on the GPU, so that such steps may be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.kernels.triton.decode_attention import DecodeAttention
+from nvcli.kernels.triton.decode_work_list import DecodeWorkList
+from nvcli.kernels.triton.segment_attention import SegmentAttention
+from nvcli.kernels.triton.segment_work_list import SegmentWorkList
+
+Geometry = tuple[int, int, int]
+"""Query heads, KV heads and head size."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """The work lists of one geometry, window and KV group."""
+
+    kv_group: int
+    shared: SegmentWorkList
+    own: DecodeWorkList
+
+
+class SegmentedDecode:
+    """The kernels and work lists for steps with shared segments."""
+
+    def __init__(self, case: AttentionCase, decodes: dict[Geometry, DecodeAttention]) -> None:
+        self._decodes = decodes
+        self._segments: dict[Geometry, SegmentAttention] = {}
+        self._lists: dict[tuple[Geometry, int | None, int], _Lists] = {}
+        for spec in case.specs:
+            geometry = geometry_of(spec)
+            num_heads, num_kv_heads, head_dim = geometry
+            if geometry not in self._segments:
+                self._segments[geometry] = SegmentAttention(
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    block_size=case.block_size,
+                    dtype=case.dtype,
+                    kv_dtype=case.cache_dtype,
+                    device=case.device,
+                    max_rows=case.max_shared_rows,
+                )
+            key = geometry, spec.window, spec.kv_group
+            if key not in self._lists:
+                shared = self._segments[geometry].work_list(spec.window)
+                self._lists[key] = _Lists(spec.kv_group, shared, decodes[geometry].work_list(spec.window))
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """List the step's work; the batch has segments."""
+        tables, num_rows = batch.segments, batch.num_single_rows
+        assert tables is not None
+        seq_lens, slots = batch.seq_lens[:num_rows], batch.slots[:num_rows]
+        for lists in self._lists.values():
+            group = lists.kv_group
+            lists.shared.plan(seq_lens, slots, tables.segments[group], tables.slot_segments[group])
+            lists.own.plan(seq_lens, slots, lists.shared.own_begins)
+
+    def run(
+        self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor, sinks: Tensor | None
+    ) -> None:
+        """Attend the rows of one token as planned; the arguments are those of `AttentionBackend.decode`."""
+        geometry, num_rows = geometry_of(spec), batch.num_single_rows
+        lists = self._lists[geometry, spec.window, spec.kv_group]
+        k_cache, v_cache = batch.kv_cache.layer(layer)
+        block_tables = batch.block_tables[spec.kv_group]
+        results = self._segments[geometry].run(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            lists.shared,
+            batch.slots[:num_rows],
+            batch.seq_lens[:num_rows],
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+        )
+        self._decodes[geometry].run(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            out,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            sinks=sinks,
+            own=(lists.own, results),
+        )
+
+
+def geometry_of(spec: AttentionSpec) -> Geometry:
+    """Return what the kernels' tiles depend on."""
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim

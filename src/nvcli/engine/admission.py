@@ -1,0 +1,172 @@
+"""Admission: whether a waiting request would fit into the KV cache together with the running ones, to their ends.
+
+Admitting as many requests as there are blocks for now would fill the cache at some later step: requests are preempted
+then, and computed again. Admitting as many as fit if each answer took all of `max_tokens` leaves most of the cache
+empty. So the blocks that the running requests will hold at each later step are added up, from forecasts of where their
+answers end (`LengthForecast`), and a request is admitted if the sum stays below what there is (the idea of
+Past-Future, Gong et al., ASPLOS 2025).
+
+The sum is kept as a table over time, by the stretch of steps in which each request is forecast to end, so that a
+request costs its entry and its exit, and a look at the table a few additions for each stretch. Nothing is done in steps
+that admit nothing, nor as long as all requests fit with all of their `max_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nvcli.engine.length_forecast import LengthForecast
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.state import RequestState
+
+_STRETCH = 64
+"""Steps in one entry of the table."""
+_PATIENCE = 32
+"""Steps after which a request that did not fit is looked at again, though no request has ended."""
+_LEARN_STEPS = 128
+_SPARE_SHARE = 0.04
+"""The share of the blocks that is left free, because answers may be longer than forecast. With more, fewer requests are
+preempted, and fewer run at a time, which costs more where few fit (`scripts/simulate_scheduling.py`)."""
+
+
+class _Stretch:
+    """The requests that are forecast to end within some steps."""
+
+    __slots__ = ("offset", "states")
+
+    def __init__(self) -> None:
+        self.states: dict[RequestState, int] = {}
+        """Each request with its offset: the tokens that it holds alone at a step, less the number of that step. It
+        stays the same, because a request gets one token in each step."""
+        self.offset = 0
+        """The sum of the offsets."""
+
+
+class Admission:
+    """The running requests of one replica, by when they are forecast to end. The caller counts the steps."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        num_growing = sum(group.window is None for group in limits.kv_groups)
+        self._blocks_per_token = num_growing / limits.block_size
+        self._is_on = limits.plans_admission and num_growing > 0
+        self._forecast = LengthForecast()
+        self._stretches: dict[int, _Stretch] = {}
+        """By number; stretch n is the steps from n × _STRETCH on."""
+        self._stretch_of: dict[RequestState, int] = {}
+        self._offset = 0
+        """The sum of all offsets."""
+        self._last_step_sum = 0
+        """The sum of the last step that each running request may have, with all of its `max_tokens`."""
+        self._last_steps: dict[RequestState, int] = {}
+        self._learned_at = 0
+        self._refused: RequestState | None = None
+        """The request that was looked at last and did not fit; None once it may fit."""
+        self._refused_at = 0
+
+    def is_due(self, state: RequestState, step: int) -> bool:
+        """Whether to look at the next waiting request: it has not been refused a moment ago."""
+        return state is not self._refused or step - self._refused_at >= _PATIENCE
+
+    def fits(self, state: RequestState, num_own_blocks: int, step: int, *, num_free: int, num_blocks: int) -> bool:
+        """Whether a waiting request, once it runs, fits into the cache with the running ones until they have ended.
+
+        It has taken its blocks: `num_own_blocks` of them nobody held before. The replica has `num_blocks` blocks, of
+        which `num_free` are free now.
+        """
+        if not self._stretch_of:
+            return True
+        room = (num_free - _SPARE_SHARE * num_blocks) / self._blocks_per_token
+        most = self._last_step_sum - len(self._last_steps) * step + state.max_len - state.num_tokens
+        if most <= room:
+            return True
+        self._renew(step)
+        own = round(num_own_blocks / self._blocks_per_token)
+        if self._peak_growth(state, own, step) <= room:
+            return True
+        self._refused, self._refused_at = state, step
+        return False
+
+    def enter(self, state: RequestState, num_own_blocks: int, step: int) -> None:
+        """Take in a request that was admitted with so many blocks that nobody held before."""
+        if not self._is_on:
+            return
+        self._forecast.begin(state)
+        own = round(num_own_blocks / self._blocks_per_token)
+        self._place(state, own - step, step)
+        last_step = self._last_steps[state] = step + state.max_len - state.num_tokens
+        self._last_step_sum += last_step
+
+    def leave(self, state: RequestState) -> None:
+        """Take out a running request, which has ended or was preempted."""
+        if not self._is_on:
+            return
+        self._remove(state)
+        self._last_step_sum -= self._last_steps.pop(state)
+        self._refused = None
+
+    def end(self, state: RequestState) -> None:
+        """Take in that a request has ended, with its answer."""
+        self._forecast.end(state)
+
+    def _place(self, state: RequestState, offset: int, step: int) -> None:
+        number = self._stretch_number(state, step)
+        stretch = self._stretches.get(number)
+        if stretch is None:
+            stretch = self._stretches[number] = _Stretch()
+        stretch.states[state] = offset
+        stretch.offset += offset
+        self._stretch_of[state] = number
+        self._offset += offset
+
+    def _remove(self, state: RequestState) -> int:
+        number = self._stretch_of.pop(state)
+        stretch = self._stretches[number]
+        offset = stretch.states.pop(state)
+        stretch.offset -= offset
+        self._offset -= offset
+        if not stretch.states:
+            del self._stretches[number]
+        return offset
+
+    def _renew(self, step: int) -> None:
+        """Draw anew where an answer is longer than was forecast, and for all requests once there is more to know."""
+        if self._forecast.has_news or step - self._learned_at >= _LEARN_STEPS:
+            self._learned_at = step
+            self._forecast.learn()
+            outlived = list(self._stretch_of)
+        else:
+            past = [number for number in self._stretches if number < step // _STRETCH]
+            outlived = [state for number in past for state in self._stretches[number].states]
+        for state in outlived:
+            self._place(state, self._remove(state), step)
+
+    def _peak_growth(self, new: RequestState, own: int, step: int) -> int:
+        """Return the most tokens that the cache may come to hold beyond those that it holds now, if one more request
+        runs, which holds `own` tokens that nobody else holds."""
+        number = self._stretch_number(new, step)
+        held = self._offset + len(self._stretch_of) * step + own
+        peak = offset = num_running = 0
+        for at in sorted({*self._stretches, number}, reverse=True):
+            stretch = self._stretches.get(at)
+            if stretch is not None:
+                num_running += len(stretch.states)
+                offset += stretch.offset
+            if at == number:
+                num_running += 1
+                offset += own - step
+            peak = max(peak, offset + num_running * (at + 1) * _STRETCH - held)
+        return peak
+
+    def _stretch_number(self, state: RequestState, step: int) -> int:
+        return (step + self._forecast.draw(state) - len(state.generated)) // _STRETCH
+
+    def check_integrity(self, running: Iterable[RequestState]) -> None:
+        """Assert that these are the requests that were taken in, each in one stretch, and that the sums are right."""
+        assert set(self._stretch_of) == set(self._last_steps) == (set(running) if self._is_on else set())
+        assert sum(self._last_steps.values()) == self._last_step_sum
+        assert sum(stretch.offset for stretch in self._stretches.values()) == self._offset
+        placed = {state: number for number, stretch in self._stretches.items() for state in stretch.states}
+        assert placed == self._stretch_of
+        for stretch in self._stretches.values():
+            assert stretch.states
+            assert sum(stretch.states.values()) == stretch.offset

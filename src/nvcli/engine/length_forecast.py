@@ -1,0 +1,169 @@
+"""LengthForecast: how long answers will be, as far as the answers of the run so far can tell.
+
+Answers are compared by the fraction of `max_tokens` that they use, among requests whose `max_tokens` has the same order
+of magnitude. The last requests that were admitted say it: those that have ended by their length, those that run by the
+length that they have already passed (the product-limit estimate of Kaplan and Meier, 1958). Without the running ones
+the first answers to end, which are the short ones, would speak for all. Beyond what was seen, and before anything has
+ended, an answer goes on as if it ended at any token with equal chance.
+
+A forecast is one draw from this distribution and not its mean, so that of many requests the right share ends early and
+the right share late. A request keeps its place in the distribution, so a new draw moves it no more than what was
+learned. A request that nothing can end before `max_tokens` has that length.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+
+from nvcli.engine.state import RequestState
+
+_COHORT = 1024
+"""The latest admitted requests of a class that are looked at."""
+_FIRST_GUESS = 512
+"""The mean length of an answer, in tokens, where nothing is known yet."""
+_GUESSED_ANSWERS = 4
+"""How many answers the first guess counts for."""
+_LEAST_NEWS = 8
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+"""Multiples of it, without their whole part, are spread evenly over 0 to 1 however many there are."""
+
+
+class _Answer:
+    """One request of a class, while it runs and when it has ended."""
+
+    __slots__ = ("length", "place", "state")
+
+    def __init__(self, state: RequestState, place: float) -> None:
+        self.state: RequestState | None = state
+        """None: it has ended."""
+        self.length = 0.0
+        """The fraction of `max_tokens` that it used, once it has ended."""
+        self.place = place
+        """Where it stands in the distribution: 0 is the longest answer, 1 the shortest."""
+
+
+class _LengthClass:
+    """The requests whose `max_tokens` has the same number of binary digits, and their distribution when last looked."""
+
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens` is that of any request of the class."""
+        self._first_guess = _FIRST_GUESS / max_tokens
+        self.answers: deque[_Answer] = deque(maxlen=_COHORT)
+        self.lengths: list[float] = []
+        """Fractions at which answers have ended, ascending."""
+        self.survival: list[float] = [1.0]
+        """The share of answers that is longer than each of these; before it, 1 for a length of 0."""
+        self.longest = 0.0
+        """The fraction that the survivors of all of these have passed, on average."""
+        self.mean_rest = self._first_guess
+        """The mean fraction by which answers go on from there."""
+
+    def learn(self) -> None:
+        """Estimate the distribution anew."""
+        seen: list[tuple[float, bool]] = []
+        for answer in self.answers:
+            state = answer.state
+            if state is None:
+                seen.append((answer.length, True))
+            else:
+                seen.append((len(state.generated) / state.request.max_tokens, False))
+        seen.sort()
+        total = 0.0
+        self.lengths, self.survival = [], [1.0]
+        at_risk = len(seen)
+        for length, has_ended in seen:
+            total += length
+            if has_ended:
+                self.survival.append(self.survival[-1] * (1 - 1 / at_risk))
+                self.lengths.append(length)
+            at_risk -= 1
+        last = self.lengths[-1] if self.lengths else 0.0
+        survivors = [length for length, _ in seen if length > last]
+        self.longest = sum(survivors) / len(survivors) if survivors else last
+        num_ends = len(self.lengths) + _GUESSED_ANSWERS
+        self.mean_rest = (total + _GUESSED_ANSWERS * self._first_guess) / num_ends
+
+    def draw(self, place: float, passed: float) -> float:
+        """Return the fraction at which an answer ends that stands at `place` among those longer than `passed`."""
+        at = bisect_right(self.lengths, passed)
+        if at == len(self.lengths):
+            return max(passed, self.longest) - self.mean_rest * math.log(place)
+        wanted = place * self.survival[at]
+        low, high = at, len(self.lengths)
+        while low < high:  # the first length that so few answers outlive
+            middle = (low + high) // 2
+            if self.survival[middle + 1] <= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        if low < len(self.lengths):
+            return self.lengths[low]
+        return self.longest + self.mean_rest * math.log(self.survival[-1] / wanted)
+
+
+class LengthForecast:
+    """The answers of one replica's requests, by length class."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _LengthClass] = {}
+        self._running: dict[RequestState, _Answer] = {}
+        self._num_begun = 0
+        self._num_ended = 0
+        self._learned_from = 0
+        """The number of answers that had ended when they were looked at last."""
+
+    def begin(self, state: RequestState) -> None:
+        """Take in a request that is admitted. Nothing changes for one that was preempted and comes back."""
+        if state in self._running or is_certain(state):
+            return
+        self._num_begun += 1
+        answer = _Answer(state, 1 - self._num_begun * _GOLDEN_RATIO % 1)
+        self._running[state] = answer
+        self._class_of(state).answers.append(answer)
+
+    def end(self, state: RequestState) -> None:
+        """Take in that an answer has ended, or that its request has."""
+        answer = self._running.pop(state, None)
+        if answer is not None:
+            self._num_ended += 1
+            answer.state = None
+            answer.length = len(state.generated) / state.request.max_tokens
+
+    @property
+    def has_news(self) -> bool:
+        """Whether many answers have ended, beside those that were known, since `learn` was called last."""
+        known = min(self._learned_from, _COHORT)
+        return self._num_ended - self._learned_from >= max(_LEAST_NEWS, known // 8)
+
+    def learn(self) -> None:
+        """Look at all answers anew; draws follow from what was there when this was called last."""
+        self._learned_from = self._num_ended
+        for one in self._classes.values():
+            one.learn()
+
+    def draw(self, state: RequestState) -> int:
+        """Return the length in tokens that a request's answer will have; it is longer than what was generated, unless
+        that is all that it may have."""
+        most = state.request.max_tokens
+        if is_certain(state):
+            return most
+        num_generated = len(state.generated)
+        answer = self._running.get(state)
+        place = 0.5 if answer is None else answer.place
+        drawn = self._class_of(state).draw(place, num_generated / most)
+        return min(most, max(num_generated + 1, round(drawn * most)))
+
+    def _class_of(self, state: RequestState) -> _LengthClass:
+        key = state.request.max_tokens.bit_length()
+        one = self._classes.get(key)
+        if one is None:
+            one = self._classes[key] = _LengthClass(state.request.max_tokens)
+        return one
+
+
+def is_certain(state: RequestState) -> bool:
+    """Whether an answer can only end at `max_tokens`."""
+    request = state.request
+    return not request.stop_ids and not request.stream and request.constraint is None and state.watch is None

@@ -1,0 +1,89 @@
+"""Checks the `sampling` of a run's configuration against the model, before a process is started.
+
+A value that would make an error row of every row that leaves the key out, such as a token id that the model does not
+have, is a mistake of the run. What depends on a row's prompt is left to the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from nvcli.errors import ConfigError, RowError
+from nvcli.grammars import GrammarError, check_structured
+from nvcli.job_run.settings import SetterOf
+from nvcli.job_run.text.model_limits import ModelLimits, check_vocabulary, fit_prompt
+from nvcli.job_run.text.reasoning import find_reasoning_format, unknown_marks
+from nvcli.job_run.text.token_rules import token_rules
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.sampling_params import SamplingParams
+from nvcli.validation import convert
+
+_SECTION = "sampling"
+
+
+def check_default_sampling(
+    given: Mapping[str, Any], limits: ModelLimits, load_tokenizer: Callable[[], Tokenizer], setter_of: SetterOf
+) -> Tokenizer | None:
+    """Check what the configuration gives under `sampling`, which is valid as SamplingParams.
+
+    Returns the tokenizer if a value had to be looked up in it, which takes about a second, and else None. Raises
+    ConfigError that names the key and what set it, and what `load_tokenizer` raises.
+    """
+    sampling = convert(dict(given), SamplingParams)
+    tokenizer: Tokenizer | None = None
+    for key in given:
+        name = f"{_SECTION}.{key}"
+        try:
+            if _needs_tokenizer(key, sampling, limits):
+                tokenizer = tokenizer or load_tokenizer()
+            _check_key(key, name, sampling, limits, tokenizer)
+        except RowError as error:
+            raise _refusal(setter_of((_SECTION, key)), str(error)) from None
+        except GrammarError as error:
+            raise _refusal(setter_of((_SECTION, key)), f"`{name}` cannot be used: {error}") from None
+    return tokenizer
+
+
+def _needs_tokenizer(key: str, sampling: SamplingParams, limits: ModelLimits) -> bool:
+    match key:
+        case "logit_bias":
+            return any(isinstance(token, str) for token in sampling.logit_bias)
+        case "bad_words":
+            return bool(sampling.bad_words)
+        case "thinking_budget":
+            return sampling.thinking_budget is not None and limits.reasoning_parser == "auto"
+        case _:
+            return False
+
+
+def _check_key(key: str, name: str, sampling: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
+    """Check one key. Raises RowError and GrammarError."""
+    match key:
+        case "stop_token_ids" | "allowed_token_ids":
+            check_vocabulary(f"`{name}`", getattr(sampling, key) or (), limits)
+        case "logit_bias" | "bad_words":
+            own = SamplingParams(**{key: getattr(sampling, key)})
+            check_vocabulary(f"`{name}`", [token for token in own.logit_bias if isinstance(token, int)], limits)
+            if tokenizer is not None:
+                token_rules(own, tokenizer, under=_SECTION)
+        case "thinking_budget":
+            template = "" if tokenizer is None else tokenizer.chat_template
+            if (
+                sampling.thinking_budget is not None
+                and find_reasoning_format(limits.reasoning_parser, template) is None
+            ):
+                raise unknown_marks(name)
+        case "structured":
+            if sampling.structured is not None:
+                check_structured(sampling.structured)
+        case "max_tokens" | "min_tokens":
+            if sampling.max_tokens is None:  # then a longer prompt leaves room for fewer numbers
+                sampling = msgspec.structs.replace(sampling, logprobs=None, return_token_ids=False, best_of=None)
+            fit_prompt([0], sampling, limits, _SECTION)
+
+
+def _refusal(setter: str | None, message: str) -> ConfigError:
+    return ConfigError(f"{setter}: {message}" if setter else message)

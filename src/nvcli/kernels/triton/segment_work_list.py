@@ -1,0 +1,255 @@
+"""The work list of attention over shared segments: tiles of rows against chunks of the keys that they share.
+
+Three kernels plan it on the GPU once a step. The first finds the segments of each row, by level: a request's first
+segment is at level 0, the one behind it at level 1, and so on; a segment is at one level for all of its rows. The
+second cuts segments into chunks and their rows into tiles, and gives each row places for its partial results, one for
+each chunk of each of its segments. The third is that of `decode_work_list.py`: it lists what is each row's own.
+Requests may have more levels than LEVELS: what is behind them is read as their own.
+
+Shapes: R rows, LEVELS levels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.segment_tables import SEGMENT_FIELDS
+from nvcli.kernels.triton.decode_work_list import cut
+
+LEVELS = 4
+"""The most segments of a request that are read once for all; each costs a row a partial result."""
+TILE_FIELDS = 6
+"""The int32 words of an entry: level, first of the tile's rows among the members of the level, number of rows, first
+key of the chunk, end of its keys, number of the chunk."""
+MIN_SEGMENT_CHUNK = 256
+"""The fewest keys of a chunk of a segment that is cut: each chunk more is a partial result more for each row."""
+_ROWS, _COLUMNS = 16, 256
+"""A program places _ROWS rows, and compares them with _COLUMNS others at a time."""
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "window"],
+    do_not_specialize_on_alignment=["slots", "seq_lens", "slot_segments", "segments"],
+)
+def find_segments_kernel(
+    slots,  # [R] int64
+    seq_lens,  # [R] int32
+    slot_segments,  # [S] int32
+    segments,  # [N + 1, SEGMENT_FIELDS] int32
+    row_segments,  # [LEVELS, max_rows] int32, written
+    row_spans,  # [LEVELS, max_rows] int32, written: keys of the segment
+    own_begins,  # [R] int32, written: the first key behind the row's segments
+    num_items,  # [1] int32, cleared
+    max_rows,
+    num_rows,
+    window,  # keys that a row sees at most, where HAS_WINDOW
+    HAS_WINDOW: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SEGMENT_FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (ROWS rows)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    slot = tl.load(slots + rows, mask=is_row, other=0)
+    last = tl.load(slot_segments + slot, mask=is_row, other=0)
+    depth = tl.zeros([ROWS], tl.int32)
+    segment = last
+    while tl.max(segment, 0) > 0:
+        depth += (segment > 0).to(tl.int32)
+        segment = tl.load(segments + segment * SEGMENT_FIELDS + 2)  # that of segment 0 is 0
+    levels = tl.arange(0, LEVELS)
+    found = tl.zeros([ROWS, LEVELS], tl.int32)
+    segment = last
+    while tl.max(segment, 0) > 0:
+        depth -= (segment > 0).to(tl.int32)
+        found = tl.where((levels[None, :] == depth[:, None]) & (segment > 0)[:, None], segment[:, None], found)
+        segment = tl.load(segments + segment * SEGMENT_FIELDS + 2)
+    begin = tl.load(segments + found * SEGMENT_FIELDS)
+    end = tl.load(segments + found * SEGMENT_FIELDS + 1)
+    if HAS_WINDOW:
+        # The window has left the segment behind; a request that never had its blocks is among these.
+        lens = tl.load(seq_lens + rows, mask=is_row, other=0)
+        found = tl.where(end > (lens - window)[:, None], found, 0)
+    place = levels[None, :] * max_rows + rows[:, None]
+    tl.store(row_segments + place, found, mask=is_row[:, None])
+    tl.store(row_spans + place, tl.where(found > 0, end - begin, 0), mask=is_row[:, None])
+    tl.store(own_begins + rows, tl.max(tl.where(found > 0, end, 0), 1), mask=is_row)
+    if tl.program_id(0) == 0:
+        tl.store(num_items, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "target_programs"],
+    do_not_specialize_on_alignment=["segments"],
+)
+def plan_segments_kernel(
+    segments,  # [N + 1, SEGMENT_FIELDS] int32
+    row_segments,  # [LEVELS, max_rows] int32
+    row_spans,  # [LEVELS, max_rows] int32
+    members,  # [LEVELS, max_rows] int32, written: the rows with a segment, those of a segment side by side
+    first_partials,  # [LEVELS, max_rows] int32, written: place of the row's first partial result of the segment
+    num_partials,  # [R] int32, written: partial results of the row, from its place of level 0 on
+    items,  # [capacity, TILE_FIELDS] int32, written
+    num_items,  # [1] int32, 0 before
+    max_rows,
+    num_rows,
+    target_programs,
+    NUM_KV_HEADS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SEGMENT_FIELDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+):
+    """Program (ROWS rows). The order of the list is that in which programs come; nothing else depends on it."""
+    columns = tl.arange(0, COLUMNS)
+    tokens = tl.zeros([COLUMNS], tl.int64)
+    for level in tl.static_range(LEVELS):
+        for start in range(0, num_rows, COLUMNS):
+            others = start + columns
+            tokens += tl.load(row_spans + level * max_rows + others, mask=others < num_rows, other=0)
+    per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs * TILE_ROWS).to(tl.int32)
+    chunk = tl.maximum(tl.cdiv(per_program, KEYS) * KEYS, MIN_CHUNK)
+
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    first_partial = tl.zeros([ROWS], tl.int32)
+    for level in tl.static_range(LEVELS):
+        for start in range(0, num_rows, COLUMNS):
+            others = start + columns
+            other_span = tl.load(row_spans + level * max_rows + others, mask=others < num_rows, other=0)
+            _, other_chunks = cut(other_span, chunk, KEYS)
+            is_before = (others[None, :] < rows[:, None]) & (other_span > 0)[None, :]
+            first_partial += tl.sum(tl.where(is_before, other_chunks[None, :], 0), 1)
+    count = tl.zeros([ROWS], tl.int32)
+    for level in tl.static_range(LEVELS):
+        segment = tl.load(row_segments + level * max_rows + rows, mask=is_row, other=0)
+        span = tl.load(row_spans + level * max_rows + rows, mask=is_row, other=0)
+        size, num_chunks = cut(span, chunk, KEYS)
+        num_chunks = tl.where(segment > 0, num_chunks, 0)
+        tl.store(first_partials + level * max_rows + rows, first_partial + count, mask=is_row)
+        count += num_chunks
+        rank = tl.zeros([ROWS], tl.int32)
+        num_members = tl.zeros([ROWS], tl.int32)
+        place = tl.zeros([ROWS], tl.int32)
+        for start in range(0, num_rows, COLUMNS):
+            others = start + columns
+            other = tl.load(row_segments + level * max_rows + others, mask=others < num_rows, other=0)[None, :]
+            is_same = (other == segment[:, None]).to(tl.int32)
+            num_members += tl.sum(is_same, 1)
+            rank += tl.sum(tl.where(others[None, :] < rows[:, None], is_same, 0), 1)
+            place += tl.sum(((other > 0) & (other < segment[:, None])).to(tl.int32), 1)
+        place += rank
+        tl.store(members + level * max_rows + place, rows, mask=segment > 0)
+        # The first row of each tile lists its items.
+        is_first = (segment > 0) & (rank % TILE_ROWS == 0)
+        num_chunks = tl.where(is_first, num_chunks, 0)
+        first_item = tl.atomic_add(num_items + tl.zeros([ROWS], tl.int32), num_chunks, mask=is_first, sem="relaxed")
+        begin = tl.load(segments + segment * SEGMENT_FIELDS)
+        end = tl.load(segments + segment * SEGMENT_FIELDS + 1)
+        for index in range(tl.max(num_chunks, 0)):
+            item = items + (first_item + index) * TILE_FIELDS
+            is_mine = index < num_chunks
+            tl.store(item, tl.full([ROWS], level, tl.int32), mask=is_mine)
+            tl.store(item + 1, place, mask=is_mine)
+            tl.store(item + 2, tl.minimum(num_members - rank, TILE_ROWS), mask=is_mine)
+            tl.store(item + 3, begin + index * size, mask=is_mine)
+            tl.store(item + 4, tl.minimum(begin + (index + 1) * size, end), mask=is_mine)
+            tl.store(item + 5, tl.zeros([ROWS], tl.int32) + index, mask=is_mine)
+    tl.store(num_partials + rows, count, mask=is_row)
+
+
+class SegmentWorkList:
+    """The tiles of a step for one KV group and window (None: full attention), in memory that is allocated once.
+
+    keys: the number of keys that the attention kernel takes at a time. tile_rows: the rows of a tile.
+    """
+
+    def __init__(
+        self, *, window: int | None, num_kv_heads: int, keys: int, tile_rows: int, max_rows: int, device: torch.device
+    ) -> None:
+        self._window, self._num_kv_heads = window, num_kv_heads
+        self._keys, self._tile_rows, self.max_rows = keys, tile_rows, max_rows
+        self.num_programs = (
+            2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        )
+        """The programs that attend the list."""
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._row_segments, self._row_spans = ints(LEVELS, max_rows), ints(LEVELS, max_rows)
+        self.own_begins = ints(max_rows)
+        """[R] int32, the first key of each row behind its segments."""
+        self.members = ints(LEVELS, max_rows)
+        """[LEVELS, max_rows] int32, the rows with a segment, those of one segment side by side."""
+        self.first_partials = ints(LEVELS, max_rows)
+        """[LEVELS, max_rows] int32, the place of each row's first partial result of its segment."""
+        self.num_partials = ints(max_rows)
+        """[R] int32, the number of each row's partial results."""
+        # A tile has a row at least, and all rows' chunks together are at most `max_partials`.
+        self.items = ints(self.max_partials, TILE_FIELDS)
+        """[capacity, TILE_FIELDS] int32."""
+        self.num_items = ints(1)
+        """[1] int32, the number of items."""
+
+    @property
+    def max_partials(self) -> int:
+        """The most partial results of all rows: one for each level, and one for each chunk size of keys, which is at
+        least all rows' keys × KV heads / programs / rows of a tile."""
+        return self.max_rows * LEVELS + self._tile_rows * self.num_programs // self._num_kv_heads
+
+    def plan(self, seq_lens: Tensor, slots: Tensor, segments: Tensor, slot_segments: Tensor) -> None:
+        """List the step's tiles. seq_lens: [R] int32, keys of each row; slots: [R] int64; segments and slot_segments:
+        the KV group's of `SegmentTables`."""
+        num_rows = seq_lens.shape[0]
+        assert num_rows <= self.max_rows, f"{num_rows} rows, and the list was made for {self.max_rows}"
+        grid = (triton.cdiv(num_rows, _ROWS),)
+        find_segments_kernel[grid](
+            slots,
+            seq_lens,
+            slot_segments,
+            segments,
+            self._row_segments,
+            self._row_spans,
+            self.own_begins,
+            self.num_items,
+            self.max_rows,
+            num_rows,
+            self._window or 0,
+            HAS_WINDOW=self._window is not None,
+            LEVELS=LEVELS,
+            SEGMENT_FIELDS=SEGMENT_FIELDS,
+            ROWS=_ROWS,
+            num_warps=1,
+        )
+        plan_segments_kernel[grid](
+            segments,
+            self._row_segments,
+            self._row_spans,
+            self.members,
+            self.first_partials,
+            self.num_partials,
+            self.items,
+            self.num_items,
+            self.max_rows,
+            num_rows,
+            self.num_programs,
+            NUM_KV_HEADS=self._num_kv_heads,
+            LEVELS=LEVELS,
+            SEGMENT_FIELDS=SEGMENT_FIELDS,
+            TILE_ROWS=self._tile_rows,
+            KEYS=self._keys,
+            MIN_CHUNK=MIN_SEGMENT_CHUNK,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+            TILE_FIELDS=TILE_FIELDS,
+            num_warps=4,
+        )

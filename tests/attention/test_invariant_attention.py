@@ -1,0 +1,166 @@
+"""Attention of batch-invariant runs: right, and the same bits whether a token is decoded or stands in any chunk.
+
+The Triton kernel is interpreted on a CPU and compiled on a GPU, where its tiles of few and of many queries take other
+instructions.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_setup import Bench, History
+
+from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
+from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.row_by_row_backend import RowByRowBackend
+from nvcli.attention.spec import AttentionCase
+from nvcli.attention.triton_backend import TritonBackend
+from nvcli.kernels.triton.split_work_list import SPLIT, plan_splits_kernel
+
+pytestmark = [pytest.mark.gpu] if HAS_GPU else INTERPRETED_MARKS
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+
+
+def triton_backend(case: AttentionCase) -> AttentionBackend:
+    return TritonBackend(replace(case, batch_invariant=True))
+
+
+def make_bench(backend: type[AttentionBackend], **geometry: Any) -> Bench:
+    bench = Bench(triton_backend if backend is TritonBackend else backend, dtype=DTYPE, device=DEVICE.type, **geometry)
+    bench.leave_garbage(float("nan"))  # what an earlier owner left must not be read
+    return bench
+
+
+BACKENDS = pytest.mark.parametrize("backend", [TritonBackend, RowByRowBackend])
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        {"head_dim": 64, "ratio": 3, "block_size": 24},
+        {"head_dim": 64, "ratio": 2, "windows": (5, 40, None), "block_size": 16},
+        {"head_dim": 32, "num_kv_heads": 2, "windows": (700, None), "has_sinks": True, "soft_cap": 0.7},
+    ],
+    ids=str,
+)
+def test_steps_of_all_kinds(backend: type[AttentionBackend], geometry: dict[str, Any]) -> None:
+    bench = make_bench(backend, num_tokens=2000, **geometry)
+    a, b, c, d = (History() for _ in range(4))
+    bench.step((a, 1), (b, 15), (c, 33), (d, 65))
+    bench.step((a, 1), (c, 1), (b, 20), (d, 31))
+    bench.fill(d, 500)
+    bench.step((d, 1), (c, 1), (a, 1), (b, 2))
+    bench.step((a, 1), (d, 1), shape=BatchShape(decode_rows=4, prefill_rows=2, prefill_tokens=10))
+    bench.step((a, 1), (b, 1), (d, 30), shape=BatchShape(decode_rows=3, prefill_rows=2, prefill_tokens=33))
+
+
+def bits_of_last_tokens(
+    backend: type[AttentionBackend], history: int, cuts: list[int], geometry: dict[str, Any]
+) -> Any:
+    """The results of the tokens behind a history, computed in chunks of these sizes beside other requests."""
+    bench = make_bench(backend, num_tokens=4000, **geometry)
+    target = History()
+    if history:
+        bench.fill(target, history)
+    queries = [bench.random(sum(cuts), spec.num_heads, spec.head_dim) for spec in bench.specs]
+    stored = [bench.random_qkv(sum(cuts), spec)[1:] for spec in bench.specs]
+    others = random.Random(len(cuts))
+    results: list[list[torch.Tensor]] = [[] for _ in bench.specs]
+    done = 0
+    for size in cuts:
+        companions = []
+        for length in others.choices([3, 40, 90], k=others.randint(0, 2)):
+            companions.append(History())
+            bench.fill(companions[-1], length)
+        work = [(target, size), *((companion, 1) for companion in companions)]
+        work.sort(key=lambda one: one[1] != 1 or one[0].state.length == 0)  # decode rows come first
+        step = bench.batch(*work)
+        start = step.starts[[history for history, _ in work].index(target)]
+        rows = slice(done, done + size)
+        for spec, (q, _, _), query, (k, v) in zip(bench.specs, step.inputs, queries, stored, strict=True):
+            q[start : start + size] = query[rows]
+            places = step.batch.slot_mapping[spec.kv_group][start : start + size]
+            bench.store(spec.kv_group, places, k[rows], v[rows])
+        for found, out in zip(results, step.forward(), strict=True):
+            found.append(out[start : start + size].clone())
+        done += size
+    return [torch.cat(found) for found in results]
+
+
+@BACKENDS
+@pytest.mark.parametrize("history", [0, SPLIT - 12])
+@pytest.mark.parametrize(
+    "geometry",
+    [{"num_kv_heads": 2, "ratio": 2, "block_size": 64}, {"ratio": 3, "windows": (300, None), "has_sinks": True}],
+    ids=str,
+)
+def test_chunks_and_companions_do_not_show_in_the_bits(
+    backend: type[AttentionBackend], history: int, geometry: dict[str, Any]
+) -> None:
+    whole = bits_of_last_tokens(backend, history, [30], geometry)
+    for found, expected in zip(bits_of_last_tokens(backend, history, [13, 1, 1, 15], geometry), whole, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_row_that_is_cut_has_the_bits_of_one_that_is_not() -> None:
+    """A lone long row is cut into its splits, and among many rows as long it is not."""
+    bench = make_bench(TritonBackend, ratio=2, block_size=64, num_tokens=15_000, windows=(None, 530), has_sinks=True)
+    histories = [History() for _ in range(18)]
+    for history in histories:
+        bench.fill(history, 600)
+    step = bench.batch(*((history, 1) for history in histories))
+    together = step.forward()
+    step.check(together)
+    backend, batch = bench.backend, step.batch
+    alone = replace(batch, shape=BatchShape(decode_rows=1), seq_lens=batch.seq_lens[7:8], slots=batch.slots[7:8])
+    backend.plan(alone)
+    backend.plan_on_device(alone)
+    for _ in range(2):  # layer after layer
+        for spec, layer, (q, _, v), expected in zip(bench.specs, bench.layers, step.inputs, together, strict=True):
+            out = backend.forward(spec, layer, q[7:8], None, v[7:8], alone, bench.sinks)
+            assert torch.equal(out[0], expected[7])
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the plan is the same on every device")
+@pytest.mark.parametrize("window", [0, 100, 1300])
+@pytest.mark.parametrize(("num_rows", "longest"), [(1, 5000), (7, 0), (40, 3000), (270, 3000)])
+def test_the_work_list_has_every_split_once_longest_entries_first(num_rows: int, longest: int, window: int) -> None:
+    """Window 0 stands for none."""
+    rng = random.Random(num_rows)
+    lens = [rng.choice([0, 1, rng.randint(0, longest)]) for _ in range(num_rows)]
+    slots = rng.sample(range(2 * num_rows), num_rows)
+    max_partials = 40
+    items = torch.full((max_partials + num_rows, 8), -1, dtype=torch.int32)
+    num_items = torch.zeros(1, dtype=torch.int32)
+    plan_splits_kernel[(-(-num_rows // 16),)](
+        torch.tensor(lens, dtype=torch.int32), torch.tensor(slots), items, num_items, num_rows, 60, window,
+        NUM_KV_HEADS=2, HAS_WINDOW=window > 0, SPLIT=SPLIT, MAX_PARTIALS=max_partials, ROWS=16, COLUMNS=64,
+        ITEM_FIELDS=8,
+    )  # fmt: skip
+    listed = items[: int(num_items)].tolist()
+    assert (items[int(num_items) :] == -1).all()
+    sizes, partials = [], []
+    for row, slot, num_keys, first, end, first_partial, num_entries, number in listed:
+        assert (slot, num_keys) == (slots[row], lens[row])
+        first_seen = max(0, num_keys - window) if window else 0
+        sizes.append(SPLIT if num_entries > 1 else num_keys - first_seen)
+        if num_entries > 1:
+            partials.append(first_partial + number)
+            assert (first, end) == (first_seen // SPLIT + number, first_seen // SPLIT + number + 1)
+        else:
+            assert (first, end) == (first_seen // SPLIT, max(-(-num_keys // SPLIT), first_seen // SPLIT + 1))
+    for row, length in enumerate(lens):
+        entries = sorted(item[7] for item in listed if item[0] == row)
+        assert entries == list(range(len(entries)))
+        assert len(entries) in (1, -(-length // SPLIT) - (max(0, length - window) if window else 0) // SPLIT)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sorted(partials) == list(range(len(partials)))
+    assert len(partials) <= max_partials
+    if num_rows == 1:
+        assert len(listed) > 1 or window == 100

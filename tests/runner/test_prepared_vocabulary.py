@@ -1,0 +1,52 @@
+"""The tokens for grammars are loaded beside the weights where the first rows of a job ask for one, and only there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvcli.config import load_run_config
+from nvcli.demo import demo_path
+from nvcli.job_run.resolve import resolve_job
+from nvcli.runner.constraints import Constraints
+from nvcli.runner.prepared_vocabulary import PreparedVocabulary
+
+CHOICE = {"structured": {"choice": ["a"]}}
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "sampling", "is_prepared"),
+    [
+        ({"prompt": "a"}, {}, False),
+        ({"messages": MESSAGES, "tools": TOOLS}, {}, False),
+        ({"prompt": "a", "sampling": CHOICE}, {}, True),
+        ({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}, {}, True),
+        ({"prompt": "a"}, CHOICE, True),
+    ],
+)
+def test_the_first_rows_say_whether_it_is_prepared(
+    tmp_path: Path, row: dict[str, Any], sampling: dict[str, Any], is_prepared: bool
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(f'{{"prompt": "x"}}\n{json.dumps(row)}\n')
+    run = load_run_config(None, settings={"model": "demo", "device": "cpu", "sampling": sampling})
+    assert resolve_job(run, inputs=[str(file)], output=None, limit=None).config.prepare_grammars is is_prepared
+
+
+def test_what_is_prepared_is_taken_if_it_is_what_answers_need(tmp_path: Path) -> None:
+    prepared = PreparedVocabulary(demo_path(), vocab_size=640, end_ids=[0, 2])
+    vocabulary = prepared.take([0, 2])
+    assert vocabulary is not None
+    assert prepared.take([0]) is None
+    assert PreparedVocabulary(tmp_path, vocab_size=640, end_ids=[0]).take([0]) is None
+    for end_ids, is_taken in (([0, 2], True), ([2], False)):
+        constraints = Constraints(demo_path(), 640, torch.device("cpu"), follows=True, prepared=prepared)
+        constraints._load(end_ids)
+        assert constraints._vocabulary is not None
+        assert (constraints._vocabulary is vocabulary) is is_taken
