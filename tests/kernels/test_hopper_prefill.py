@@ -1,8 +1,9 @@
-"""The prefill kernel for Hopper, simulated on the CPU, and as the assembler sees it. On a GPU it is held to attention
-written out by `tests/attention/test_gpu_backends.py`."""
+"""The prefill kernel for Hopper, simulated on the CPU, as the assembler sees it, and how it is launched and chosen. On
+a GPU it is held to attention written out by `tests/attention/test_gpu_backends.py`."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nvcli.kernels.triton import hopper_prefill
+from nvcli.kernels.triton import hopper_prefill_kernel
+from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, prefill_kernel
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS
 
 ROWS = 128
@@ -84,7 +89,7 @@ def test_attention(
     tiles = list_tiles(chunks, heads // kv_heads, padding)
     out = torch.full_like(q, 7.0)
     k_matrix, v_matrix = caches.reshape(2, -1, kv_heads * head_dim)
-    Simulator(hopper_prefill).launch(
+    Simulator(hopper_prefill_kernel).launch(
         "hopper_prefill_kernel",
         programs,
         Pointer(q.flatten()),
@@ -117,14 +122,63 @@ def test_attention(
     assert not out[start:].any(), "padding attends to nothing"
 
 
-def test_products_run_beside_other_work() -> None:
-    """ptxas says so where it waits for each matrix product, which halves the speed; registers that are spilled in the
-    loop cost as much."""
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """What three launches, of two layers and of the first once more, made of the kernel."""
     script = Path(__file__).with_name("hopper_compile.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, script, "128", "4", "30.0"]
-    report = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert report.returncode == 0, report.stderr
-    assert "Performance Loss" not in report.stdout
-    (spilled,) = re.findall(r"(\d+) bytes spill stores", report.stdout)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_products_run_beside_other_work(compiled: dict[str, Any]) -> None:
+    """ptxas says so where it waits for each matrix product, which halves the speed; registers that are spilled in the
+    loop cost as much."""
+    assert "Performance Loss" not in compiled["report"]
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", compiled["report"])
     assert int(spilled) <= 300, "some are spilled around the loop, and none in it"
+
+
+def test_launches_by_what_is_kept_are_those_that_triton_would_make(compiled: dict[str, Any]) -> None:
+    """The first launch goes through Triton; the others are made of what it compiled, and the last of a descriptor that
+    is kept."""
+    first, second, third = compiled["launches"]
+    q, k, v, v_cache = range(3, 7)
+    assert [k, v, v_cache] == [place for place in range(len(first)) if first[place] != second[place]]
+    assert [q] == [place for place in range(len(first)) if first[place] != third[place]]
+    for launch in (first, second):
+        assert launch[v][0] == launch[v_cache]
+        for described in (launch[k], launch[v]):
+            assert described[1:] == [[3 * 64, 8 * 128], [8 * 128, 1], [64, 64]]
+    assert second[k][0] - first[k][0] == second[v][0] - first[v][0] == 2 * 3 * 64 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "is_for_hopper"),
+    [
+        ({}, True),
+        ({"head_dim": 64, "block_size": 256, "dtype": torch.float16, "kv_dtype": torch.float16}, True),
+        ({"head_dim": 256}, False),
+        ({"block_size": 32}, False),
+        ({"kv_dtype": torch.float8_e4m3fn}, False),
+        ({"has_window": True}, False),
+        ({"batch_invariant": True}, False),
+        ({"has_plain_blocks": False}, False),
+    ],
+)
+def test_choice(change: dict[str, Any], is_for_hopper: bool) -> None:
+    device = torch.device("cuda")
+    arguments = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": device}
+    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+    arguments |= {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
+    for capability, wanted in (((9, 0), is_for_hopper), ((10, 0), False)):
+        with (
+            patch.object(torch.cuda, "get_device_capability", return_value=capability),
+            patch.object(torch.cuda, "get_device_properties"),
+        ):
+            kernel, notes = prefill_kernel(**(arguments | change))
+        assert isinstance(kernel, HopperPrefillAttention) == wanted
+        assert notes == [HOPPER_NOTE] * wanted

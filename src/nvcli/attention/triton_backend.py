@@ -29,7 +29,7 @@ class TritonBackend(AttentionBackend):
         # Triton is imported only by runs that use it.
         from nvcli.attention.triton_segments import SegmentedDecode
         from nvcli.kernels.triton import decode_attention, invariant_attention
-        from nvcli.kernels.triton.prefill_choice import PrefillKernel, note_of, prefill_kernel
+        from nvcli.kernels.triton.prefill_choice import PrefillKernel, prefill_kernel
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles
 
         decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
@@ -43,6 +43,8 @@ class TritonBackend(AttentionBackend):
         ] = {}
         self._prefills: dict[tuple[tuple[int, int, int], bool], PrefillKernel] = {}
         self._tiles: dict[tuple[int, int], PrefillTiles] = {}
+        notes: list[str] = []
+        has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in windows}) == 1
         for geometry, kinds in windows.items():
             num_heads, num_kv_heads, head_dim = geometry
             self._decodes[geometry] = decode_type(
@@ -57,7 +59,7 @@ class TritonBackend(AttentionBackend):
                 max_rows=case.max_num_seqs,
             )
             for has_window in sorted({window is not None for window in kinds}):
-                prefill = prefill_kernel(
+                prefill, notes_of_kernel = prefill_kernel(
                     num_heads=num_heads,
                     num_kv_heads=num_kv_heads,
                     head_dim=head_dim,
@@ -67,9 +69,10 @@ class TritonBackend(AttentionBackend):
                     device=case.device,
                     has_window=has_window,
                     batch_invariant=case.batch_invariant,
+                    has_plain_blocks=has_plain_blocks,
                 )
+                notes += notes_of_kernel
                 self._prefills[geometry, has_window] = prefill
-                self.notes = tuple(dict.fromkeys((*self.notes, *note_of(prefill))))
                 if prefill.tile_key not in self._tiles:
                     group, rows = prefill.tile_key
                     self._tiles[prefill.tile_key] = PrefillTiles(
@@ -79,6 +82,7 @@ class TritonBackend(AttentionBackend):
                         max_chunks=case.max_num_seqs,
                         device=case.device,
                     )
+        self.notes = tuple(dict.fromkeys(notes))
         self._segmented: SegmentedDecode | None = None
         if case.max_shared_rows:
             assert not case.batch_invariant, "what is shared depends on the batch"

@@ -3,12 +3,25 @@ a run asks for it, else Hopper's own where it serves them, else the one for all 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
+import triton
 
 from nvcli.kernels.triton import invariant_attention, prefill_attention
-from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 
-PrefillKernel = prefill_attention.PrefillAttention | HopperPrefillAttention | invariant_attention.PrefillAttention
+if TYPE_CHECKING:
+    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+
+PrefillKernel: TypeAlias = (
+    "prefill_attention.PrefillAttention | invariant_attention.PrefillAttention | HopperPrefillAttention"
+)
+
+_GLUON_VERSIONS = ("3.6", "3.7")
+"""The versions of Triton whose Gluon, an experimental language, compiles the kernel for Hopper. It ran on a GPU with
+3.6 alone."""
+HOPPER_NOTE = "prefill attention: the kernel for Hopper GPUs"
+"""What the log says where that kernel was chosen."""
 
 
 def prefill_kernel(
@@ -22,17 +35,32 @@ def prefill_kernel(
     device: torch.device,
     has_window: bool,
     batch_invariant: bool,
-) -> PrefillKernel:
-    """Make the kernel for one geometry, with windows or without."""
-    is_for_hopper = not (batch_invariant or has_window) and HopperPrefillAttention.serves(
-        head_dim=head_dim, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype, device=device
+    has_plain_blocks: bool,
+) -> tuple[PrefillKernel, list[str]]:
+    """Make the kernel for one geometry, with windows or without; return it, and notes for the log.
+
+    `has_plain_blocks`: a layer's blocks lie one behind the other, with nothing between their keys.
+    """
+    is_for_hopper = (
+        not has_window
+        and not batch_invariant
+        and has_plain_blocks
+        and head_dim in (64, 128)
+        and block_size % 64 == 0
+        and dtype.itemsize == 2
+        and kv_dtype == dtype
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and triton.__version__.startswith(tuple(f"{version}." for version in _GLUON_VERSIONS))
     )
     if is_for_hopper:
-        return HopperPrefillAttention(
+        from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+
+        hopper = HopperPrefillAttention(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, device=device
         )
+        return hopper, [HOPPER_NOTE]
     kernel = invariant_attention.PrefillAttention if batch_invariant else prefill_attention.PrefillAttention
-    return kernel(
+    usual = kernel(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -41,8 +69,4 @@ def prefill_kernel(
         kv_dtype=kv_dtype,
         device=device,
     )
-
-
-def note_of(kernel: PrefillKernel) -> list[str]:
-    """Return what the log says of a kernel."""
-    return ["prefill attention: the kernel for Hopper GPUs"] if isinstance(kernel, HopperPrefillAttention) else []
+    return usual, []
