@@ -1,7 +1,7 @@
 """What planning and scheduling make of a job, by simulation: steps, preemptions, filled slots, modelled seconds.
 
     python scripts/simulate_scheduling.py [--jobs uniform groups ...] [--seqs 256] [--kv-tokens 745000]
-                                          [--order completion] [--known] [--read-once]
+                                          [--order completion] [--known] [--read-once] [--greedy]
 
 Planner, scheduler and block manager are the real ones; the model is not there. A row's answer has a length that only
 the simulation knows: it ends with a stop id. Steps take the time that they would take Qwen3-8B in bfloat16 on an H200:
@@ -116,19 +116,29 @@ class Outcome:
 
 
 def simulate(
-    rows: list[Row], *, seqs: int, kv_tokens: int, batched_tokens: int, order: str, reads_once: bool, plan: bool = True
+    rows: list[Row],
+    *,
+    seqs: int,
+    kv_tokens: int,
+    batched_tokens: int = 8192,
+    order: str = "completion",
+    reads_once: bool = False,
+    plans_admission: bool = True,
 ) -> Outcome:
-    """Run a job, fed as the parent's loop feeds a replica."""
+    """Run a job, fed as the parent's loop feeds a replica.
+
+    Without `plans_admission` requests are admitted as long as blocks are free.
+    """
     limits = SchedulerLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
-        plans_admission=plan,
+        plans_admission=plans_admission,
     )
     scheduler = Scheduler(limits, BlockManager(kv_tokens // BLOCK_SIZE))
     core = EngineCore(scheduler, Lengths(rows), max_in_flight=2, recorder=StepRecorder(limits))
-    run = RunConfig(model="", max_num_seqs=seqs, job=JobConfig(order=order, plan=plan))  # type: ignore[arg-type]
+    run = RunConfig(model="", max_num_seqs=seqs, job=JobConfig(order=order))  # type: ignore[arg-type]
     planner = make_planner(run, 1, block_size=BLOCK_SIZE)
     source = prepared(rows)
     outcome = Outcome()
@@ -285,7 +295,7 @@ def main() -> None:
     parser.add_argument("--order", default="completion", choices=("completion", "input"))
     parser.add_argument("--known", action="store_true", help="each row's max_tokens is the length of its answer")
     parser.add_argument("--read-once", action="store_true", help="shared keys are read once for a step")
-    parser.add_argument("--no-plan", action="store_true")
+    parser.add_argument("--greedy", action="store_true", help="admit requests as long as blocks are free")
     args = parser.parse_args()
     for kind in args.jobs:
         make: Callable[[], list[Row]] = getattr(Jobs(0, known=args.known), kind)
@@ -297,7 +307,7 @@ def main() -> None:
             batched_tokens=args.batched_tokens,
             order=args.order,
             reads_once=args.read_once,
-            plan=not args.no_plan,
+            plans_admission=not args.greedy,
         )
         least = outcome.prompt_tokens - outcome.cached_tokens
         again = outcome.computed_tokens - least

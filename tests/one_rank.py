@@ -11,7 +11,7 @@ from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.engine.shared_segments import SegmentCosts
+from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.messages import unpack
 from nvcli.runner.interface import RankContext
 from nvcli.runner.model_runner import ModelRunner

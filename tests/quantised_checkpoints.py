@@ -159,10 +159,21 @@ def awq(size: int, *, zero_point: bool = True) -> Format:
     return Format(config={**config, "modules_to_not_convert": ["model.layers.1.mlp"]}, encode=encode)
 
 
-def gptq(size: int, *, bits: int = 4, sym: bool = True, act_order: bool = False, version: str = "gptq") -> Format:
+def gptq(
+    size: int,
+    *,
+    bits: int = 4,
+    sym: bool = True,
+    act_order: bool = False,
+    version: str = "gptq",
+    order_seed: int | None = None,
+) -> Format:
+    """With an `order_seed`, weights of as many columns have the same order, as those of the same inputs do."""
+
     def encode(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         columns = weight.shape[1]
         width = columns if size == -1 else size
+        generator = generator if order_seed is None else torch.Generator().manual_seed(order_seed)
         order = torch.randperm(columns, generator=generator) if act_order else torch.arange(columns)
         codes, scales, zeros, decoded = _groups(weight[:, order], bits, width, is_symmetric=sym)
         back = order.argsort()

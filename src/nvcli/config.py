@@ -167,8 +167,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtype: Dtype = "auto"
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     quantization: Quantization = "auto"
-    """How weights of linear layers are kept. none: in `dtype`, whatever the checkpoint's format; fp8: in 8 bits,
-    with activations quantised as they come. auto: none."""
+    """How weights of linear layers are kept. none: in `dtype`, whatever the checkpoint's format; fp8: in 8 bits, with
+    activations quantised as they come; w4a16: in the 4 bits of the checkpoint, with activations in `dtype`. auto: none,
+    or w4a16 where 16 bits would take too much of a GPU's memory."""
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
@@ -284,7 +285,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def weights_type(self) -> str:
         """The type of the weights, for people."""
-        return self.dtype if self.quantization == "none" else f"{self.dtype}, linear layers in FP8"
+        return (
+            self.dtype
+            + {"none": "", "fp8": ", linear layers in FP8", "w4a16": ", linear layers in 4 bits"}[self.quantization]
+        )
 
     @property
     def num_ranks(self) -> int:

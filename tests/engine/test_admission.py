@@ -9,7 +9,7 @@ import pytest
 
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.block_tables import BlockTables, KVGroup
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.prompt import Prompt
@@ -132,17 +132,24 @@ def test_a_lone_request_is_admitted_whatever_is_forecast() -> None:
 
 
 def test_a_request_that_did_not_fit_is_looked_at_again_when_one_has_ended_or_after_a_while() -> None:
-    admission = Admission(make_limits())
-    states = [RequestState(request, Prompt(request)) for request in some_requests(random.Random(5), 3, 500)]
-    first, second, _ = states
-    admission.enter(first, 4, 0)
-    assert admission.is_due(second, 1)
-    assert not admission.fits(second, 4, 1, num_free=40, num_blocks=50)
-    assert not admission.is_due(second, 2)
-    assert admission.is_due(second, 100)
-    assert not admission.fits(second, 4, 100, num_free=34, num_blocks=50)
-    assert not admission.is_due(second, 101)
+    limits = make_limits()
+    admission = Admission(limits)
+    tables = BlockTables(BlockManager(60), limits.kv_groups, limits.block_size)
+    matches: list[int] = []
+    find = tables.block_manager.find
+    tables.block_manager.find = lambda *key: matches.append(1) or find(*key)  # type: ignore[method-assign, func-returns-value]
+    first, second = (
+        RequestState(request, Prompt(request))
+        for request in (make_request(0, range(40), 500), make_request(1, range(50, 99), 500))
+    )
+    assert admission.enter(first, tables, 100, 0) == 40
+    for step, is_looked_at in ((1, True), (2, False), (30, False), (40, True), (41, False)):
+        matches.clear()
+        assert admission.enter(second, tables, 100, step) is None
+        assert (len(matches) > 0) == is_looked_at, step
+        assert second.blocks == []
+    admission.check_integrity([first])
+    tables.release(first)
     admission.leave(first)
-    assert admission.is_due(second, 101)
-    assert admission.fits(second, 4, 101, num_free=46, num_blocks=50)
-    admission.check_integrity([])
+    assert admission.enter(second, tables, 100, 42) == 49
+    admission.check_integrity([second])

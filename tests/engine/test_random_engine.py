@@ -15,7 +15,7 @@ import pytest
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
-from nvcli.engine.shared_segments import SegmentCosts
+from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.messages import StepInput, unpack
 from nvcli.sampling_params import SamplingParams, StopRepetition
 from rank_in_process import RankInProcess, make_core, random_count, wait_for_last_tokens

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from nvcli.engine.prompt import Prompt
-from nvcli.engine.shared_segments import SegmentCosts, SharedSegments
+from nvcli.engine.segment_forest import SegmentCosts
+from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from requests_factory import make_request
 

@@ -38,7 +38,7 @@ class ModelDriver:
         stage: Stage = WHOLE,
         max_positions: int | None = None,
         expert_parallel: bool = False,
-        quantization: Literal["none", "fp8"] = "none",
+        quantization: Literal["none", "fp8", "w4a16"] = "none",
     ) -> None:
         config = load_model_config(path, expert_parallel=expert_parallel).keeping(quantization)
         self.group = group or TensorParallelGroup.single()

@@ -25,7 +25,7 @@ def load_model(
     device: torch.device = CPU,
     *,
     dtype: torch.dtype = torch.float32,
-    quantization: Literal["none", "fp8"] = "none",
+    quantization: Literal["none", "fp8", "w4a16"] = "none",
     expert_parallel: bool = False,
 ) -> CausalLM:
     """The model of rank `rank` of `size` ranks in a stage."""

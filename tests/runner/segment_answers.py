@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from nvcli.engine.shared_segments import SegmentCosts
+from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.messages import StepInput
 from nvcli.runner.model_runner import ModelRunner
 from nvcli.runner.step_runner import PendingStep

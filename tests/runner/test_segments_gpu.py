@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from segment_answers import EAGER_COSTS, answers, prompts_of_a_tree
@@ -27,3 +28,31 @@ def test_answers_are_the_same_with_shared_segments(enforce_eager: bool) -> None:
     assert num_steps > 20
     graphs = runner.steps._graphs
     assert enforce_eager or any(shape.shares_segments for shape in graphs._graphs)  # type: ignore[union-attr]
+
+
+def compiled_variants() -> set[tuple[str, str]]:
+    """The kernels that attend rows of one token and plan for it, with what Triton has compiled them for."""
+    from nvcli.kernels.triton import decode_attention, decode_work_list, segment_attention, segment_work_list
+
+    kernels: list[Any] = [
+        decode_attention.decode_attention_kernel,
+        decode_work_list.plan_decode_kernel,
+        segment_attention.segment_attention_kernel,
+        segment_work_list.find_segments_kernel,
+        segment_work_list.plan_segments_kernel,
+    ]
+    return {
+        (kernel.__name__, key)
+        for kernel in kernels
+        for compiled, *_ in kernel.device_caches.values()
+        for key in compiled
+    }
+
+
+def test_a_job_with_shared_segments_compiles_nothing() -> None:
+    runner = make_runner(demo_path(), max_num_seqs=24, max_model_len=1024, block_size=16, max_num_batched_tokens=200)
+    warmed_up = compiled_variants()
+    prompts = prompts_of_a_tree(random.Random(3), 60, 640, lengths=(16, 48, 160))
+    _, num_steps, _ = answers(runner, prompts, 8, num_blocks=300, costs=EAGER_COSTS)
+    assert num_steps > 5
+    assert compiled_variants() == warmed_up

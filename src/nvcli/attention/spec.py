@@ -8,6 +8,9 @@ import torch
 
 from nvcli.attention.state_size import state_bytes
 
+Geometry = tuple[int, int, int]
+"""Query heads, KV heads and head size."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
@@ -27,6 +30,11 @@ class AttentionSpec:
     the keys add up to less than 1."""
     kv_group: int = 0
     """Index of the KV group whose blocks hold its keys and values."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the tiles of kernels depend on."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
 
 _MAX_ROWS = 64_000
 """A launch grid has at most 65,535 rows, and each sequence makes at least one."""
@@ -35,13 +35,11 @@ class TritonBackend(AttentionBackend):
         decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
         decode_type = invariant_attention.DecodeAttention if case.batch_invariant else decode_attention.DecodeAttention
 
-        windows: dict[tuple[int, int, int], set[int | None]] = {}
+        windows: dict[Geometry, set[int | None]] = {}
         for spec in case.specs:
-            windows.setdefault(_geometry(spec), set()).add(spec.window)
-        self._decodes: dict[
-            tuple[int, int, int], decode_attention.DecodeAttention | invariant_attention.DecodeAttention
-        ] = {}
-        self._prefills: dict[tuple[tuple[int, int, int], bool], PrefillKernel] = {}
+            windows.setdefault(spec.geometry, set()).add(spec.window)
+        self._decodes: dict[Geometry, decode_attention.DecodeAttention | invariant_attention.DecodeAttention] = {}
+        self._prefills: dict[tuple[Geometry, bool], PrefillKernel] = {}
         self._tiles: dict[tuple[int, int], PrefillTiles] = {}
         notes: list[str] = []
         has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in windows}) == 1
@@ -149,7 +147,7 @@ class TritonBackend(AttentionBackend):
             return out
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
-        decode = self._decodes[_geometry(spec)]
+        decode = self._decodes[spec.geometry]
         decode.run(
             q,
             k_cache,
@@ -176,7 +174,7 @@ class TritonBackend(AttentionBackend):
         out = new_or(out, q)
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
-        prefill = self._prefills[_geometry(spec), spec.window is not None]
+        prefill = self._prefills[spec.geometry, spec.window is not None]
         tiles = self._tiles[prefill.tile_key]
         prefill.run(
             q,
@@ -191,7 +189,3 @@ class TritonBackend(AttentionBackend):
             sinks=sinks,
         )
         return out
-
-
-def _geometry(spec: AttentionSpec) -> tuple[int, int, int]:
-    return spec.num_heads, spec.num_kv_heads, spec.head_dim

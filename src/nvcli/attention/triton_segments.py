@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
 from nvcli.kernels.triton.decode_attention import DecodeAttention
 from nvcli.kernels.triton.decode_work_list import DecodeWorkList
 from nvcli.kernels.triton.segment_attention import SegmentAttention
 from nvcli.kernels.triton.segment_work_list import SegmentWorkList
-
-Geometry = tuple[int, int, int]
-"""Query heads, KV heads and head size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class SegmentedDecode:
         self._segments: dict[Geometry, SegmentAttention] = {}
         self._lists: dict[tuple[Geometry, int | None, int], _Lists] = {}
         for spec in case.specs:
-            geometry = geometry_of(spec)
+            geometry = spec.geometry
             num_heads, num_kv_heads, head_dim = geometry
             if geometry not in self._segments:
                 self._segments[geometry] = SegmentAttention(
@@ -71,7 +68,7 @@ class SegmentedDecode:
         self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor, sinks: Tensor | None
     ) -> None:
         """Attend the rows of one token as planned; the arguments are those of `AttentionBackend.decode`."""
-        geometry, num_rows = geometry_of(spec), batch.num_single_rows
+        geometry, num_rows = spec.geometry, batch.num_single_rows
         lists = self._lists[geometry, spec.window, spec.kv_group]
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
@@ -99,8 +96,3 @@ class SegmentedDecode:
             sinks=sinks,
             own=(lists.own, results),
         )
-
-
-def geometry_of(spec: AttentionSpec) -> Geometry:
-    """Return what the kernels' tiles depend on."""
-    return spec.num_heads, spec.num_kv_heads, spec.head_dim

@@ -12,6 +12,7 @@ from typing import Any
 from nvcli.bench.dense_shapes import DENSE_SHAPES
 from nvcli.bench.expert_shapes import EXPERT_SHAPES
 from nvcli.bench.hybrid_shapes import HYBRID_SHAPES
+from nvcli.config_types import Quantization
 from nvcli.errors import ConfigError
 from nvcli.models.checkpoint import resolve_model
 from nvcli.validation import suggest
@@ -31,6 +32,11 @@ _QWEN3: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 151645,
 }
+
+
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+_MXFP4 = {"quant_method": "mxfp4"}
+"""What a checkpoint in 4 bits says of its weights."""
 
 
 def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool) -> dict[str, Any]:
@@ -115,18 +121,22 @@ SHAPES = {
 
 
 @contextlib.contextmanager
-def model_folder(name: str, shape: str | None) -> Iterator[Path]:
-    """Give the folder of a model, or one with a known shape's config.json. Raises ConfigError and LoadError."""
+def model_folder(name: str, shape: str | None, *, quantization: Quantization = "auto") -> Iterator[Path]:
+    """Give the folder of a model, or one with a known shape's config.json, which with `quantization` w4a16 is that of
+    a checkpoint in 4 bits. Raises ConfigError and LoadError."""
     if shape is None:
         yield resolve_model(name)
         return
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: unknown; {suggest(shape, SHAPES)}")
     with tempfile.TemporaryDirectory(prefix="nvcli-shape-") as folder:
-        yield write_shape(shape, Path(folder))
+        yield write_shape(shape, Path(folder), quantization=quantization)
 
 
-def write_shape(name: str, folder: Path) -> Path:
+def write_shape(name: str, folder: Path, *, quantization: Quantization = "auto") -> Path:
     """Write a shape's config.json into a folder, and return the folder."""
-    (folder / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
+    config = SHAPES[name]
+    if quantization == "w4a16":
+        config = {**config, "quantization_config": _MXFP4 if config["model_type"] == "gpt_oss" else _AWQ}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder

@@ -64,8 +64,8 @@ QuantizationOption = Annotated[
     typer.Option(
         "--quantization",
         metavar="TYPE",
-        help="How weights are kept: none: in --dtype; fp8: linear layers in 8 bits.",
-        autocompletion=completion.words("auto", "none", "fp8"),
+        help="How weights are kept: none: in --dtype; fp8: linear layers in 8 bits; w4a16: in a checkpoint's 4 bits.",
+        autocompletion=completion.words("auto", "none", "fp8", "w4a16"),
         rich_help_panel=MODEL,
     ),
 ]

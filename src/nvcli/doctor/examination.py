@@ -25,6 +25,7 @@ from nvcli.doctor.probe import Probe, ProbeFailed
 from nvcli.doctor.software import check_software
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.host_memory import available_ram
+from nvcli.job_run.kept_weights import keep_weights
 from nvcli.job_run.planning.layout import Layout
 from nvcli.job_run.resolve import (
     attention_choice,
@@ -130,8 +131,9 @@ def _layout(
     if files is None or files.path is None or files.config is None:
         return None, given, []
     try:
-        config = resolve_engine_config(run, files.path, files.config, found_device=device)
-        layout = resolve_layout(run, config, files.config.keeping(config.quantization), report=smi)
+        model = keep_weights(run, files.config, device, report=smi)
+        config = resolve_engine_config(run, files.path, model, found_device=device)
+        layout = resolve_layout(run, config, model, report=smi)
         sampling_defaults(run, files.config)
     except ConfigError as error:
         return None, given, [problem("configuration", str(error), "change that key, in the file or with --set")]

@@ -13,8 +13,10 @@ that admit nothing, nor as long as all requests fit with all of their `max_token
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.length_forecast import LengthForecast
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.state import RequestState
@@ -46,9 +48,11 @@ class Admission:
     """The running requests of one replica, by when they are forecast to end. The caller counts the steps."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
+        self._tokens_per_row = limits.tokens_per_row
         num_growing = sum(group.window is None for group in limits.kv_groups)
         self._blocks_per_token = num_growing / limits.block_size
         self._is_on = limits.plans_admission and num_growing > 0
+        self._num_running = 0
         self._forecast = LengthForecast()
         self._stretches: dict[int, _Stretch] = {}
         """By number; stretch n is the steps from n × _STRETCH on."""
@@ -63,41 +67,38 @@ class Admission:
         """The request that was looked at last and did not fit; None once it may fit."""
         self._refused_at = 0
 
-    def is_due(self, state: RequestState, step: int) -> bool:
-        """Whether to look at the next waiting request: it has not been refused a moment ago."""
-        return state is not self._refused or step - self._refused_at >= _PATIENCE
+    def enter(self, state: RequestState, tables: BlockTables, budget: int, step: int) -> int | None:
+        """Take the blocks with which a waiting request begins, if it fits into the cache until it ends.
 
-    def fits(self, state: RequestState, num_own_blocks: int, step: int, *, num_free: int, num_blocks: int) -> bool:
-        """Whether a waiting request, once it runs, fits into the cache with the running ones until they have ended.
-
-        It has taken its blocks: `num_own_blocks` of them nobody held before. The replica has `num_blocks` blocks, of
-        which `num_free` are free now.
+        Returns the number of tokens of its first chunk, at most `budget`. Returns None, and takes nothing, if the
+        request has to wait.
         """
-        if not self._stretch_of:
-            return True
-        room = (num_free - _SPARE_SHARE * num_blocks) / self._blocks_per_token
-        most = self._last_step_sum - len(self._last_steps) * step + state.max_len - state.num_tokens
-        if most <= room:
-            return True
-        self._renew(step)
-        own = round(num_own_blocks / self._blocks_per_token)
-        if self._peak_growth(state, own, step) <= room:
-            return True
-        self._refused, self._refused_at = state, step
-        return False
-
-    def enter(self, state: RequestState, num_own_blocks: int, step: int) -> None:
-        """Take in a request that was admitted with so many blocks that nobody held before."""
-        if not self._is_on:
-            return
-        self._forecast.begin(state)
-        own = round(num_own_blocks / self._blocks_per_token)
-        self._place(state, own - step, step)
-        last_step = self._last_steps[state] = step + state.max_len - state.num_tokens
-        self._last_step_sum += last_step
+        if state is self._refused and step - self._refused_at < _PATIENCE:
+            return None
+        manager = tables.block_manager
+        num_free = manager.num_free
+        # Every running request keeps room for one more row, so that admitting does not end in preempting.
+        reserve = tables.reserve(self._num_running, self._tokens_per_row)
+        length = tables.enter(state, budget, reserve=reserve)
+        if length is None:
+            return None
+        if self._is_on:
+            own = round((num_free - manager.num_free) / self._blocks_per_token)
+            if self._stretch_of and not self._fits(state, own, step, manager):
+                tables.release(state)
+                state.num_computed = 0
+                self._refused, self._refused_at = state, step
+                return None
+            self._forecast.begin(state)
+            self._place(state, own - step, step)
+            last_step = self._last_steps[state] = step + state.max_len - state.num_tokens
+            self._last_step_sum += last_step
+        self._num_running += 1
+        return length
 
     def leave(self, state: RequestState) -> None:
         """Take out a running request, which has ended or was preempted."""
+        self._num_running -= 1
         if not self._is_on:
             return
         self._remove(state)
@@ -107,6 +108,15 @@ class Admission:
     def end(self, state: RequestState) -> None:
         """Take in that a request has ended, with its answer."""
         self._forecast.end(state)
+
+    def _fits(self, state: RequestState, own: int, step: int, manager: BlockManager) -> bool:
+        """Whether a request that has taken its blocks, and holds `own` tokens that nobody held before, fits into the
+        cache together with the running ones until they have ended."""
+        room = (manager.num_free - _SPARE_SHARE * manager.num_blocks) / self._blocks_per_token
+        if self._last_step_sum - len(self._last_steps) * step + state.max_len - state.num_tokens <= room:
+            return True
+        self._renew(step)
+        return self._peak_growth(state, own, step) <= room
 
     def _place(self, state: RequestState, offset: int, step: int) -> None:
         number = self._stretch_number(state, step)
@@ -160,8 +170,9 @@ class Admission:
     def _stretch_number(self, state: RequestState, step: int) -> int:
         return (step + self._forecast.draw(state) - len(state.generated)) // _STRETCH
 
-    def check_integrity(self, running: Iterable[RequestState]) -> None:
+    def check_integrity(self, running: Collection[RequestState]) -> None:
         """Assert that these are the requests that were taken in, each in one stretch, and that the sums are right."""
+        assert self._num_running == len(running)
         assert set(self._stretch_of) == set(self._last_steps) == (set(running) if self._is_on else set())
         assert sum(self._last_steps.values()) == self._last_step_sum
         assert sum(stretch.offset for stretch in self._stretches.values()) == self._offset

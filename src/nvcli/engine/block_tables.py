@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
-from nvcli.engine.shared_segments import SegmentCosts, SharedSegments
+from nvcli.engine.segment_forest import SegmentCosts
+from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
 from nvcli.engine.step_draft import StepDraft

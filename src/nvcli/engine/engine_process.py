@@ -34,7 +34,7 @@ from nvcli.engine.protocol import (
     ToEngine,
 )
 from nvcli.engine.scheduler import Scheduler
-from nvcli.engine.shared_segments import SegmentCosts
+from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.errors import NvcliError, WorkerError, first_line
 from nvcli.executor.child_process import end_at_sigterm, end_children
 from nvcli.executor.executor import Executor

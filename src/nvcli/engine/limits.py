@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables, KVGroup
-from nvcli.engine.shared_segments import SegmentCosts
+from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.errors import ConfigError
 
 

@@ -351,7 +351,7 @@ class Scheduler:
 
     def _admit(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> None:
         """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and tokens go."""
-        waiting, limits, blocks = self._waiting, self.limits, self.block_manager
+        waiting, limits = self._waiting, self.limits
         most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
         now = self._next_step_id // limits.num_micro_batches
         while waiting and budget > 0 and self._free_slots:
@@ -366,26 +366,17 @@ class Scheduler:
                 waiting.popleft()
                 self._finish_too_large(state, num_tokens)
                 continue
-            if not self._admission.is_due(state, now):
-                break
-            # Every running request keeps room for one more row, so that admitting does not end in preempting.
-            reserve = self._tables.reserve(len(self._running), limits.tokens_per_row)
-            num_free = blocks.num_free
-            length = self._tables.enter(state, budget, reserve=reserve)
+            length = self._admission.enter(state, self._tables, budget, now)
             if length is None:
                 break
-            num_own = num_free - blocks.num_free
-            if not (
-                self._admission.fits(state, num_own, now, num_free=num_free - num_own, num_blocks=blocks.num_blocks)
-                and draft.has_room_for(state, most_prefix_ids=most_prefix_ids)
-            ):
+            if not draft.has_room_for(state, most_prefix_ids=most_prefix_ids):
+                self._admission.leave(state)
                 self._tables.release(state)
                 state.num_computed = 0
                 break
             waiting.popleft()
             state.slot = self._free_slots.pop()
             self._running[state] = None
-            self._admission.enter(state, num_own, now)
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = state.num_computed
                 self._cached_tokens += state.num_computed

@@ -11,6 +11,7 @@ import msgspec
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import ConfigError
 from nvcli.host_memory import available_ram
+from nvcli.job_run.kept_weights import explain_choice
 from nvcli.job_run.planning.duplicates import Duplicates
 from nvcli.job_run.planning.planner import Planner
 from nvcli.job_run.resolve import ResolvedJob, ResolvedModel, chooses_layout, resolve_layout
@@ -38,7 +39,8 @@ class RunPlan:
     engine_configs: tuple[EngineConfig, ...]
     """The configuration of each replica; they differ in their number alone."""
     why: str
-    """One line for the user on why there are so many replicas on so many GPUs; empty where nothing was chosen."""
+    """One line for the user on how weights of 4 bits are kept and why there are so many replicas on so many GPUs; empty
+    where nothing was chosen."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -79,7 +81,7 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
         engine_configs=tuple(
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
         ),
-        why=layout.why,
+        why="; ".join(filter(None, (explain_choice(run, resolved.model, config), layout.why))),
     )
 
 

@@ -20,10 +20,11 @@ import msgspec
 from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import read_chat_template
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
-from nvcli.config_types import KeptWeights, ModelDtype
+from nvcli.config_types import ModelDtype
 from nvcli.errors import ConfigError
 from nvcli.job_run.default_sampling import check_default_sampling
 from nvcli.job_run.job_facts import job_facts
+from nvcli.job_run.kept_weights import keep_weights
 from nvcli.job_run.planning.layout import Layout, choose_layout
 from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.job_run.task import task_rows
@@ -211,7 +212,7 @@ def resolve_settings(
     `found_device` and `setter_of` are as in `resolve_job`.
     """
     model_path = resolve_model(run.model, weights=weights)
-    model = load_model(run, model_path)
+    model = load_model(run, model_path, found_device=found_device)
     task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
     if weights:
@@ -231,10 +232,21 @@ def resolve_settings(
     return replace(resolved, tokenizer=tokenizer)
 
 
-def load_model(run: RunConfig, model_path: Path) -> ModelConfig:
-    """Load a checkpoint's configuration, with its weights kept as a run's ranks do. Raises LoadError and
-    ConfigError."""
-    return load_model_config(model_path, expert_parallel=run.enable_expert_parallel).keeping(_kept_weights(run))
+def load_model(
+    run: RunConfig,
+    model_path: Path,
+    *,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpu_bytes: int | None = None,
+) -> ModelConfig:
+    """Load a checkpoint's configuration, with its weights kept as a run's ranks do. Raises LoadError and ConfigError.
+
+    `found_device` is what `device: auto` stands for (None: look for a GPU), and `gpu_bytes` is the memory of a GPU
+    (None: that of the GPUs here).
+    """
+    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel)
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    return keep_weights(run, model, device, gpu_bytes=gpu_bytes)
 
 
 def resolve_engine_config(
@@ -242,11 +254,12 @@ def resolve_engine_config(
 ) -> EngineConfig:
     """Replace every `auto` and null that can be decided here. Raises ConfigError.
 
-    An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is what `device: auto`
-    stands for; None: look for a GPU.
+    With `quantization: auto` weights are kept as `model` does it (`load_model`). An automatic `tensor_parallel_size` is
+    1 until `resolve_layout` chooses. `found_device` is what `device: auto` stands for; None: look for a GPU.
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
-    model = model.keeping(_kept_weights(run))
+    if run.quantization != "auto":
+        model = model.keeping(run.quantization)
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
     max_model_len = run.max_model_len or model.max_position_embeddings
@@ -286,7 +299,7 @@ def resolve_engine_config(
         plan_admission=run.job.plan,
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
-        quantization=_kept_weights(run),
+        quantization=model.quantization,
         embedding_size=model.hidden_size if run.task == "embed" else 0,
         batch_invariant=run.batch_invariant,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
@@ -307,11 +320,6 @@ def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype
             f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
             f"type ({dtype}); leave one of the two out"
         )
-
-
-def _kept_weights(run: RunConfig) -> KeptWeights:
-    """Return how ranks keep the weights of linear layers. auto keeps none in FP8 until its products are measured."""
-    return "none" if run.quantization == "auto" else run.quantization
 
 
 def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nvcli.kernels.weight_formats import W4Format
+
 
 class Routes(NamedTuple):
     """The experts of each token, no expert twice, the best one first."""
@@ -43,3 +45,15 @@ class ExpertScales(NamedTuple):
     """[E, 2 I], or for blocks [E, 2 I / 128, H / 128]."""
     down: Tensor
     """[E, H], or for blocks [E, H / 128, I / 128]. Numbers of blocks are rounded up."""
+
+
+class W4Scales(NamedTuple):
+    """The scales of experts' weights in 4 bits, contiguous (`kernels/w4.py`). The weights themselves are words there:
+    gate_up [E, 2 I, H / 4], down [E, H, I / 4], in whole tiles."""
+
+    gate_up: Tensor
+    """[E, groups or tiles, 2 I] int32."""
+    down: Tensor
+    """[E, groups or tiles, H] int32."""
+    gate_up_format: W4Format
+    down_format: W4Format

@@ -20,14 +20,29 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     # Both numbers of a byte are looked up at once, as one number of 32 bits.
     pairs = _byte_pairs(blocks.device).index_select(0, blocks.flatten().int())
-    factors = _powers(blocks.device).index_select(0, scales.flatten().int())
+    factors = powers_of_scales(scales)
     numbers = pairs.view(torch.bfloat16).view(*scales.shape, -1)
-    return numbers.mul_(factors.view(*scales.shape, 1)).flatten(-2)
+    return numbers.mul_(factors.unsqueeze(-1)).flatten(-2)
+
+
+def numbers_of_codes(codes: Tensor) -> Tensor:
+    """Return the numbers of codes [...] uint8 without their scales, in bfloat16: [...]."""
+    return _numbers(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def powers_of_scales(scales: Tensor) -> Tensor:
+    """Return the factors of scales [...] uint8 in bfloat16: [...]."""
+    return _powers(scales.device).index_select(0, scales.flatten().int()).view(scales.shape)
+
+
+def _numbers(device: torch.device) -> Tensor:
+    """The number of each code, [16] bfloat16."""
+    return torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16, device=device)
 
 
 def _byte_pairs(device: torch.device) -> Tensor:
     """The two bfloat16 numbers of each byte, as [256] int32."""
-    half = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16, device=device)
+    half = _numbers(device)
     pairs = torch.stack((half.repeat(16), half.repeat_interleave(16)), dim=-1)
     return pairs.view(torch.int32).flatten()
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from nvcli.kernels.expert_settings import MXFP4_BLOCK
+
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in FP8 checkpoints with block scales (DeepSeek-V3, 2024)."""
 FP8_ALIGNMENT = 16
@@ -19,6 +21,15 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, among eight, of each 4-bit code of an AWQ word, from the lowest bits on."""
 WORD_BITS = 32
 
+W4_PARTS = 4
+"""Codes of a word, where ranks keep a weight in 4 bits (`kernels/w4.py`)."""
+_SMALL_PART = 32
+"""The words of a tile in groups of so many columns."""
+_LARGE_PART = 32
+"""The words of a tile in larger groups. 64 would do as well, with larger tiles."""
+W4_GROUPS = (128, 64, 32)
+"""How many neighbours of a row may share a scale in such a weight of integers, the most first."""
+
 FP8Scaling = Literal["channel", "block"]
 """What shares a scale in a weight that ranks keep in FP8: a row, or a block of 128 × 128."""
 
@@ -26,6 +37,59 @@ FP8Scaling = Literal["channel", "block"]
 def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]:
     """Return the shape of the scales of a weight [rows, columns] that ranks keep in FP8."""
     return (rows,) if scaling == "channel" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+
+
+@dataclass(frozen=True, slots=True)
+class W4Format:
+    """How ranks keep a weight [out, in] in 4 bits: as words and scales (`kernels/w4.py`)."""
+
+    kind: Literal["integer", "mxfp4"]
+    group: int
+    """How many neighbours of a row share a scale: one of W4_GROUPS, or MXFP4_BLOCK."""
+
+    @property
+    def part(self) -> int:
+        """The words of a tile: as many neighbours of a row are in the same bits of their words, and groups have whole
+        parts."""
+        return _SMALL_PART if self.group == _SMALL_PART else _LARGE_PART
+
+    @property
+    def tile(self) -> int:
+        """Columns of a weight that stand in the same words."""
+        return W4_PARTS * self.part
+
+    def words_of_row(self, columns: int) -> int:
+        """Count the words of 16 bits of a row of so many columns."""
+        return -(-columns // self.tile) * self.part
+
+    def scales_of_row(self, columns: int) -> int:
+        """Count the words of 32 bits that hold a row's scales: one for each group, or of MXFP4 for the four groups of a
+        tile."""
+        return -(-columns // (self.group if self.kind == "integer" else self.tile))
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Count the bytes of a weight [rows, columns]."""
+        return rows * (2 * self.words_of_row(columns) + 4 * self.scales_of_row(columns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroups:
+    """How a checkpoint has a weight in 4 bits."""
+
+    kind: Literal["integer", "mxfp4"]
+    size: int | None
+    """How many columns of a row share a scale; None: all."""
+    has_order: bool = False
+    """Whether the columns of a group do not follow each other. Ranks then keep them in another order."""
+
+    def kept(self, columns: int) -> W4Format | None:
+        """Return how a rank keeps `columns` of a weight, from a multiple of so many on: with the largest groups that
+        neither a group nor the cut ends in. None: there are none."""
+        if self.kind == "mxfp4":
+            return None if columns % MXFP4_BLOCK else W4Format("mxfp4", MXFP4_BLOCK)
+        fitting = (size for size in W4_GROUPS if columns % size == 0 and (self.size is None or self.size % size == 0))
+        group = next(fitting, None)
+        return None if group is None else W4Format("integer", group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,8 @@ class CausalLM(nn.Module, ABC):
                 sources = list(module.weight_sources())
                 found = {source.parameter: source.tensor.part for source in sources}
                 found |= {source.scales.parameter: source.tensor.part for source in sources if source.scales}
+                if any(source.scales is not None and source.scales.order_row is not None for source in sources):
+                    found["column_order"] = sources[0].tensor.part
                 for name, part in found.items():
                     parameter = getattr(module, name)
                     parts[part] = parts.get(part, 0) + parameter.numel() * parameter.element_size()

@@ -14,16 +14,18 @@ from typing import Any, Literal, get_args
 from nvcli.distributed.stage import Stage
 from nvcli.errors import ConfigError
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
-from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling
+from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
 from nvcli.models.families.catalogue import find_family, nearest_architecture
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
 from nvcli.models.quantisation.description import Quantisation, read_quantisation
+from nvcli.models.quantisation.kept_groups import EXPERTS_DOWN, problems_of_cut_groups, stored_groups
 from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
+KeptWeights = Literal["none", "fp8", "w4a16"]
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -57,8 +59,8 @@ class ModelConfig:
     """Whether ranks that share a layer hold whole experts each (`enable_expert_parallel`), and not a part of each."""
     quantisation: Quantisation | None = None
     """How the checkpoint's linear layers are quantised; None: they are not, or the family decodes them by itself."""
-    quantization: Literal["none", "fp8"] = "none"
-    """How ranks keep the weights of linear layers: in the run's type, or in FP8."""
+    quantization: KeptWeights = "none"
+    """How ranks keep the weights of linear layers: in the run's type, in FP8, or in the 4 bits of the checkpoint."""
     has_head: bool = True
     """Whether the checkpoint has an LM head. Where its architecture is that of a decoder alone, it makes embeddings and
     no tokens."""
@@ -78,11 +80,22 @@ class ModelConfig:
         blocks = self.quantisation is not None and self.quantisation.weight_block == (FP8_BLOCK, FP8_BLOCK)
         return "block" if blocks else "channel"
 
-    def keeping(self, quantization: Literal["none", "fp8"]) -> ModelConfig:
+    @property
+    def stored_groups(self) -> StoredGroups:
+        """How the checkpoint has weights in 4 bits. Raises ConfigError where it has none, or ranks cannot keep them."""
+        return stored_groups(self.quantisation, has_experts=self.has_experts)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.mlp, ExpertsConfig) for layer in self.decoder.layer_kinds)
+
+    def keeping(self, quantization: KeptWeights) -> ModelConfig:
         """Return the model with its weights kept so. Raises ConfigError where the checkpoint names layers that it left
-        alone by patterns that cannot be used."""
-        if quantization == "fp8" and self.quantisation is not None:
+        alone by patterns that cannot be used, and where it does not have the 4 bits that ranks are to keep."""
+        if quantization != "none" and self.quantisation is not None:
             name_patterns(self.quantisation.left_alone)
+        if quantization == "w4a16":
+            stored_groups(self.quantisation, has_experts=self.has_experts)
         return replace(self, quantization=quantization)
 
     def leaves_alone(self, module: str) -> bool:
@@ -102,7 +115,7 @@ class ModelConfig:
         """Raise ConfigError where the model cannot be cut over `size` ranks."""
         if problems := self._problems_of_cut(size):
             possible = [n for n in range(1, 17) if self.divides_by(n)]
-            way_out = "; or quantization: none" if self.quantization == "fp8" else ""
+            way_out = "" if self.quantization == "none" else "; or quantization: none"
             raise ConfigError(
                 f"tensor_parallel_size {size} does not fit this model: {'; '.join(problems)}. "
                 f"Possible: {', '.join(map(str, possible)) or 'none'}{way_out}"
@@ -173,6 +186,8 @@ class ModelConfig:
                 problems += self._problems_of_experts(layer.mlp, size)
             if self.quantization == "fp8" and not problems:
                 problems += self._problems_of_fp8(layer, size)
+            elif self.quantization == "w4a16" and not problems:
+                problems += problems_of_cut_groups(self.stored_groups, self._cut_inputs(layer, size), size)
         return list(dict.fromkeys(problems))
 
     def _problems_of_experts(self, experts: ExpertsConfig, size: int) -> list[str]:
@@ -189,6 +204,20 @@ class ModelConfig:
             has_way = parts > 1 and num_experts % size == 0 and experts.intermediate_size % EXPERT_ALIGNMENT == 0
             problems.append(f"{problem} (--ep deals out whole experts)" if has_way else problem)
         return problems
+
+    def _cut_inputs(self, layer: LayerConfig, size: int) -> dict[str, int]:
+        """Return how many input features each rank has of the layers that may be cut by them, and of all others."""
+        lengths = {"the hidden size": self.hidden_size}
+        if layer.attends is not None:
+            lengths["o_proj"] = layer.attends.num_heads // size * layer.attends.head_dim
+        elif isinstance(layer.attention, DeltaNetConfig):
+            lengths["out_proj"] = layer.attention.value_size // size
+        if layer.dense_mlp is not None:
+            lengths["down_proj"] = layer.dense_mlp.intermediate_size // size
+        if isinstance(layer.mlp, ExpertsConfig):
+            parts = 1 if self.expert_parallel else size
+            lengths[EXPERTS_DOWN] = layer.mlp.intermediate_size // parts
+        return lengths
 
     def _problems_of_fp8(self, layer: LayerConfig, size: int) -> Iterator[str]:
         """Say which pieces of FP8 weights would not be whole blocks, or too narrow for FP8 units."""

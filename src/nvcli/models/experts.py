@@ -11,18 +11,19 @@ Shapes: T tokens, H hidden, E experts of this rank, k experts per token, I this 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes
+from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.fp8_experts import apply_fp8_experts
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import route, route_row_by_row, router_logits
-from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
+from nvcli.kernels.w4_experts import apply_w4_experts
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format, scale_shape
 from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.geometry import TensorSpec
 from nvcli.models.layer_config import ExpertsConfig, MLPConfig
@@ -114,12 +115,12 @@ class Experts(WeightModule):
     part of each choice's result times its weight."""
 
     gate_up_proj: nn.Parameter
-    """[E, 2 I, H]."""
+    """[E, 2 I, H], or words of 4 bits [E, 2 I, H / 4]."""
     down_proj: nn.Parameter
-    """[E, H, I]."""
+    """[E, H, I], or words [E, H, I / 4]."""
     gate_up_scale: nn.Parameter
     down_scale: nn.Parameter
-    """Only where the weights are in FP8: those of `ExpertScales`."""
+    """Only where the weights are in FP8 or 4 bits: those of `ExpertScales` or `W4Scales`."""
     gate_up_bias: nn.Parameter | None
     """[E, 2 I]."""
     down_bias: nn.Parameter | None
@@ -139,9 +140,16 @@ class Experts(WeightModule):
         self.held = gate.shard(self.rank, self.size)[0]
         self.num_others = gate.shape[0] - length(self.held)
         num_experts, size, hidden = gate.kept_shape(self.size)
-        self.gate_up_proj = empty_parameter(gate, num_experts, 2 * size, hidden)
-        self.down_proj = empty_parameter(down, *down.kept_shape(self.size))
         self.scaling = gate.scaling
+        gate_format, down_format = gate.w4_format(self.size), down.w4_format(self.size)
+        self.formats = None if gate_format is None or down_format is None else (gate_format, down_format)
+        gate_up_shape, down_shape = (num_experts, 2 * size, hidden), down.kept_shape(self.size)
+        if self.formats is not None:
+            self.gate_up_proj, self.gate_up_scale = _empty_words(gate_up_shape, self.formats[0])
+            self.down_proj, self.down_scale = _empty_words(down_shape, self.formats[1])
+        else:
+            self.gate_up_proj = empty_parameter(gate, *gate_up_shape)
+            self.down_proj = empty_parameter(down, *down_shape)
         if gate.scaling is not None:
             self.gate_up_scale = _empty_scales(self.gate_up_proj, gate.scaling)
             self.down_scale = _empty_scales(self.down_proj, gate.scaling)
@@ -161,14 +169,20 @@ class Experts(WeightModule):
                     parameter=_PARAMETERS[name],
                     write=(expert - experts.start, *write),
                 )
-                yield source if self.scaling is None else _with_scales(source, self.scaling)
+                if self.formats is not None and name.endswith("weight"):
+                    yield _with_words(source, self.formats[name == "down_proj.weight"])
+                else:
+                    yield source if self.scaling is None else _with_scales(source, self.scaling)
 
     def forward(self, x: Tensor, routes: Routes, out: Tensor) -> None:
         bias = self.down_bias if self.rank == 0 or self.num_others else None
         weights = ExpertWeights(
             self.gate_up_proj, self.down_proj, self.gate_up_bias, bias, self.held.start, self.num_others
         )
-        if self.scaling is None:
+        if self.formats is not None:
+            kept = W4Scales(self.gate_up_scale, self.down_scale, *self.formats)
+            apply_w4_experts(x, routes, weights, kept, self.activation, out)
+        elif self.scaling is None:
             apply_experts(x, routes, weights, self.activation, out, batch_invariant=self.batch_invariant)
         else:
             scales = ExpertScales(self.gate_up_scale, self.down_scale)
@@ -180,6 +194,22 @@ def _empty_scales(weight: nn.Parameter, scaling: FP8Scaling) -> nn.Parameter:
     experts, rows, columns = weight.shape
     scales = torch.empty(experts, *scale_shape(rows, columns, scaling), dtype=torch.float32)
     return nn.Parameter(scales, requires_grad=False)
+
+
+def _empty_words(shape: Sequence[int], kept: W4Format) -> tuple[nn.Parameter, nn.Parameter]:
+    """The words and the scales of [E, out, in] in 4 bits: [E, out, words] int16 and [E, groups, out] int32."""
+    experts, rows, columns = shape
+    words = torch.empty(experts, rows, kept.words_of_row(columns), dtype=torch.int16)
+    scales = torch.empty(experts, kept.scales_of_row(columns), rows, dtype=torch.int32)
+    return nn.Parameter(words, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+
+
+def _with_words(source: WeightSource, kept: W4Format) -> WeightSource:
+    """Say where the words and the scales of an expert's weight go."""
+    expert, rows = source.write[:2]
+    parameter = source.parameter.replace("_proj", "_scale")
+    scales = ScaleTarget(parameter=parameter, write=(expert, slice(None), rows), scaling=kept)
+    return source.with_codes((expert, rows, slice(None)), scales)
 
 
 def _with_scales(source: WeightSource, scaling: FP8Scaling) -> WeightSource:

@@ -28,8 +28,9 @@ def read_fp8(files: OpenFiles, info: TensorInfo, source: WeightSource, device: t
     if taken is None:
         values = files.read(info, source.read, device).to(device)
         values = values if order is None else reorder_rows(values, order)
-        assert source.scales is not None
-        return quantise_weight(values, source.scales.scaling)
+        scaling = source.tensor.scaling
+        assert scaling is not None
+        return quantise_weight(values, scaling)
     codes, scales = taken
     if order is not None:
         codes = reorder_rows(codes.view(torch.uint8), order).view(FP8)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.kernels.weight_formats import FP8Scaling, scale_shape
+from nvcli.kernels.weight_formats import FP8Scaling, StoredGroups, W4Format, scale_shape
 from nvcli.models.checkpoint_layout import EXPERTS, FUSED
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import (
@@ -43,13 +43,13 @@ LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 """Name of the embedding that has a part for each layer."""
 
 
-_FP8_LAYERS = (*FUSED.values(), ("o_proj",), ("down_proj",), ("out_proj",))
-"""The projections of each linear layer that ranks may keep in FP8. A gated delta net's input is not among them: it
-fuses small projections, which make decays, with the others."""
+_LINEAR_LAYERS = (*FUSED.values(), ("o_proj",), ("down_proj",), ("out_proj",))
+"""The projections of each linear layer that ranks may keep in FP8 or 4 bits. A gated delta net's input is not among
+them: it fuses small projections, which make decays, with the others."""
 
 
 _EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
-"""The projections of an expert, which are kept in FP8 together."""
+"""The projections of an expert, which are kept in FP8 or 4 bits together."""
 
 
 class Cut(Enum):
@@ -87,6 +87,9 @@ class TensorSpec:
     """Ranks keep (the checkpoint's values + offset) × factor."""
     scaling: FP8Scaling | None = None
     """What shares a scale, in float32, where ranks keep the weight in FP8; None: they keep it in another type."""
+    w4: StoredGroups | None = None
+    """How the checkpoint has it in 4 bits, where ranks keep it so; None: they keep it in another type. `dtype` is then
+    that of the values."""
     is_of_experts: bool = False
     """Whether a checkpoint has it for each expert by itself; `stored_name` says under which names."""
 
@@ -132,12 +135,24 @@ class TensorSpec:
     def kept_bytes(self, size: int) -> int:
         """The bytes of what each of `size` ranks keeps, padding and scales included."""
         shape = self.kept_shape(size)
+        if (w4 := self.w4_format(size)) is not None:
+            *outer, rows, columns = shape
+            order_bytes = 4 * columns if self.w4 is not None and self.w4.has_order else 0
+            return math.prod(outer) * w4.num_bytes(rows, columns) + order_bytes
         num_bytes = math.prod(shape) * DTYPE_BYTES[self.dtype]
         if self.scaling is None:
             return num_bytes
         *outer, rows, columns = shape
         num_scales = math.prod((*outer, *scale_shape(rows, columns, self.scaling)))
         return num_bytes + num_scales * DTYPE_BYTES["float32"]
+
+    def w4_format(self, size: int) -> W4Format | None:
+        """How each of `size` ranks keeps it in 4 bits; None: they keep it in another type."""
+        if self.w4 is None:
+            return None
+        kept = self.w4.kept(self.kept_shape(size)[-1])
+        assert kept is not None, "ModelConfig.check_tensor_parallel comes first"
+        return kept
 
     @property
     def _axis(self) -> int:
@@ -159,7 +174,7 @@ def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE)
     With a tied LM head the last of several stages needs the embedding, as its LM head.
     """
     tensors = tuple(_tensors(config, dtype, stage))
-    return tensors if config.quantization == "none" else tuple(_in_fp8(tensors, config))
+    return tensors if config.quantization == "none" else tuple(_quantised(tensors, config))
 
 
 def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
@@ -170,23 +185,29 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{number}.self_attn.{name}.weight" for number in shared for name in names)
 
 
-def _in_fp8(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
-    """Have ranks keep the weights of linear layers in FP8, but for those that the checkpoint left alone, and experts
-    with biases. A layer that fuses projections keeps all of them alike, and so does a mixture of experts."""
+def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
+    """Have ranks keep the weights of linear layers in FP8 or in 4 bits, but for those that the checkpoint left alone,
+    and experts with biases in FP8. A layer that fuses projections keeps all of them alike, and so does a mixture of
+    experts, whose weights are the only ones that MXFP4 checkpoints have in 4 bits."""
     names = {tensor.name for tensor in tensors}
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         parent, _, last = module.rpartition(".")
-        layers = (_EXPERT_LAYERS,) if tensor.is_of_experts else _FP8_LAYERS
+        layers = (_EXPERT_LAYERS,) if tensor.is_of_experts else _LINEAR_LAYERS
         fused = next((projections for projections in layers if last in projections), ())
         parts = [f"{parent}.{one}" for one in fused if f"{parent}.{one}.{kind}" in names]
-        is_biased = tensor.is_of_experts and f"{module}.bias" in names
+        if config.quantization == "fp8":
+            kept = replace(tensor, dtype="float8_e4m3fn", scaling=config.fp8_scaling)
+            is_plain = tensor.is_of_experts and f"{module}.bias" in names
+        else:
+            kept = replace(tensor, w4=config.stored_groups)
+            is_plain = config.stored_groups.kind == "mxfp4" and not tensor.is_of_experts
         if tensor.is_of_experts:  # files name each expert
             parts = [part.replace(f".{EXPERTS}.", f".{EXPERTS}.0.") for part in parts]
-        if kind != "weight" or is_biased or not parts or any(map(config.leaves_alone, parts)):
+        if kind != "weight" or is_plain or not parts or any(map(config.leaves_alone, parts)):
             yield tensor
         else:
-            yield replace(tensor, dtype="float8_e4m3fn", scaling=config.fp8_scaling)
+            yield kept
 
 
 def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[TensorSpec]:

@@ -7,16 +7,25 @@ from collections.abc import Sequence
 from nvcli.models.fp8_linear import Fp8LinearMethod
 from nvcli.models.invariant_linear_method import InvariantLinearMethod
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod
+from nvcli.models.w4_linear import W4LinearMethod
+from nvcli.models.weights import length
 
 
 def linear_method(path: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
     """Return the method of the layer `path`. All pieces of a layer are kept alike (`geometry.py`)."""
-    scaling = pieces[0].weight.scaling
-    assert all(piece.weight.scaling == scaling for piece in pieces)
+    weight = pieces[0].weight
+    scaling, groups = weight.scaling, weight.w4
+    assert all((piece.weight.scaling, piece.weight.w4) == (scaling, groups) for piece in pieces)
+    if groups is not None:
+        kept = groups.kept(length(pieces[0].columns))
+        assert kept is not None, "ModelConfig.check_tensor_parallel comes first"
+        return W4LinearMethod(kept, has_order=groups.has_order)
     return PlainLinearMethod() if scaling is None else Fp8LinearMethod(scaling)
 
 
 def invariant_linear_method(path: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
     """Return the method of the layer `path` in a run that is batch-invariant, whose weights are plain ones."""
-    assert all(piece.weight.scaling is None for piece in pieces), "ModelConfig.check_batch_invariant comes first"
+    assert all(piece.weight.scaling is None is piece.weight.w4 for piece in pieces), (
+        "ModelConfig.check_batch_invariant comes first"
+    )
     return InvariantLinearMethod()

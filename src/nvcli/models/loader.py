@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
+from nvcli.kernels.w4 import join_scales
+from nvcli.kernels.weight_formats import W4Format
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.fp8_values import read_fp8, reorder_rows
@@ -26,11 +28,16 @@ from nvcli.models.kv_scales import find_kv_scales
 from nvcli.models.layers import Attention
 from nvcli.models.safetensors_header import TensorInfo
 from nvcli.models.stored_values import OpenFiles
-from nvcli.models.weights import DerivedModule, WeightModule, WeightSource
+from nvcli.models.w4_values import read_w4
+from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource
 
 _MAX_THREADS = 8
 _STD, _FP8_STD = 0.02, 100.0
 """Standard deviations of random weights, and of the codes of those in FP8."""
+_CODES_STD, _MIDDLE_CODE = 4.6, 8
+"""Of 4 bits that are random, as integers."""
+_MXFP4_SCALES = 0x78787878
+"""Four scales of 2^-7, with which such bits have about that standard deviation as numbers of MXFP4."""
 _RANDOM_ROWS = 4096
 """Random codes are made from so many rows at a time in float32."""
 _BYTES_PER_TASK = 256 << 20
@@ -47,7 +54,9 @@ class _Assignment:
     source: WeightSource
     target: Tensor
     scales: Tensor | None
-    """What takes the scales, where `target` takes FP8 codes."""
+    """What takes the scales, where `target` takes codes."""
+    order: Tensor | None
+    """What takes the order of the columns, where they have one."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +88,9 @@ def load_weights(
         assert {a.source.tensor.name for a in assignments} == set(model.tensors), "every tensor has its layer"
         _zero_padding(model, assignments)
         _read(assignments, tensors)
+        for module in model.modules():
+            if isinstance(module, WeightModule) and (problem := module.weight_problem()) is not None:
+                raise LoadError(f"{path}: {problem}")
     return sum(model.weight_bytes().values())
 
 
@@ -123,10 +135,12 @@ def _read_scale(info: TensorInfo) -> float:
 
 
 def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
-    scales: Tensor | None = None
+    scales, order = None, None
     if source.scales is not None:
         scales = getattr(module, source.scales.parameter)[source.scales.write]
-    return _Assignment(source, getattr(module, source.parameter)[source.write], scales)
+        if source.scales.order_row is not None:
+            order = module.get_parameter("column_order")[source.scales.order_row]
+    return _Assignment(source, getattr(module, source.parameter)[source.write], scales, order)
 
 
 def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
@@ -135,7 +149,9 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dtype == FP8:
+            if parameter.dtype in (torch.int16, torch.int32):
+                _random_words(parameter, generator)
+            elif parameter.dtype == FP8:
                 flat = parameter.flatten(0, -2)
                 for first in range(0, len(flat), _RANDOM_ROWS):
                     rows = flat[first : first + _RANDOM_ROWS]
@@ -149,8 +165,26 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
             if isinstance(module, WeightModule):
                 for source in module.weight_sources():
                     if source.scales is not None:
-                        getattr(module, source.scales.parameter).fill_(_STD / _FP8_STD)
+                        _fill_scales(module, source.scales)
     return sum(model.weight_bytes().values())
+
+
+def _random_words(parameter: Tensor, generator: torch.Generator) -> None:
+    """Fill words with random codes. Scales and orders of columns follow."""
+    limits = torch.iinfo(parameter.dtype)
+    parameter.random_(limits.min, limits.max + 1, generator=generator)
+
+
+def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
+    """Give all codes of a parameter scales with which its values have a usual size."""
+    scales = getattr(module, target.parameter)
+    if not isinstance(target.scaling, W4Format):
+        scales.fill_(_STD / _FP8_STD)
+    elif target.scaling.kind == "mxfp4":
+        scales.fill_(_MXFP4_SCALES)
+    else:
+        one = torch.ones(1, 1)
+        scales.fill_(int(join_scales(one * (_STD / _CODES_STD), one * _MIDDLE_CODE)))
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -238,10 +272,16 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
                 info = tensors[a.source.stored_name]
                 if a.scales is None:
                     a.target.copy_(_as_kept(files.read(info, a.source.read, a.target.device), a.source.tensor))
-                else:
+                elif a.target.dtype == FP8:
                     codes, scales = read_fp8(files, info, a.source, a.target.device)
                     a.target.copy_(codes)
                     a.scales.copy_(scales)
+                else:
+                    weight = read_w4(files, info, a.source, a.target.device)
+                    a.target.copy_(weight.words)
+                    a.scales.copy_(weight.scales)
+                    if a.order is not None and weight.order is not None:
+                        a.order.copy_(weight.order)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
 

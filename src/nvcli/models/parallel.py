@@ -48,7 +48,9 @@ class ShardedLinear(WeightModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     weight_scale: nn.Parameter
-    """Only where the weight is in FP8 (`fp8_linear.py`)."""
+    """Only where the weight is in FP8 or 4 bits (`fp8_linear.py`, `w4_linear.py`)."""
+    column_order: nn.Parameter
+    """[pieces, columns] int32, where columns in 4 bits have an order of their own."""
 
     def __init__(self, build: BuildContext, path: str, projections: Sequence[str | LinearPiece]) -> None:
         """`path` is the layer's dotted name in the model; the projections stand beside it in the checkpoint. One of
@@ -65,6 +67,9 @@ class ShardedLinear(WeightModule):
     def weight_sources(self) -> Iterator[WeightSource]:
         return self.method.sources(self)
 
+    def weight_problem(self) -> str | None:
+        return self.method.weight_problem(self)
+
 
 class LinearMethod(ABC):
     """How a linear layer stores its weight, reads it from a checkpoint and multiplies by it."""
@@ -76,6 +81,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
         """Say where the parameters come from."""
+
+    def weight_problem(self, layer: ShardedLinear) -> str | None:
+        """Say why what was loaded does not belong together, and the way out; None: it does."""
+        return None
 
     @abstractmethod
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:

@@ -36,12 +36,24 @@ def read_values(info: TensorInfo, rows: slice, columns: slice, read: ReadSlice) 
             read_grid(info.parts["scales"], packing.block, rows, columns, read),
             None if stored_zeros is None else read_grid(stored_zeros, packing.block, rows, columns, read),
         )
-    codes = _read_codes(info, packing, rows, columns, read)
-    scales, zeros = _read_groups(info, packing, rows, read)
+    codes, scales, zeros, group_of = read_integers(info, rows, columns, read)
     if packing.block[0] > 1:  # a single scale
         return scale_codes(codes, scales, zeros)
-    group_of = _group_of_column(info, packing, columns, scales, read)
     return scale_codes(codes, scales[:, group_of], zeros[:, group_of])
+
+
+def read_integers(
+    info: TensorInfo, rows: slice, columns: slice, read: ReadSlice
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Read a part of a weight in words: its codes [rows, columns] uint8, the scales and zeros of all groups [rows or 1,
+    groups] float32, and the number of each column's group, [columns].
+
+    Raises LoadError where the index of a column's group is not that of a group.
+    """
+    assert info.packing is not None
+    codes = _read_codes(info, info.packing, rows, columns, read)
+    scales, zeros = _read_groups(info, info.packing, rows, read)
+    return codes, scales, zeros, _group_of_column(info, info.packing, columns, scales, read)
 
 
 def read_grid(info: TensorInfo, block: tuple[int, int], rows: slice, columns: slice, read: ReadSlice) -> Tensor:

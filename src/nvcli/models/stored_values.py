@@ -40,12 +40,11 @@ class OpenFiles:
         SafetensorError and OSError for files that cannot be read.
         """
         rows, *columns = part
-        first = info.first_row + rows.start * info.row_step
-        stored_rows = slice(first, first + (rows.stop - rows.start - 1) * info.row_step + 1)
+        stored_rows = _stored_rows(info, rows)
         if info.packing is not None:
             return read_values(info, stored_rows, columns[0], self.reader(device))
         if info.scales is not None:
-            return self._read_blocks(info, info.scales, stored_rows, columns[0], device)
+            return self._read_mxfp4(info, part, device)
         order = [*columns, stored_rows] if info.is_transposed else [stored_rows, *columns]
         values = self._slice(info, order)
         if info.is_transposed:
@@ -56,18 +55,22 @@ class OpenFiles:
         """Return a function that reads parts of tensors as they are in the files, to `device`."""
         return lambda info, part: self._slice(info, part).to(device)
 
-    def _read_blocks(
-        self, info: TensorInfo, scales: TensorInfo, rows: slice, columns: slice, device: torch.device
-    ) -> Tensor:
-        """Read MXFP4 blocks: all that hold some of the columns."""
-        first = columns.start // MXFP4_BLOCK
-        held = slice(first, -(-columns.stop // MXFP4_BLOCK))
+    def read_blocks(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Read the MXFP4 blocks that hold some of the rows and columns `part`, and their scales, as the file has them:
+        [rows, blocks, 16] and [rows, blocks] uint8."""
+        assert info.scales is not None
+        rows, columns = _stored_rows(info, part[0]), part[1]
+        held = slice(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
         blocks, factors = (
             self._slice(one, (rows, held))[:: info.row_step].to(device)
-            for one in (info, replace(scales, expert=info.expert))
+            for one in (info, replace(info.scales, expert=info.expert))
         )
-        skipped = first * MXFP4_BLOCK
-        return dequantise(blocks, factors)[:, columns.start - skipped : columns.stop - skipped]
+        return blocks, factors
+
+    def _read_mxfp4(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
+        columns = part[1]
+        skipped = columns.start // MXFP4_BLOCK * MXFP4_BLOCK
+        return dequantise(*self.read_blocks(info, part, device))[:, columns.start - skipped : columns.stop - skipped]
 
     def _slice(self, info: TensorInfo, part: Sequence[slice]) -> Tensor:
         """Read a part of the tensor in a file, or of one expert's; no slices for a single number."""
@@ -80,3 +83,9 @@ class OpenFiles:
         expert = [] if info.expert is None else [info.expert]
         values: Tensor = self._handles[info.file].get_slice(info.name)[*expert, *part]
         return values
+
+
+def _stored_rows(info: TensorInfo, rows: slice) -> slice:
+    """Return the rows of the file's tensor among which some rows are."""
+    first = info.first_row + rows.start * info.row_step
+    return slice(first, first + (rows.stop - rows.start - 1) * info.row_step + 1)

@@ -13,17 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.kernels.weight_formats import FP8Scaling, W4Format
 from nvcli.models.geometry import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleTarget:
-    """Where the scales of FP8 codes go, in the module that declares the source of the codes."""
+    """Where the scales of codes go, in the module that declares the source of the codes."""
 
     parameter: str
     write: tuple[int | slice, ...]
-    scaling: FP8Scaling
+    scaling: FP8Scaling | W4Format
+    """What shares a scale in FP8, or how the weight is kept in 4 bits."""
+    order_row: int | None = None
+    """The row of the module's `column_order` that takes the order of the weight's columns; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +41,21 @@ class WeightSource:
     parameter: str
     """The parameter's name in the module that declares the source."""
     write: tuple[int | slice, ...]
-    """Where in the parameter it goes; as large as `read`."""
+    """Where in the parameter it goes; as large as `read`, or for words of 4-bit codes as these are."""
     scales: ScaleTarget | None = None
-    """Where the scales go, of a parameter that holds FP8 codes; None for other parameters."""
+    """Where the scales go, of a parameter that holds codes; None for other parameters."""
 
     @property
     def stored_name(self) -> str:
         """The name of what is read in a checkpoint."""
         return self.tensor.stored_name(self.expert)
 
+    def with_codes(self, write: tuple[int | slice, ...], scales: ScaleTarget) -> WeightSource:
+        """Return the same source for a parameter of words, of which it is the part `write`."""
+        return replace(self, write=write, scales=scales)
+
     def with_scales(self, scales: ScaleTarget) -> WeightSource:
-        """Return the same source for a parameter of FP8 codes."""
+        """Return the same source for a parameter of codes."""
         return replace(self, scales=scales)
 
 
@@ -58,6 +65,10 @@ class WeightModule(nn.Module, ABC):
     @abstractmethod
     def weight_sources(self) -> Iterator[WeightSource]:
         """The sources of this module's own parameters. A module that uses another one's parameter declares none."""
+
+    def weight_problem(self) -> str | None:
+        """Say why what was loaded does not belong together, and the way out; None: it does."""
+        return None
 
 
 class DerivedModule(nn.Module, ABC):

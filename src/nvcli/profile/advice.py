@@ -11,7 +11,7 @@ import msgspec
 
 from nvcli.byte_sizes import format_bytes
 from nvcli.config import EngineConfig
-from nvcli.config_types import MAX_NUM_SEQS
+from nvcli.config_types import MAX_NUM_SEQS, KeptWeights
 from nvcli.errors import ConfigError
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
@@ -141,7 +141,9 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
         yield {"enforce_eager": True}, "no CUDA graphs; small batches get slower"
     if _takes_fp8(config):
         yield fp8
-    if _keeps_fp8(config, model):
+    if _can_keep("w4a16", config, model):
+        yield {"quantization": "w4a16"}, "linear layers in the checkpoint's 4 bits; large batches get slower"
+    if _can_keep("fp8", config, model):
         yield {"quantization": "fp8"}, "linear layers in 8 bits; answers change a little; not run on a GPU yet"
     for size in (2 * config.tensor_parallel_size, 4 * config.tensor_parallel_size, 8 * config.tensor_parallel_size):
         try:
@@ -157,11 +159,11 @@ def _takes_fp8(config: EngineConfig) -> bool:
     return config.kv_dtype != "fp8" and set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
 
 
-def _keeps_fp8(config: EngineConfig, model: ModelConfig) -> bool:
-    """Tell whether weights could be kept in FP8, and are not."""
+def _can_keep(quantization: KeptWeights, config: EngineConfig, model: ModelConfig) -> bool:
+    """Tell whether weights that are kept in 16 bits could be kept so."""
     try:
-        return config.quantization == "none" and model.keeping("fp8").divides_by(config.tensor_parallel_size)
-    except ConfigError:  # layers that are left alone cannot be told
+        return config.quantization == "none" and model.keeping(quantization).divides_by(config.tensor_parallel_size)
+    except ConfigError:  # the checkpoint does not have 4 bits, or layers that are left alone cannot be told
         return False
 
 

@@ -255,7 +255,8 @@ class ModelRunner:
         num_tokens = self.config.max_num_batched_tokens
         num_tokens = num_tokens if on_gpu else min(num_tokens, _CPU_WARM_UP_TOKENS)
         num_seqs = self.config.max_num_seqs if on_gpu else 1
-        for step in warm_up_steps(self.config, num_tokens, num_seqs):
+        num_sharing = min(num_seqs, self._max_shared_rows)
+        for step in warm_up_steps(self.config, num_tokens, num_seqs, num_sharing):
             try:
                 self.launch(step)
             except MemoryError as error:

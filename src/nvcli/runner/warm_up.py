@@ -1,5 +1,5 @@
-"""Steps that exercise a rank before it serves, on the null block: the largest batches, and one of a middling size, for
-which other kernels are loaded or compiled than for the largest."""
+"""Steps that exercise a rank before it serves, on the null block: the largest batches, and others for which other
+kernels are loaded or compiled: a middling number of tokens, and decode rows that share segments of keys."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ _MIDDLING_TOKENS = 512
 """A number between the few and the many rows of `kernels/linear.py`, each of which have a product of their own."""
 
 
-def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int) -> Iterator[StepInput]:
+def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int) -> Iterator[StepInput]:
     """Yield steps with `num_tokens` and with at most 512 prompt tokens, each in as few requests as possible, then one
-    that decodes `num_seqs` requests. The first one also scores all of its tokens."""
-    yield _step(-3, _prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
+    that decodes `num_seqs` requests. The first one also scores all of its tokens.
+
+    Where `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with
+    so many requests and with two: few rows have launches of their own.
+    """
+    yield _step(-5, _prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     if num_tokens > _MIDDLING_TOKENS:
-        yield _step(-2, _prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
+        yield _step(-4, _prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
     # Slots filled again start at length 0: every request decodes its first token.
-    yield _step(-1, [1] * num_seqs, num_decodes=num_seqs)
+    yield _step(-3, [1] * num_seqs, num_decodes=num_seqs)
+    if num_sharing > 1:
+        yield _step(-2, [1] * num_sharing, num_decodes=num_sharing, shares_segments=True)
+        yield _step(-1, [1, 1], num_decodes=2, shares_segments=True)
 
 
 def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
@@ -30,8 +37,11 @@ def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
     return [min(longest, num_tokens - i * longest) for i in range(num_prompts)]
 
 
-def _step(step_id: int, lens: list[int], *, num_decodes: int, is_scored: bool = False) -> StepInput:
-    """The tokens come with the step, and each slot gets the null block, so that what takes them in is loaded too."""
+def _step(
+    step_id: int, lens: list[int], *, num_decodes: int, is_scored: bool = False, shares_segments: bool = False
+) -> StepInput:
+    """The tokens come with the step, and each slot gets the null block, so that what takes them in is loaded too; so do
+    a segment without keys and word that a slot has none, which leave the tables as they are."""
     slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
         step_id=step_id,
@@ -52,4 +62,7 @@ def _step(step_id: int, lens: list[int], *, num_decodes: int, is_scored: bool = 
         reads=[PromptRead(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)]
         if is_scored
         else [],
+        segments=pack([0, 1, 0, 0, 0]) if shares_segments else b"",
+        slot_segments=pack([0, 0, 0]) if shares_segments else b"",
+        shares_segments=shares_segments,
     )

@@ -80,13 +80,15 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
         if model.quantization == "fp8":
             attention += _code_elements(model.hidden_size)
             mlp += _fp8_elements(layer.mlp, model, size)
+        elif model.quantization == "w4a16":
+            mlp += _w4_elements(layer.mlp, size)
         most = max(most, attention, mlp)
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
         width = model.num_layers * inputs.size
         most = max(most + width, 4 * width + model.hidden_size)
     angles = model.decoder.angles_per_position * 4  # cos and sin in float32
-    return num_tokens * (most * DTYPE_BYTES[config.dtype] + angles)
+    return num_tokens * (most * DTYPE_BYTES[config.dtype] + angles) + _widened_bytes(config, model)
 
 
 def _attention_elements(attention: AttentionConfig | DeltaNetConfig, tensor_parallel_size: int) -> int:
@@ -124,6 +126,27 @@ def _fp8_elements(mlp: MLPConfig | ExpertsConfig, model: ModelConfig, tensor_par
         return codes + size + _code_elements(size)
     parts = 1 if model.expert_parallel else tensor_parallel_size
     return codes + _code_elements(mlp.routing.experts_per_token * mlp.intermediate_size // parts)
+
+
+def _w4_elements(mlp: MLPConfig | ExpertsConfig, tensor_parallel_size: int) -> int:
+    """The elements that an MLP of weights in 4 bits takes for one token beside those of a plain one: gate and up, which
+    of many tokens are not computed in one kernel with the activation."""
+    return mlp.intermediate_size // tensor_parallel_size if isinstance(mlp, MLPConfig) else 0
+
+
+def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """The bytes of the largest layer's weight in 4 bits as numbers of the model's type, in which it is multiplied with
+    many tokens."""
+    if model.quantization != "w4a16" or model.stored_groups.kind == "mxfp4":
+        return 0
+    size, most = config.tensor_parallel_size, 0
+    for layer in model.decoder.layer_kinds:
+        if layer.attends is not None:
+            heads = layer.attends.num_heads // size * (2 if layer.attends.has_gate else 1)
+            most = max(most, (heads + 2 * layer.attends.kv_heads_per_rank(size)) * layer.attends.head_dim)
+        if layer.dense_mlp is not None:
+            most = max(most, 2 * layer.dense_mlp.intermediate_size // size)
+    return most * model.hidden_size * DTYPE_BYTES[config.dtype]
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:

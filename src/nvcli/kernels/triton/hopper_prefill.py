@@ -5,13 +5,13 @@ every other GPU, is for `prefill_attention.py` (`prefill_choice.py`).
 
 Steps that are no CUDA graphs launch it once for each layer, so what does not change from step to step is kept: how TMA
 is told of a layer's cache, and what Triton compiled. A launch costs the host 14 µs instead of 67 so, and one of
-`prefill_attention.py` 21 (without the driver's part, which was left out on a machine without a GPU).
+`prefill_attention.py` 21 (without the driver's part: launches from what is kept have not run on a GPU yet).
 
 On an H200 a layer of 32 query heads and 8 KV heads of 128 in bfloat16 takes, in microseconds, against
 `prefill_attention.py`: 1,799 against 2,696 for two prompts of 8,192 tokens, 3,857 against 5,497 for one of 16,384,
 4,755 against 6,916 for 8,192 tokens that end at 24,576, 136 against 156 for 20 of 200 to 600, 97 against 98 for 150 of
 50. With 16 query heads it takes 928 against 1,313, 1,679 against 2,684, 2,337 against 3,253, 74 against 82, and 58
-against 55: nowhere much more. cuDNN takes 1,738 and 3,855 for the first two, from contiguous tensors.
+against 55: nowhere much more. cuDNN takes 1,738 and 3,855 for the first two, from contiguous tensors of 32 KV heads.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from nvcli.models.families.family import Family
 _WIDTH = 120
 _QUANTISED = (
     "Quantised checkpoints of all families but gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, and compressed-tensors' "
-    "W4A16, W8A16, W8A8 and FP8. They are loaded as plain weights. --quantization fp8 keeps weights in 8 bits; it has "
-    "not run on a GPU yet."
+    "W4A16, W8A16, W8A8 and FP8. They are loaded as plain weights. --quantization w4a16 keeps the 4 bits of AWQ, GPTQ, "
+    "W4A16 and MXFP4, as auto does where memory asks for it; whole models have not run so on a GPU yet. "
+    "--quantization fp8 keeps weights in 8 bits."
 )
 
 

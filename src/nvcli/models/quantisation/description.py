@@ -24,7 +24,7 @@ class Quantisation:
 
     method: str
     """`quant_method` of config.json."""
-    numbers: Literal["fp8", "integer"]
+    numbers: Literal["fp8", "integer", "mxfp4"]
     bits: int
     weight_block: tuple[int, int] | None = None
     """(rows, columns) of a weight that share a scale, where config.json says it."""
@@ -41,8 +41,15 @@ class Quantisation:
     """Patterns of the layers that are not quantised (`module_names.py`)."""
 
     @property
+    def has_column_order(self) -> bool:
+        """Whether the columns of a group do not follow each other (act-order)."""
+        return any(name.endswith("g_idx") for name in self.needed)
+
+    @property
     def name(self) -> str:
         """The name of the format, for people."""
+        if self.numbers == "mxfp4":
+            return "MXFP4"
         if self.numbers == "fp8":
             rows, columns = self.weight_block or (0, 0)
             return f"FP8, a scale for each {rows}×{columns} weights" if rows else "FP8"
@@ -52,8 +59,8 @@ class Quantisation:
 def read_quantisation(config: JsonFile, text: JsonFile, methods: tuple[str, ...] = ()) -> Quantisation | None:
     """Read how a checkpoint is quantised, from config.json or its section for text; None: not at all.
 
-    `methods` are those that the model's family decodes by itself, and the only ones that it has. Raises LoadError that
-    names the method, for those that are not supported.
+    `methods` are those that the model's family decodes by itself, and the only ones that it has: MXFP4. Raises
+    LoadError that names the method, for those that are not supported.
     """
     file, key = next(
         ((file, key) for file in (config, text) for key in _KEYS if file.values.get(key)), (config, _KEYS[0])
@@ -63,7 +70,7 @@ def read_quantisation(config: JsonFile, text: JsonFile, methods: tuple[str, ...]
         return None
     method = found.get("quant_method") if isinstance(found, dict) else found
     if method in methods:
-        return None
+        return Quantisation(method="mxfp4", numbers="mxfp4", bits=4)
     reader = _READERS.get(method) if isinstance(method, str) and not methods else None
     if reader is None:
         raise file.error(key, f"quantised weights ({show(method)}) are not supported{_instead(method)}")
@@ -143,8 +150,16 @@ def _read_gptq(config: JsonFile) -> Quantisation:
         words="gptq",
         needed=needed,
         zero_offset=1 if version == "gptq" else 0,
-        left_alone=_read_names(config, "modules_to_not_convert"),
+        left_alone=(*_read_names(config, "modules_to_not_convert"), *_read_passed_over(config)),
     )
+
+
+def _read_passed_over(config: JsonFile) -> tuple[str, ...]:
+    """Read the patterns of layers that GPTQModel was told to pass over: those behind `-:` in `dynamic`."""
+    found = config.values.get("dynamic") or {}
+    if not isinstance(found, dict):
+        raise config.error("dynamic", f"{show(found)} is not an object")
+    return tuple(f"re:{name[2:]}" for name in found if name.startswith("-:"))
 
 
 def _read_compressed(config: JsonFile) -> Quantisation:

@@ -1,0 +1,155 @@
+"""Weights of 4 bits in registers: from words of four codes to numbers that a product takes.
+
+Part i of a tile of columns is in bits 4 i to 4 i + 3 of the tile's words (`kernels/w4.py`): no number changes its
+place between threads when words are read. An integer becomes a number by being put into the lowest bits of one whose
+other bits are known, and a number of MXFP4 by having its bits put where bfloat16 has such ones, which divides it by a
+power of two. In a register are two neighbours of a row, and both become numbers at once. The interpreter, which knows
+no assembly, takes them one by one (PACKED false).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_MASK_AND_OR = "{{ .reg .b32 t; shr.b32 t, $1, {}; lop3.b32 $0, t, {}, {}, 0xEA; }}"
+_BF16_INTEGERS = tl.constexpr(
+    tuple(_MASK_AND_OR.format(4 * part, "0x000F000F", "0x43004300") for part in range(4))  # 128 + code
+)
+_F16_INTEGERS = tl.constexpr(
+    tuple(_MASK_AND_OR.format(4 * part, "0x000F000F", "0x64006400") for part in range(4))  # 1024 + code
+)
+_SIGN_AND_NUMBER = (
+    "{{ .reg .b32 s, t; shl.b32 s, $1, {}; and.b32 s, s, 0x80008000; {}.b32 t, $1, {}; "
+    "lop3.b32 $0, t, 0x01C001C0, s, 0xEA; }}"
+)
+_BF16_NUMBERS = tl.constexpr(
+    tuple(_SIGN_AND_NUMBER.format(12 - 4 * part, "shl" if part < 2 else "shr", abs(6 - 4 * part)) for part in range(4))
+)
+_ZERO_MASK = tl.constexpr(0xFF)
+
+
+@triton.jit
+def scales_and_zeros(pairs, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """Part scales [N] int32 (`kernels/w4.py`) into the scales [N] float32, and what `integers` takes for zeros: [N, 1]
+    of DTYPE."""
+    zeros = (pairs & _ZERO_MASK).to(tl.float32)
+    if PACKED and tl.bfloat16 == DTYPE:
+        zeros += 128
+    elif PACKED and tl.float16 == DTYPE:
+        zeros += 1024
+    return (pairs & ~_ZERO_MASK).to(tl.float32, bitcast=True), zeros.to(DTYPE)[:, None]
+
+
+@triton.jit
+def integers(words, zeros, PART: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """Return code - zero of one part, exactly. words: [N, PART's size] int16; zeros: those of `scales_and_zeros` → as
+    many of DTYPE."""
+    if PACKED and tl.bfloat16 == DTYPE:
+        numbers = tl.inline_asm_elementwise(
+            _BF16_INTEGERS[PART], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif PACKED and tl.float16 == DTYPE:
+        numbers = tl.inline_asm_elementwise(
+            _F16_INTEGERS[PART], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        numbers = ((words >> (4 * PART)) & 15).to(DTYPE)
+    return numbers - zeros
+
+
+@triton.jit
+def fp4_numbers(words, exponents, PART: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """Return the numbers of one part of MXFP4, exactly. words: [N, 32] int16; exponents: [N] int32, those of the tile's
+    four parts (`kernels/w4.py`) → [N, 32] of DTYPE.
+
+    The bits of a code, put where a larger type has such ones, are 2^126 times too small. The factor with which they are
+    multiplied is therefore 2^126 times the block's 2^(exponent - 127).
+    """
+    factors = ((exponents >> (8 * PART)) & 255) + 126
+    if PACKED:
+        numbers = tl.inline_asm_elementwise(
+            _BF16_NUMBERS[PART], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+        numbers *= (factors << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+    else:
+        codes = (words.to(tl.int32) >> (4 * PART)) & 15
+        numbers = (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True)
+        numbers *= (factors << 23).to(tl.float32, bitcast=True)[:, None]
+    return numbers.to(DTYPE)
+
+
+@triton.jit
+def add_tile(
+    total,  # [OUT_TILE, ROW_TILE] float32
+    words,  # [OUT_TILE, PART] pointers to the words of the first tile; BY_TMA: their descriptor
+    word_row,  # BY_TMA: the first row of words
+    scales_ptrs,  # [OUT_TILE], to the scales of the first group
+    x,  # [PART, ROW_TILE] pointers to the first tile; BY_TMA: the descriptor of rows, with tiles [ROW_TILE, PART]
+    x_row,  # BY_TMA: the first row of x
+    tile,
+    is_row,  # [ROW_TILE]
+    is_feature,  # [OUT_TILE]
+    OUT_ROWS: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_TMA: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Add the product of one tile of input features to `total`.
+
+    OUT_ROWS is how far the scales of two groups (of MXFP4: of two tiles) are apart. With SCALED the numbers of a
+    weight are multiplied by their scales, otherwise the sums of a group are: this is exact, and takes registers for
+    these sums. With BY_TMA the tensor memory accelerator fetches words and x; rows that are missing are other ones, and
+    columns 0.
+    """
+    PARTS: tl.constexpr = 4
+    TILE: tl.constexpr = PARTS * PART
+    if BY_TMA:
+        codes = words.load([word_row, tile * PART])
+    else:
+        codes = tl.load(words + tile * PART, mask=is_feature[:, None], other=0)
+    if KIND == "mxfp4":
+        exponents = tl.load(scales_ptrs + tile * OUT_ROWS, mask=is_feature, other=0)
+        for part in tl.static_range(PARTS):
+            inputs = _load_part(x, x_row, tile * TILE, is_row, part, IN_FEATURES, PART, BY_TMA)
+            numbers = fp4_numbers(codes, exponents, part, inputs.dtype, PACKED)
+            total = tl.dot(numbers, inputs, total, input_precision="ieee")
+    else:
+        GROUP_PARTS: tl.constexpr = GROUP // PART
+        for first in tl.static_range(0, PARTS, GROUP_PARTS):
+            group = tile * (TILE // GROUP) + first // GROUP_PARTS
+            has_group = is_feature
+            if IN_FEATURES % TILE != 0:
+                has_group = is_feature & (group * GROUP < IN_FEATURES)
+            pairs = tl.load(scales_ptrs + group * OUT_ROWS, mask=has_group, other=0)
+            sums = total if SCALED else tl.zeros_like(total)
+            for part in tl.static_range(first, first + GROUP_PARTS):
+                inputs = _load_part(x, x_row, tile * TILE, is_row, part, IN_FEATURES, PART, BY_TMA)
+                scales, zeros = scales_and_zeros(pairs, inputs.dtype, PACKED)
+                numbers = integers(codes, zeros, part, inputs.dtype, PACKED)
+                if SCALED:
+                    numbers *= scales.to(inputs.dtype)[:, None]
+                sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
+            if SCALED:
+                total = sums
+            else:
+                scales, _ = scales_and_zeros(pairs, tl.float32, PACKED)
+                total += sums * scales[:, None]
+    return total
+
+
+@triton.jit
+def _load_part(x, row, start, is_row, part, IN_FEATURES: tl.constexpr, PART: tl.constexpr, BY_TMA: tl.constexpr):
+    """Load one part of a tile of x, which begins at feature `start`: [PART, ROW_TILE]."""
+    if BY_TMA:
+        inputs = x.load([row, start + part * PART]).T
+    else:
+        mask = is_row[None, :]
+        if IN_FEATURES % (4 * PART) != 0:
+            mask = mask & (start + part * PART + tl.arange(0, PART) < IN_FEATURES)[:, None]
+        inputs = tl.load(x + start + part * PART, mask=mask, other=0.0)
+    return inputs

@@ -1,0 +1,66 @@
+"""How products with weights of 4 bits are launched: a table for each kind of product, as measured on an H200.
+
+`w4_linear.py` and `w4_experts.py` choose from these tables: the launch for a number of rows is that of the first range
+that holds it. On other GPUs, and for numbers of more than 16 bits, tiles are made as small as memory asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+
+class Launch(NamedTuple):
+    """The tile sizes of a product and how its programs work."""
+
+    row_tile: int
+    out_tile: int
+    """Features of the result; a product of gate and up projection multiplies as many of both."""
+    num_stages: int
+    num_warps: int
+    num_programs: int = 0
+    """How many programs there should be: where there are fewer tiles, programs share the input features of one. Those
+    of gate and up projection and of experts are not shared."""
+    by_tma: bool = False
+    """Whether the tensor memory accelerator fetches words and activations. For experts activations are sorted first."""
+    is_scaled: bool = False
+    """Whether the scales of integers are multiplied to the weight's numbers, whose products are rounded to the type of
+    the activations. Otherwise the sums of a group are multiplied by them, exactly."""
+
+
+class ExpertLaunch(NamedTuple):
+    """How both products of experts are launched, whose tiles of rows are the same."""
+
+    gate_up: Launch
+    down: Launch
+
+
+Kind = Literal["plain", "sum", "gated"]
+"""What a layer's product is like: its result is in 16 bits, or in float32 parts for a residual sum, or gate and up
+projection are multiplied side by side, up to the activation."""
+Ranges = tuple[tuple[int, Launch | None], ...]
+"""Launches for up to so many rows, ascending. None, and above the last range: the weight is turned into 16 bits in
+memory, which the library multiplies; for `gated`: a plain product, with the activation behind it."""
+ExpertRanges = tuple[tuple[int, ExpertLaunch], ...]
+"""Launches for up to so many rows of an expert on average, ascending. The last one holds above its range, too."""
+
+# written by measurement: begin
+LINEAR: Mapping[Kind, Ranges] = {
+    "plain": (
+        (16, Launch(16, 64, 6, 4)),
+        (256, Launch(64, 128, 3, 4)),
+    ),
+    "sum": (
+        (16, Launch(16, 128, 4, 4, 264)),
+        (64, Launch(64, 128, 3, 4, 264)),
+        (128, Launch(128, 128, 3, 8, 132)),
+        (256, Launch(64, 128, 3, 4, 264)),
+    ),
+    "gated": ((16, Launch(16, 64, 4, 4)),),
+}
+EXPERTS: ExpertRanges = (
+    (16, ExpertLaunch(Launch(16, 64, 4, 4), Launch(16, 64, 4, 4))),
+    (64, ExpertLaunch(Launch(64, 64, 3, 4), Launch(64, 64, 3, 4))),
+    (128, ExpertLaunch(Launch(128, 64, 3, 4), Launch(128, 128, 3, 8))),
+)
+# written by measurement: end

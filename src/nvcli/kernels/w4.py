@@ -1,0 +1,127 @@
+"""W4A16: weights of 4 bits, which are multiplied by activations of 16 bits or more. Plain torch is the reference; CUDA
+tensors take the Triton kernels that are held to it.
+
+Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
+
+    words   [out, in / 4] int16. 4 P columns are a tile and have P words: word j has the codes of the columns j, j + P,
+            j + 2 P and j + 3 P of its tile, from its lowest bits on. P is 64, or 32 for groups of 32. A last tile that
+            is not full ends in codes of 0.
+    scales  integers: [groups, out] int32, where a group is 32, 64 or 128 neighbours of a row. A value is
+            (code - zero) × scale; the lowest 8 bits hold the zero, the others those of the scale in float32.
+            MXFP4: [tiles, out] int32, the scales of a tile's four blocks, 8 bits each, from the lowest bits on.
+
+The scales of integers lose 8 bits of 24, those that scales in 16 bits do not have. Products of few rows are exact but
+for the order of their sums: (code - zero) is a number of any half type, and its scale is applied to sums in float32.
+With many rows values are rounded to the type of x, as they are where a weight is kept in it. How many rows are few, and
+how products are launched, is in `triton/w4_launches.py`. Shapes: T rows, `in` and `out` features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
+from nvcli.kernels.weight_formats import W4_PARTS, W4Format
+
+LARGEST_FP4_SCALE = 128
+"""The largest scale of MXFP4 that can be kept: 2, with a bias of 127. Kernels have it 2^126 times as large."""
+
+
+def pack(codes: Tensor, format: W4Format) -> Tensor:
+    """Pack codes [out, in] uint8, each below 16, into words [out, in / 4] int16."""
+    rows, columns = codes.shape
+    padded = F.pad(codes, (0, -columns % format.tile)).view(rows, -1, W4_PARTS, format.part).int()
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=codes.device).view(1, 1, -1, 1)
+    words = (padded << shifts).sum(2, dtype=torch.int32)
+    return words.to(torch.int16).flatten(1)
+
+
+def unpack(words: Tensor, columns: int, format: W4Format) -> Tensor:
+    """Return the codes of words: [out, columns] uint8."""
+    shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device).view(1, 1, -1, 1)
+    codes = (words.view(len(words), -1, 1, format.part) >> shifts) & 15
+    return codes.flatten(1)[:, :columns].to(torch.uint8)
+
+
+def join_scales(scales: Tensor, zeros: Tensor) -> Tensor:
+    """Join scales and zeros of integers, [out, groups] float32 both, zeros from 0 to 255: [groups, out] int32."""
+    bits = scales.float().contiguous().view(torch.int32)
+    return (((bits + 0x80) & ~0xFF) | zeros.int()).t().contiguous()
+
+
+def part_scales(joined: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `join_scales`."""
+    scales = (joined & ~0xFF).view(torch.float32)
+    return scales.t(), (joined & 0xFF).float().t()
+
+
+def pack_mxfp4(blocks: Tensor, scales: Tensor, format: W4Format) -> tuple[Tensor, Tensor]:
+    """Turn MXFP4 [out, in / 32, 16] and its scales [out, in / 32], both uint8 (`kernels/mxfp4.py`), into words and
+    scales."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+    padded = F.pad(scales, (0, -scales.shape[1] % (format.tile // format.group))).contiguous()
+    return pack(codes, format), padded.view(torch.int32).t().contiguous()
+
+
+def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format) -> Tensor:
+    """Return the values of a weight in float32: [out, columns]."""
+    codes = unpack(words, columns, format)
+    if format.kind == "mxfp4":
+        places = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+        exponents = (scales.t().unsqueeze(-1) >> places) & 255
+        factors = powers_of_scales(exponents.flatten(1)).float()
+        return numbers_of_codes(codes).float() * factors.repeat_interleave(format.group, 1)[:, :columns]
+    factors, zeros = (part.repeat_interleave(format.group, 1)[:, :columns] for part in part_scales(scales))
+    return (codes.float() - zeros) * factors
+
+
+def w4_linear(
+    x: Tensor, words: Tensor, scales: Tensor, format: W4Format, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x Wᵀ + b for a weight of integers. x: [T, in]; bias: [out] → [T, out], in `out` (contiguous) if that is given."""
+    if x.is_cuda and len(x):
+        from nvcli.kernels.triton import w4_linear as kernels
+
+        launch = kernels.choose_launch("plain", len(x))
+        if launch is not None:
+            result = kernels.w4_linear(x, words, scales, format, launch, out)
+            return result if bias is None else result.add_(bias)
+    weight = values_for(x, words, scales, format)
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def w4_linear_for_sum(x: Tensor, words: Tensor, scales: Tensor, format: W4Format) -> Tensor:
+    """x Wᵀ, for the residual sum behind it: [T, out], or float32 parts [P, T, out] that add up to it, as `add_rms_norm`
+    takes them."""
+    if x.is_cuda and len(x):
+        from nvcli.kernels.triton import w4_linear as kernels
+
+        launch = kernels.choose_launch("sum", len(x))
+        if launch is not None:
+            return kernels.w4_linear_parts(x, words, scales, format, launch)
+    return w4_linear(x, words, scales, format)
+
+
+def w4_gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, activation: Activation) -> Tensor:
+    """activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. [T, in] → [T, out / 2]."""
+    if x.is_cuda and len(x):
+        from nvcli.kernels.triton import w4_linear as kernels
+
+        launch = kernels.choose_launch("gated", len(x))
+        if launch is not None:
+            return kernels.w4_gated_linear(x, words, scales, format, launch, is_gelu=activation == "gelu_tanh")
+    return ACTIVATE_AND_MUL[activation](w4_linear(x, words, scales, format))
+
+
+def values_for(x: Tensor, words: Tensor, scales: Tensor, format: W4Format) -> Tensor:
+    """Return the values of a weight [out, in] of integers in the type of `x` [T, in]."""
+    if x.is_cuda:
+        from nvcli.kernels.triton import w4_linear as kernels
+
+        return kernels.dequantise(words, scales, x.shape[1], format, x.dtype)
+    return dequantise(words, scales, x.shape[1], format).to(x.dtype)

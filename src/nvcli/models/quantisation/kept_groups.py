@@ -1,0 +1,49 @@
+"""Weights that ranks keep in the 4 bits of a checkpoint: whether they can, and where they may be cut. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from nvcli.errors import ConfigError
+from nvcli.kernels.weight_formats import W4_GROUPS, StoredGroups
+from nvcli.models.quantisation.description import Quantisation
+
+EXPERTS_DOWN = "the experts' down_proj"
+"""The name of what is cut by its input features in a mixture of experts, for people."""
+_LEAST_GROUP = W4_GROUPS[-1]
+_WAY_OUT = "use quantization: none, or fp8"
+
+
+def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> StoredGroups:
+    """Return how a checkpoint has its weights in 4 bits. Raises ConfigError where it has none, and where ranks cannot
+    keep them so."""
+    if quantisation is None or quantisation.bits != 4:
+        found = "not quantised" if quantisation is None else quantisation.name
+        raise ConfigError(
+            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, MXFP4), and this one "
+            f"is {found}: {_WAY_OUT}"
+        )
+    if quantisation.numbers == "mxfp4":
+        return StoredGroups(kind="mxfp4", size=None)
+    size, has_order = quantisation.group_size, quantisation.has_column_order
+    if size is not None and size % _LEAST_GROUP:
+        raise ConfigError(
+            f"`quantization` is w4a16, which keeps groups of {_LEAST_GROUP} columns and multiples of it, and those of "
+            f"this checkpoint are of {size}: {_WAY_OUT}"
+        )
+    if has_order and has_experts:
+        raise ConfigError(
+            f"`quantization` is w4a16, and this checkpoint has experts whose columns are in an order of their own "
+            f"(desc_act), which are not kept in 4 bits: {_WAY_OUT}"
+        )
+    return StoredGroups(kind="integer", size=size, has_order=has_order)
+
+
+def problems_of_cut_groups(groups: StoredGroups, lengths: Mapping[str, int], size: int) -> Iterator[str]:
+    """Say which weights in 4 bits cannot be cut over `size` ranks, by how many input features a rank has of each."""
+    for name, length in lengths.items():
+        is_kept = groups.kind == "integer" or name in (EXPERTS_DOWN, "the hidden size")
+        if is_kept and groups.kept(length) is None:
+            yield f"each rank's {length:,} input features of {name} are not groups of {_LEAST_GROUP} in 4 bits"
+    if groups.has_order and size > 1:
+        yield "weights whose columns have an order of their own (desc_act) are not cut in 4 bits"

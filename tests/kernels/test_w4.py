@@ -1,0 +1,101 @@
+"""Weights kept in 4 bits: what is packed is what comes out, and the Triton kernels against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
+from nvcli.kernels import w4, weight_formats
+from nvcli.kernels.activation import ACTIVATE_AND_MUL
+from nvcli.kernels.triton import w4_linear as kernels
+from nvcli.kernels.triton.w4_launches import LINEAR, Kind, Launch
+from nvcli.kernels.weight_formats import W4Format
+
+pytestmark = MARKS
+SHARED_MEMORY = 227 * 1024
+# out, in, group
+SHAPES = (
+    [(6144, 4096, 128), (896, 864, 32), (1000, 4160, 64)] if HAS_GPU else [(96, 256, 128), (80, 160, 32), (64, 320, 64)]
+)
+
+
+def make(rows: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Words, scales, and the values that they stand for, computed without either."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+    groups = -(-columns // group)
+    scales = (torch.rand(rows, groups, generator=generator) + 0.5).half().float() * columns**-0.5 / 4
+    scales = scales.half().float()
+    zeros = torch.randint(0, 17, (rows, groups), generator=generator).float()
+    spread = [one.repeat_interleave(group, 1)[:, :columns] for one in (scales, zeros)]
+    words = w4.pack(codes, W4Format("integer", group))
+    return words, w4.join_scales(scales, zeros), (codes.float() - spread[1]) * spread[0]
+
+
+@pytest.fixture(params=[32, 64], ids=["small parts", "large parts"])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sizes of the parts of a tile: one is chosen by measurement."""
+    monkeypatch.setattr(weight_formats, "_LARGE_PART", request.param)
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
+def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
+    words, scales, values = make(rows, columns, group)
+    assert torch.equal(w4.dequantise(words, scales, columns, W4Format("integer", group)), values)
+    found = kernels.dequantise(words.to(DEVICE), scales.to(DEVICE), columns, W4Format("integer", group), torch.float32)
+    assert torch.equal(found.cpu(), values)
+
+
+LAUNCHES = {
+    "exact": (Launch(16, 64, 3, 4), [1, 16, 33, 200] if HAS_GPU else [5, 40]),
+    "by TMA": (Launch(16, 64, 3, 4, by_tma=True), [16, 200] if HAS_GPU else [20]),
+    "scaled": (Launch(32, 32, 2, 4, is_scaled=True), [33, 200] if HAS_GPU else [40]),
+}
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("launch", "num_rows"),
+    [
+        pytest.param(launch, count, id=f"{name}-{count}")
+        for name, (launch, counts) in LAUNCHES.items()
+        for count in counts
+    ],
+)
+@pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
+def test_products(rows: int, columns: int, group: int, num_rows: int, launch: Launch, dtype: torch.dtype) -> None:
+    words, scales, values = make(rows, columns, group)
+    x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = F.linear(x.float(), values)
+    on_device = x.to(DEVICE), words.to(DEVICE), scales.to(DEVICE), W4Format("integer", group)
+    tolerance = TOLERANCE[dtype]
+    for num_programs in (0, 64):
+        launch = launch._replace(num_programs=num_programs)
+        found = kernels.w4_linear(*on_device, launch)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.cpu().float(), expected, rtol=tolerance, atol=tolerance)
+        parts = kernels.w4_linear_parts(*on_device, launch)
+        assert len(parts) == 1 or num_programs
+        closest = tolerance if launch.is_scaled else 1e-4
+        torch.testing.assert_close(parts.sum(0).cpu(), expected, rtol=closest, atol=closest)
+    gated = kernels.w4_gated_linear(*on_device, launch).cpu().float()
+    two_steps = ACTIVATE_AND_MUL["silu"](expected.to(dtype)).float()
+    torch.testing.assert_close(gated, two_steps, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 128, 256, 512, 4096])
+def test_launches_of_the_tables(num_rows: int, kind: Kind) -> None:
+    """Tiles are powers of two, and fit into the shared memory of an H200; ranges ascend."""
+    launch = kernels.choose_launch(kind, num_rows)
+    if launch is not None:
+        sizes = (launch.row_tile, launch.out_tile, launch.num_warps)
+        assert all(size & (size - 1) == 0 for size in sizes)
+        part = W4Format("integer", 128).part
+        word_tiles = launch.out_tile * (2 if kind == "gated" else 1)
+        assert launch.num_stages * 2 * part * (word_tiles + launch.row_tile * 4) <= SHARED_MEMORY
+    assert [most for most, _ in LINEAR[kind]] == sorted(most for most, _ in LINEAR[kind])

@@ -1,0 +1,179 @@
+"""Weights that ranks keep in the 4 bits of a checkpoint: products are those of the numbers that the codes stand for,
+whatever the checkpoint's layout, cut over ranks and stages too; what cannot be kept is refused with a way out."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_driver import CPU, ModelDriver
+from rank_weights import load_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from batches import RequestState, make_batch
+from checkpoints import edit_json, reference_logits, write_tiny_model
+from expert_shapes import GPT_OSS
+from mxfp4 import quantise as quantise_experts
+from nvcli.distributed.stage import Stage
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.errors import ConfigError, LoadError
+from nvcli.kernels.w4 import dequantise
+from nvcli.models.config import load_model_config
+from nvcli.models.loader import init_random_weights
+from nvcli.models.registry import build_model
+from nvcli.models.w4_linear import W4LinearMethod
+from nvcli.sizing.weights import weight_bytes
+from quantised_checkpoints import FORMATS, awq, gptq, packed, unstack_experts, write_quantised
+from tensor_parallel_ranks import run_ranks
+
+SIZES = {"hidden_size": 192, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "hidden_size": 64}
+IDS = list(range(2, 40))
+KEPT = {
+    "awq": awq(64),
+    "awq, rows, no zeros": awq(-1, zero_point=False),
+    "gptq": gptq(32),
+    "gptq, zeros, version 2": gptq(96, sym=False, version="gptq_v2"),
+    "gptq, act-order": gptq(32, act_order=True, order_seed=1),
+    "w4a16": packed(64),
+    "w4a16, zeros": packed(32, sym=False),
+}
+load_w4 = partial(load_model, quantization="w4a16")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("original") / "model", head_dim=48, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(original: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """(quantised, plain) by format."""
+    folder = tmp_path_factory.mktemp("formats")
+    return {
+        name: write_quantised(original, folder / name, one, skip=() if "gptq" in name else ("layers.1.mlp",))
+        for name, one in KEPT.items()
+    }
+
+
+def logits(path: Path, group: TensorParallelGroup | None = None, **options: Any) -> Tensor:
+    """Of a prompt in two chunks; nothing on ranks other than 0."""
+    driver, request = ModelDriver(path, group=group, quantization="w4a16", **options), RequestState()
+    parts = [part for ids in (IDS[:20], IDS[20:]) for part in driver.step((request, ids))]
+    return torch.cat(parts) if driver.group.rank == 0 else torch.empty(0)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_logits_and_bytes(name: str, checkpoints: dict[str, tuple[Path, Path]]) -> None:
+    quantised, plain = checkpoints[name]
+    model = load_w4(quantised)
+    layers = [module for module in model.modules() if isinstance(getattr(module, "method", None), W4LinearMethod)]
+    # GPTQ has no list of layers that are left alone.
+    assert len(layers) == (8 if "gptq" in name else 6)
+    assert model.weight_bytes() == weight_bytes(model.config, "float32")
+    torch.testing.assert_close(logits(quantised), reference_logits(plain, IDS), atol=2e-4, rtol=1e-4)
+
+
+def test_values_are_those_of_the_checkpoint(checkpoints: dict[str, tuple[Path, Path]]) -> None:
+    """Not one number is rounded once more, as these scales have 16 bits. A rank's 96 or 192 columns take groups of 32
+    where those of the checkpoint, of 64 or 96, are cut or do not divide 128."""
+    for name, size, group in (("awq", 1, 64), ("awq", 2, 32), ("gptq, zeros, version 2", 2, 32), ("w4a16", 2, 32)):
+        quantised, plain = checkpoints[name]
+        stored = load_file(plain / "model.safetensors")
+        for rank in range(size):
+            layer: Any = load_w4(quantised, rank, size).get_submodule("model.layers.0.mixer.o_proj")
+            columns = slice(rank * 192 // size, (rank + 1) * 192 // size)
+            assert layer.method.format.group == group
+            values = dequantise(layer.weight, layer.weight_scale, 192 // size, layer.method.format)
+            torch.testing.assert_close(
+                values, stored["model.layers.0.self_attn.o_proj.weight"][:, columns], rtol=1e-6, atol=1e-8
+            )
+
+
+def test_stages_give_the_logits_of_one(checkpoints: dict[str, tuple[Path, Path]]) -> None:
+    quantised, _ = checkpoints["awq"]
+    (expected,) = ModelDriver(quantised, quantization="w4a16").step((RequestState(), IDS))
+    stages = [ModelDriver(quantised, stage=Stage(index, 2), quantization="w4a16") for index in range(2)]
+    state: Any = None
+    with torch.inference_mode():
+        for stage in stages:
+            state = stage.model(make_batch([(RequestState(), IDS)], stage.kv_cache, stage.backend, stage.blocks), state)
+        found = stages[1].model.compute_logits(state)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A mixture of experts in integers, and one in MXFP4."""
+    folder = tmp_path_factory.mktemp("experts")
+    plain = unstack_experts(write_tiny_model(folder / "plain", "Qwen3Moe", **MOE))
+    quantised, decoded = write_quantised(plain, folder / "awq", awq(32), skip=())
+    sizes = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 128}
+    published = quantise_experts(write_tiny_model(folder / "gpt-oss", "GptOss", **sizes))
+    return {"awq": quantised, "awq, decoded": decoded, "mxfp4": published}
+
+
+def test_experts(experts: dict[str, Path]) -> None:
+    """MXFP4 keeps experts alone in 4 bits; biases, sinks and the rest are as they are."""
+    torch.testing.assert_close(
+        logits(experts["awq"]), reference_logits(experts["awq, decoded"], IDS), atol=2e-4, rtol=1e-4
+    )
+    (expected,) = ModelDriver(experts["mxfp4"]).step((RequestState(), IDS))
+    torch.testing.assert_close(logits(experts["mxfp4"]), expected, atol=2e-4, rtol=1e-4)
+    for name in ("awq", "mxfp4"):
+        for size, is_whole in ((1, False), (2, False), (2, True)):
+            model = load_w4(experts[name], size - 1, size, expert_parallel=is_whole)
+            assert model.weight_bytes() == weight_bytes(model.config, "float32", tensor_parallel_size=size)
+            assert {one.gate_up_proj.dtype for one in model.modules() if hasattr(one, "gate_up_scale")} == {torch.int16}
+
+
+def run_rank(group: TensorParallelGroup, paths: list[Path]) -> list[Tensor]:
+    return [logits(path, group) for path in paths]
+
+
+def test_two_ranks_give_the_logits_of_one(
+    checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path], tmp_path: Path
+) -> None:
+    paths = [checkpoints["awq"][0], experts["awq"], experts["mxfp4"]]
+    for path, found in zip(paths, run_ranks(2, run_rank, tmp_path, paths)[0], strict=True):
+        torch.testing.assert_close(found, logits(path), atol=2e-4, rtol=1e-4)
+
+
+def test_random_weights_are_of_a_usual_size(
+    checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path]
+) -> None:
+    for path, name in ((checkpoints["awq"][0], "mlp.gate_up_proj"), (experts["mxfp4"], "mlp.experts")):
+        model = build_model(load_model_config(path).keeping("w4a16"), TensorParallelGroup.single(), torch.float32)
+        init_random_weights(model, CPU)
+        layer: Any = model.get_submodule(f"model.layers.0.{name}")
+        if name == "mlp.experts":
+            values = dequantise(layer.down_proj[0], layer.down_scale[0], 128, layer.formats[1])
+        else:
+            values = dequantise(layer.weight, layer.weight_scale, 192, layer.method.format)
+        assert 0.015 < float(values.std()) < 0.025
+
+
+def test_what_cannot_be_kept(
+    original: Path, checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path], tmp_path: Path
+) -> None:
+    small, _ = write_quantised(original, tmp_path / "small", FORMATS["gptq, act-order"])
+    orders, _ = write_quantised(original, tmp_path / "orders", gptq(32, act_order=True), skip=())
+    fp8, _ = write_quantised(original, tmp_path / "fp8", FORMATS["fbgemm"], skip=())
+    way_out = "quantization: none"
+    for path, problem in ((small, "groups of 32"), (fp8, "this one is FP8"), (original, "this one is not quantised")):
+        with pytest.raises(ConfigError, match=f"{problem}.*{way_out}"):
+            load_model_config(path).keeping("w4a16")
+    with pytest.raises(LoadError, match=f"q_proj.weight, .*k_proj.weight.* groups of different columns.*{way_out}"):
+        load_w4(orders)
+    with pytest.raises(ConfigError, match=f"desc_act.* not cut in 4 bits.*Possible: 1; or {way_out}"):
+        load_w4(checkpoints["gptq, act-order"][0], 0, 2)
+    edit_json(experts["mxfp4"] / "config.json", intermediate_size=96)
+    with pytest.raises(ConfigError, match=f"each rank's 48 input features of the experts' down_proj.*{way_out}"):
+        load_model_config(experts["mxfp4"]).keeping("w4a16").check_tensor_parallel(2)
+    edit_json(fp8 / "config.json", quantization_config=dict(awq(32).config))
+    with pytest.raises(LoadError, match=f"is stored as F8_E4M3.*{way_out}"):
+        load_w4(fp8)

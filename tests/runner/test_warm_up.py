@@ -1,0 +1,81 @@
+"""What serves requests finds its kernels compiled: the warm-up launches every variant of those that attend."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from segment_answers import EAGER_COSTS, answers, prompts_of_a_tree
+
+from checkpoints import write_tiny_model
+from kernel_device import HAS_GPU, INTERPRETED_MARKS
+from nvcli.attention.triton_backend import TritonBackend
+from one_rank import make_runner
+
+pytestmark = [
+    *INTERPRETED_MARKS,
+    pytest.mark.skipif(HAS_GPU, reason="test_segments_gpu.py has it with compiled kernels"),
+]
+
+Variant = tuple[str, *tuple[object, ...]]
+
+
+def variant(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Variant:
+    """What Triton compiles a launch for: constants, options, types, and whether numbers and addresses are aligned."""
+    plain = set(kernel.kwargs["do_not_specialize"] or ())
+    unaligned = plain | set(kernel.kwargs["do_not_specialize_on_alignment"] or ())
+
+    def what(name: str, value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, name in unaligned or value.data_ptr() % 16 == 0
+        if isinstance(value, int) and name not in plain:
+            return value == 1, name in unaligned or value % 16 == 0
+        return value if value is None else type(value)
+
+    positional = (what(name, value) for name, value in zip(kernel.arg_names, arguments, strict=False))
+    return kernel.__name__, *positional, *sorted(keywords.items())
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
+    """The variants of interpreted kernels that are launched from here on."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found: set[Variant] = set()
+    run = InterpretedFunction.run
+
+    def recorded(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        found.add(variant(kernel, arguments, keywords))
+        run(kernel, *arguments, grid=grid, warmup=warmup, **keywords)
+
+    monkeypatch.setattr(InterpretedFunction, "run", recorded)
+    return found
+
+
+def test_a_job_with_shared_segments_launches_nothing_that_is_new(
+    variants: set[Variant], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In eager decode and mixed steps, with more rows and with fewer than a launch for few rows has."""
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda case: [])
+    path = write_tiny_model(tmp_path / "model", head_dim=64, num_hidden_layers=1)
+    runner = make_runner(
+        path, "cpu", attention_backend="triton", max_num_seqs=9, max_model_len=64, block_size=16,
+        max_num_batched_tokens=64, kv_cache_memory=1 << 22,
+    )  # fmt: skip
+    variants.clear()
+    runner.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    runner._run_largest_batches()
+    warmed_up = set(variants)
+    variants.clear()
+    prompts = prompts_of_a_tree(random.Random(1), 10, 97, lengths=(16,))
+    _, num_steps, _ = answers(runner, prompts, 3, num_blocks=runner.ready.num_blocks, costs=EAGER_COSTS)
+    assert num_steps > 3
+    assert {name for name, *_ in variants} >= {"segment_attention_kernel", "find_segments_kernel"}
+    # None stands where a launch reads no segments; those of few rows are met when graphs are captured.
+    assert {found for found in variants if None not in found} <= warmed_up
