@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from attention_setup import Bench as AnyBench
-from attention_setup import History
+from attention_setup import History, written_out
+from torch import Tensor
 
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
+from nvcli.attention.spec import AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
 
-# Compiled kernels multiply in bfloat16, and the interpreter has float32 alone.
+# Compiled kernels are for 16 bits, and most of what is interpreted is in float32.
 Bench = partial(AnyBench, device=str(DEVICE), dtype=torch.bfloat16 if HAS_GPU else torch.float32, kv_dtype=FP8)
 pytestmark = MARKS
 
@@ -82,6 +85,34 @@ def test_groups_of_other_head_sizes(backend: type[AttentionBackend]) -> None:
     )
     assert not bench.kv_cache.spec.is_uniform
     run_all_kinds_of_steps(bench)
+
+
+class OfAnySize(AnyBench):
+    """A bench whose queries and values differ in size by factors up to 4,096, from token to token."""
+
+    def random_qkv(self, num_tokens: int, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().random_qkv(num_tokens, spec)
+        powers = torch.randint(-12, 1, (2, num_tokens, 1, 1), generator=self.generator, device=self.device)
+        q_size, v_size = torch.exp2(powers).to(self.dtype)
+        return q * q_size, k, v * v_size
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_chunks_of_small_values_keep_their_weights(soft_cap: float | None) -> None:
+    """Weights are multiplied in float16, with values whose scales may be smaller than its numbers."""
+    with patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        bench = OfAnySize(
+            TritonBackend, num_kv_heads=2, ratio=2, windows=(40, None), soft_cap=soft_cap, has_sinks=True,
+            dtype=torch.float16, kv_dtype=FP8, device=str(DEVICE),
+        )  # fmt: skip
+    history = History()
+    bench.fill(history, 150)
+    step = bench.batch((history, 30))
+    for spec, out, (q, _, _) in zip(bench.specs, step.forward(), step.inputs, strict=True):
+        keys, values = torch.cat(history.keys[spec.kv_group]), torch.cat(history.values[spec.kv_group])
+        exact = written_out(q, keys, values, spec, bench.sinks)
+        errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert float(errors.max()) < 0.002
 
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU, Triton serves it in the model's type")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nvcli.attention.hybrid import HybridBackend
 from nvcli.attention.selection import AUTO_ORDER, BACKENDS, NOT_ASKED, select_backend, why_not
 from nvcli.attention.spec import AttentionCase, AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
+from nvcli.attention.triton_backend import TritonBackend
 from nvcli.errors import ConfigError
 from nvcli.kernels.fp8_types import FP8
 
@@ -185,3 +187,27 @@ def test_only_torch_reads_new_keys(name: str) -> None:
     """The others read the cache: the layers need not keep the step's keys for them."""
     module_name, _, class_name = BACKENDS[name].partition(":")
     assert getattr(import_module(module_name), class_name).reads_new_keys == (name == "torch")
+
+
+def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log says so. Layers with windows keep the other, and so do pools whose blocks are not all alike."""
+    pytest.importorskip("triton")
+    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+    from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    wide, windowed = (replace(spec, head_dim=128) for spec in CASE.specs)
+    case = replace(CASE, dtype=torch.bfloat16, specs=(wide, windowed), block_size=64)
+    backend = TritonBackend(case)
+    assert backend.notes == (HOPPER_NOTE,)
+    kernels = [backend._prefills[spec.geometry, spec.window is not None] for spec in case.specs]
+    assert [isinstance(kernel, HopperPrefillAttention) for kernel in kernels] == [True, False]
+    others = (
+        replace(case, specs=(windowed,)),
+        replace(case, specs=(wide, replace(windowed, head_dim=64))),
+        replace(case, has_states=True),
+        replace(case, batch_invariant=True),
+        replace(case, kv_dtype=FP8),
+    )
+    assert [TritonBackend(other).notes for other in others] == [()] * len(others)

@@ -93,6 +93,22 @@ def test_the_first_sum_of_a_pass(num_ranks: int) -> None:
         torch.testing.assert_close(memory.sum(place).cpu(), torch.stack(parts).sum(dim=0))
 
 
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_rows_of_a_shared_out_residual_reach_all_ranks(num_ranks: int) -> None:
+    """Each rank has its own rows of the stream only; the others are as wrong as can be."""
+    memories, blocks = make_ranks(num_ranks, 64, torch.float32)
+    let_pass(memories, blocks)
+    residual = torch.randn(MAX_ROWS, 64)
+    rows = torch.tensor([8, 0, 3, 3, 5])
+    places = []
+    for memory in memories:
+        is_own = torch.arange(MAX_ROWS) % num_ranks == memory.rank
+        known = torch.where(is_own[:, None], residual, torch.nan).to(DEVICE)
+        places.append(memory.own_rows(known, rows.to(DEVICE)))
+    for memory, place in zip(memories, places, strict=True):
+        assert torch.equal(memory.sum(place).cpu(), residual[rows])
+
+
 def test_a_part_from_elsewhere_is_copied() -> None:
     memories, blocks = make_ranks(2, 64, torch.float32)
     let_pass(memories, blocks)

@@ -51,6 +51,9 @@ def calls_of(rng: random.Random, num_passes: int, *, stage: Stage = WHOLE, one_b
         add("one shot" if stage.is_first else kind, num_rows, first=True)
         for _ in range(rng.randrange(1, 5)):
             add(kind, num_rows)
+        if num_rows > 1 and rng.random() < 0.3:  # some rows go on behind the last attention
+            add("one shot", num_rows - 1)
+            add(rng.choice(["one shot", "two shots"]), num_rows - 1)
         if not stage.is_last:
             add("no sum", num_rows)
         elif num_keys := rng.choice([0, 1, ROWS]):

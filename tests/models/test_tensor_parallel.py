@@ -6,6 +6,7 @@ The same on GPUs with the memory that they share, in one shot and in two.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from model_driver import ModelDriver
 from torch import Tensor
 
-from batches import RequestState
+from batches import RequestState, make_batch
 from checkpoints import write_tiny_model
 from nvcli.distributed.peer_memory import open_peer_memory
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
@@ -50,7 +51,26 @@ def run_rank(group: TensorParallelGroup, paths: list[Path]) -> dict[str, Any]:
         "gather": group.gather(torch.full((2, 1), group.rank)),
         "max": group.max(torch.tensor([group.rank << 40, -group.rank, 7])).tolist(),
         "norm": norm_of_sum(group),
+        "behind attention": rows_behind_attention(drivers[0]),
     }
+
+
+@torch.inference_mode()
+def rows_behind_attention(driver: ModelDriver) -> dict[str, Any]:
+    """Two chunks, of which one token each needs logits: the rows that each layer's MLP computes, the hidden states, and
+    what they are where all tokens need logits."""
+    work = [(RequestState(), PROMPT[:20]), (RequestState(), PROMPT[:17])]
+    batch = make_batch(work, driver.kv_cache, driver.backend, driver.blocks)
+    expected = driver.model(batch)[[19, 36]]
+    rows: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+        for layer in driver.model.model.layers.values()
+    ]
+    hidden = driver.model(replace(batch, logits_rows=torch.tensor([19, 36])))
+    for hook in hooks:
+        hook.remove()
+    return {"rows": rows, "hidden": hidden, "expected": expected}
 
 
 def norm_of_sum(group: TensorParallelGroup) -> tuple[Tensor, Tensor]:
@@ -85,6 +105,9 @@ def test_same_logits_and_collectives(size: int, checkpoints: list[Path], tmp_pat
     expected = residual * torch.rsqrt(residual.square().mean(-1, keepdim=True) + 1e-6) * 0.5
     for rank in ranks:
         torch.testing.assert_close(rank["norm"], (expected, residual))
+        behind = rank["behind attention"]
+        assert behind["rows"] == [37] * (len(behind["rows"]) - 1) + [2], "the last MLP computes what is read alone"
+        torch.testing.assert_close(behind["hidden"], behind["expected"])
 
 
 def gpu_logits(group: TensorParallelGroup, paths: list[Path], hidden_size: int) -> list[list[Tensor]]:

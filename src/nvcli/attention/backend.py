@@ -50,6 +50,9 @@ class AttentionBackend(ABC):
     """Whether keys and values behind a row's last key must be finite, because they are multiplied by 0. Blocks are then
     cleared before a row decodes into them."""
 
+    notes: tuple[str, ...] = ()
+    """What the log says of the kernels that were chosen."""
+
     reads_segments: bool = False
     """Whether it reads the segments of keys that decode rows share (`ForwardBatch.segments`) once for all of them. The
     others ignore segments, and compute the same."""

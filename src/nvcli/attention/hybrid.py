@@ -15,6 +15,7 @@ class HybridBackend(AttentionBackend):
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self._prefill, self._decode = prefill, decode
         self.name = f"{prefill.name}:{decode.name}"
+        self.notes = (*prefill.notes, *decode.notes)
         self.reads_new_keys = prefill.reads_new_keys
         self.reads_behind_rows = prefill.reads_behind_rows or decode.reads_behind_rows
         self.reads_segments = decode.reads_segments

@@ -53,6 +53,7 @@ def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, 
         backend = HybridBackend(backend, _load(decode_name, case)(case))
     if "auto" in (prefill, decode):
         notes.append(f"attention backend: {backend.name}")
+    notes.extend(backend.notes)
     return backend, list(dict.fromkeys(notes))
 
 

@@ -69,6 +69,8 @@ class AttentionCase:
     """The most tokens of a step, padding included."""
     batch_invariant: bool = False
     """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
+    has_states: bool = False
+    """Whether some layers of this rank keep recurrent states in the pool's blocks."""
     max_shared_rows: int = 0
     """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none."""
 

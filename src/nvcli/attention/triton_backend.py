@@ -28,21 +28,21 @@ class TritonBackend(AttentionBackend):
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
         from nvcli.attention.triton_segments import SegmentedDecode
-        from nvcli.kernels.triton import decode_attention, invariant_attention, prefill_attention
+        from nvcli.kernels.triton import decode_attention, invariant_attention
+        from nvcli.kernels.triton.prefill_choice import PrefillKernel, prefill_kernel
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles
 
         decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
-        prefill_type: type[prefill_attention.PrefillAttention | invariant_attention.PrefillAttention]
-        decode_type, prefill_type = decode_attention.DecodeAttention, prefill_attention.PrefillAttention
-        if case.batch_invariant:
-            decode_type, prefill_type = invariant_attention.DecodeAttention, invariant_attention.PrefillAttention
+        decode_type = invariant_attention.DecodeAttention if case.batch_invariant else decode_attention.DecodeAttention
 
         windows: dict[Geometry, set[int | None]] = {}
         for spec in case.specs:
             windows.setdefault(spec.geometry, set()).add(spec.window)
         self._decodes: dict[Geometry, decode_attention.DecodeAttention | invariant_attention.DecodeAttention] = {}
-        self._prefills: dict[Geometry, prefill_attention.PrefillAttention | invariant_attention.PrefillAttention] = {}
+        self._prefills: dict[tuple[Geometry, bool], PrefillKernel] = {}
         self._tiles: dict[tuple[int, int], PrefillTiles] = {}
+        notes: list[str] = []
+        has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in windows}) == 1
         for geometry, kinds in windows.items():
             num_heads, num_kv_heads, head_dim = geometry
             self._decodes[geometry] = decode_type(
@@ -56,25 +56,31 @@ class TritonBackend(AttentionBackend):
                 device=case.device,
                 max_rows=case.max_num_seqs,
             )
-            prefill = prefill_type(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                block_size=case.block_size,
-                dtype=case.dtype,
-                kv_dtype=case.cache_dtype,
-                device=case.device,
-            )
-            self._prefills[geometry] = prefill
-            if prefill.tile_key not in self._tiles:
-                group, rows = prefill.tile_key
-                self._tiles[prefill.tile_key] = PrefillTiles(
-                    group=group,
-                    rows=rows,
-                    max_tokens=case.max_num_batched_tokens,
-                    max_chunks=case.max_num_seqs,
+            for has_window in sorted({window is not None for window in kinds}):
+                prefill, notes_of_kernel = prefill_kernel(
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    block_size=case.block_size,
+                    dtype=case.dtype,
+                    kv_dtype=case.cache_dtype,
                     device=case.device,
+                    has_window=has_window,
+                    batch_invariant=case.batch_invariant,
+                    has_plain_blocks=has_plain_blocks,
                 )
+                notes += notes_of_kernel
+                self._prefills[geometry, has_window] = prefill
+                if prefill.tile_key not in self._tiles:
+                    group, rows = prefill.tile_key
+                    self._tiles[prefill.tile_key] = PrefillTiles(
+                        group=group,
+                        rows=rows,
+                        max_tokens=case.max_num_batched_tokens,
+                        max_chunks=case.max_num_seqs,
+                        device=case.device,
+                    )
+        self.notes = tuple(dict.fromkeys(notes))
         self._segmented: SegmentedDecode | None = None
         if case.max_shared_rows:
             assert not case.batch_invariant, "what is shared depends on the batch"
@@ -168,7 +174,7 @@ class TritonBackend(AttentionBackend):
         out = new_or(out, q)
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
-        prefill = self._prefills[spec.geometry]
+        prefill = self._prefills[spec.geometry, spec.window is not None]
         tiles = self._tiles[prefill.tile_key]
         prefill.run(
             q,

@@ -101,6 +101,16 @@ class TensorParallelGroup:
             return rms_norm(self._all_reduce(part), weight, eps)
         return memory.add_rms_norm(part, torch.zeros_like(part), weight, eps)
 
+    def residual_rows(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """Take rows of the residual stream that are up to date on every rank: [T, H], [N] int64 → [N, H].
+
+        `add_rms_norm` updated the stream last, or something that leaves it alike on all ranks. N is at least 1.
+        """
+        memory = self._peer_memory_for(residual.shape, residual.dtype)
+        if memory is None or len(residual) < memory.two_shot_rows:
+            return residual[rows]
+        return memory.sum(memory.own_rows(residual, rows))
+
     def sum_of_squares(self, squares: Tensor) -> Tensor:
         """Sum float32 numbers over the ranks through the process group, in place. It is no sum of `PeerMemory`."""
         return self._all_reduce(squares)

@@ -145,13 +145,23 @@ class PeerMemory:
         return part
 
     def sum(self, part: Tensor) -> Tensor:
-        """Sum the ranks' first parts of a pass into a new tensor."""
+        """Sum the ranks' parts into a new tensor. A part that lies outside the block is the first of a pass."""
         from nvcli.kernels.triton import peer_memory
 
         parts = self._parts_of(part, first=True)
         out = torch.empty_like(part)
         peer_memory.one_shot(parts, self._flags, self._epochs, None, None, out, 0.0, self.rank)
         return out
+
+    def own_rows(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """Write the rows of a residual stream that this rank owns, and zeros for those of others, as this rank's part
+        of the next sum: [T, H], [N] int64 → [N, H]. The sum is the rows, without rounding.
+
+        A row is owned as in a two-shot sum of T rows.
+        """
+        part = self.part(len(rows))
+        is_own = rows % self.layout.num_ranks == self.rank
+        return torch.where(is_own[:, None], residual[rows], torch.zeros_like(part), out=part)
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Apply `norm.add_rms_norm` to the sum of the ranks' parts. The result holds until the next sum.

@@ -44,6 +44,7 @@ class DenseLayer(nn.Module):
     ) -> None:
         """`has_input`: whether the layer has an input beside the residual stream."""
         super().__init__()
+        self.group = build.group
         self.is_parallel = config.norms.is_parallel
 
         def before(name: str | None, behind: str | None) -> InputNorm | None:
@@ -89,12 +90,13 @@ class DenseLayer(nn.Module):
         x = _input(self.before_attention, delta, residual)
         mixed = self.mixer(x, batch) if isinstance(self.mixer, GatedDeltaNet) else self.mixer(x, angles, batch)
         if rows is not None:
-            mixed, residual = mixed[rows], residual[rows]
+            if len(rows) == 0:
+                return None, residual[rows]
+            mixed = mixed[rows]
             if self.is_parallel:
                 assert isinstance(x, Tensor)
                 x = x[rows]
-            if len(rows) == 0:
-                return residual, residual
+            residual = self.group.residual_rows(residual, rows)
         if self.is_parallel:
             return _add_part(self.mlp(x, None), self.mixer.o_proj.part(mixed)), residual
         delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None)
@@ -180,10 +182,9 @@ class DenseModel(nn.Module):
         *layers, last_layer = self.layers.values()
         for layer, own in zip(layers, inputs, strict=False):
             delta, residual = layer(delta, residual, own, angles, batch, None)
-        # Behind the last attention only rows that need logits are of use. Several ranks may share out the rows of the
-        # residual stream among them, by the number of rows: there all rows go on.
-        is_cut = self.norm is not None and self.group.size == 1
-        delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, batch.logits_rows if is_cut else None)
+        # Behind the last attention only rows that need logits are of use.
+        rows = None if self.norm is None else batch.logits_rows
+        delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, rows)
         if self.norm is None:
             if self.is_summed and delta is not None:
                 residual, delta = residual.add_(delta), None
@@ -191,7 +192,7 @@ class DenseModel(nn.Module):
         if len(residual) == 0:
             return residual
         hidden: Tensor = self.norm(delta, residual)
-        return hidden if is_cut or batch.logits_rows is None else hidden[batch.logits_rows]
+        return hidden
 
 
 class DenseForCausalLM(CausalLM):

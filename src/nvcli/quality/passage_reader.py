@@ -15,7 +15,7 @@ from torch import Tensor
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
 from nvcli.attention.selection import select_backend
-from nvcli.attention.spec import AttentionCase
+from nvcli.attention.spec import AttentionCase, StateSpec
 from nvcli.config import EngineConfig
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
@@ -58,6 +58,7 @@ class PassageReader:
             block_size=block_size,
             max_num_seqs=1,
             max_num_batched_tokens=CHUNK_TOKENS,
+            has_states=any(isinstance(layer, StateSpec) for layer in self.model.cache_layers),
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         for note in notes:

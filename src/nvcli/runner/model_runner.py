@@ -17,7 +17,7 @@ import torch
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
 from nvcli.attention.selection import select_backend
-from nvcli.attention.spec import AttentionCase
+from nvcli.attention.spec import AttentionCase, StateSpec
 from nvcli.config import EngineConfig
 from nvcli.distributed.peer_memory import share_memory
 from nvcli.distributed.process_group import divide_ranks, join_process_group
@@ -196,6 +196,7 @@ class ModelRunner:
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
             batch_invariant=config.batch_invariant,
+            has_states=any(isinstance(layer, StateSpec) for layer in self.model.cache_layers),
             max_shared_rows=config.max_shared_rows,
         )
         self.backend, notes = select_backend(config.attention_backend, case)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.decode_attention import log2_scores, soft_capped
+from nvcli.kernels.triton.decode_attention import float16_query, log2_scores, soft_capped
 from nvcli.kernels.triton.fp8_kv import load_scales
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
 
@@ -35,6 +35,7 @@ def _attend(
     highest,
     weight_sum,
     acc,
+    acc_unit,
     k_cache,
     v_cache,
     table,
@@ -44,7 +45,7 @@ def _attend(
     last_key,
     positions,
     window,
-    scale_log2,
+    scale_log2,  # a number, or [ROWS] for an FP8 cache
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -56,7 +57,11 @@ def _attend(
     NUM_STAGES: tl.constexpr,
 ):
     """Fold keys [begin, end) into the running softmax. Without masks they are a whole number of tiles, and where blocks
-    hold whole tiles, `begin` is a multiple of KEYS."""
+    hold whole tiles, `begin` is a multiple of KEYS.
+
+    Of an FP8 cache, the sums of values stand in `acc` divided by `acc_unit` [ROWS], the largest product of a weight and
+    its value's scale: so weights in float16 are numbers up to 1, of whatever size the scales are.
+    """
     IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile of keys never straddles blocks
     lanes = tl.arange(0, KEYS)
@@ -97,16 +102,16 @@ def _attend(
         scores = tl.dot(query, key.T, input_precision="ieee")
         if IS_FP8:
             scores = scores * key_scale.to(tl.float32)[None, :]
-        unit = scale_log2
+        unit, row_unit = scale_log2[:, None] if IS_FP8 else scale_log2, scale_log2
         if SOFT_CAP > 0:
-            scores = soft_capped(scores * scale_log2, SOFT_CAP)
-            unit = 1.0
+            scores = soft_capped(scores * unit, SOFT_CAP)
+            unit, row_unit = 1.0, 1.0
         if MASKED:
             is_seen = keys[None, :] <= positions[:, None]
             if HAS_WINDOW:
                 is_seen = is_seen & (keys[None, :] > positions[:, None] - window)
             scores = tl.where(is_seen, scores, -float("inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1) * unit)
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * row_unit)
         # A row whose window begins behind this tile has seen nothing yet: -inf minus -inf would be NaN.
         reference = new_highest
         if MASKED and HAS_WINDOW:
@@ -114,17 +119,23 @@ def _attend(
         decay = tl.exp2(highest - reference)
         weights = tl.exp2(scores * unit - reference[:, None])
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
+        if IS_FP8:
+            weights = weights * value_scale.to(tl.float32)[None, :]
+            old_unit = acc_unit * decay
+            acc_unit = tl.maximum(tl.maximum(old_unit, tl.max(weights, 1)), 1e-30)
+            inverse = 1.0 / acc_unit
+            decay = old_unit * inverse
+            weights = weights * inverse[:, None]
         acc = acc * decay[:, None]
         if MASKED:
             value = tl.load(v_cache + cache_offset, mask=(keys < end)[:, None], other=0.0)
         else:
             value = tl.load(v_cache + cache_offset)
         if IS_FP8:
-            weights = weights * value_scale.to(tl.float32)[None, :]
             value = value.to(query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest
-    return highest, weight_sum, acc
+    return highest, weight_sum, acc, acc_unit
 
 
 @triton.jit(
@@ -180,8 +191,12 @@ def prefill_attention_kernel(
     query = tl.load(
         q + (flat_token * q_stride + head * HEAD_DIM)[:, None] + dims[None, :], mask=in_chunk[:, None], other=0.0
     )
-    # Keys in FP8 are multiplied in the query's type: see decode_attention.
-    if k_cache.dtype.element_ty != tl.float8e4nv:
+    # Keys and values in FP8 are multiplied in float16: see decode_attention.
+    IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    if IS_FP8:
+        query, query_scale = float16_query(query)
+        scale_log2 = scale_log2 * query_scale
+    else:
         query = query.to(k_cache.dtype.element_ty)
 
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
@@ -193,6 +208,7 @@ def prefill_attention_kernel(
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    acc_unit = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
         highest = log2_scores(tl.load(sinks + head))
         weight_sum += 1.0
@@ -205,24 +221,26 @@ def prefill_attention_kernel(
         last_begin = tl.maximum(prefix + last_token - window + 1, 0)
         middle = begin + tl.cdiv(last_begin - begin, KEYS) * KEYS  # every row's window has begun
         diagonal = tl.maximum(begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS, middle)
-        highest, weight_sum, acc = _attend(
-            query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, begin, tl.minimum(middle, seen_by_any),
-            last_key, prefix + token, window, scale_log2, True, True, SOFT_CAP,
+        highest, weight_sum, acc, acc_unit = _attend(
+            query, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin,
+            tl.minimum(middle, seen_by_any), last_key, prefix + token, window, scale_log2, True, True, SOFT_CAP,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, MASKED_KEYS, MASKED_STAGES,
         )  # fmt: skip
     else:
         middle = 0
         diagonal = seen_by_all // KEYS * KEYS
-    highest, weight_sum, acc = _attend(
-        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, middle, diagonal,
+    highest, weight_sum, acc, acc_unit = _attend(
+        query, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, middle, diagonal,
         last_key, prefix + token, window, scale_log2, False, HAS_WINDOW, SOFT_CAP,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, KEYS, NUM_STAGES,
     )  # fmt: skip
-    highest, weight_sum, acc = _attend(
-        query, highest, weight_sum, acc, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
+    highest, weight_sum, acc, acc_unit = _attend(
+        query, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
         last_key, prefix + token, window, scale_log2, True, HAS_WINDOW, SOFT_CAP,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, MASKED_KEYS, MASKED_STAGES,
     )  # fmt: skip
+    if IS_FP8:
+        acc = acc * acc_unit[:, None]
     # Tokens that attend to nothing get zeros.
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
     out_offset = (flat_token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
@@ -250,7 +268,11 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, dev
     629 for two of 4,096, and 3,797 against 3,927 for 8,192 tokens that end at 16,384. Tiles of 32 keys throughout, with
     fewer registers, took 114, 85, 159, 676 and 4,204: they lose where prompts are long.
 
-    Tiles of FP8 keys stand in registers, so they are smaller where the compiler would spill them (not measured).
+    Tiles of FP8 keys are turned into float16 by every program that reads them, and stand in registers meanwhile: so
+    they serve 128 rows where they can, and are smaller where the compiler would spill more. When they were still
+    turned into bfloat16, which takes four instructions a number, 8,192 tokens that end at 16,384 took 7,790 with tiles
+    of 64 rows and 6,808 with 128 and 8 warps (bfloat16: 4,211). Float16 has not been timed, nor any FP8 launch for
+    other head sizes.
     """
     if dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         keys = 32 if head_dim <= 128 else 16
@@ -271,10 +293,11 @@ def _choose_launch(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, dev
         if shared_memory >= 192:
             return _Launch(rows=128, keys=64, masked_keys=64, num_warps=8, num_stages=2, masked_stages=2)
         return _Launch(rows=64, keys=32, masked_keys=32, num_warps=4, num_stages=2, masked_stages=2)
+    stages = 3 if head_dim <= 64 or shared_memory >= 112 else 2
+    if is_fp8:
+        return _Launch(rows=128, keys=64, masked_keys=32, num_warps=8, num_stages=stages, masked_stages=stages)
     if head_dim <= 64:
-        masked_keys = 32 if is_fp8 else 64
-        return _Launch(rows=128, keys=64, masked_keys=masked_keys, num_warps=4, num_stages=3, masked_stages=3)
-    stages = 3 if shared_memory >= 112 else 2
+        return _Launch(rows=128, keys=64, masked_keys=64, num_warps=4, num_stages=stages, masked_stages=stages)
     return _Launch(rows=64, keys=64, masked_keys=32, num_warps=4, num_stages=stages, masked_stages=stages)
 
 

@@ -1,0 +1,396 @@
+"""Paged prefill attention for Hopper GPUs: FlashAttention-3's schedule (Shah et al., 2024) over keys and values read
+through block tables, in Gluon, the layer of Triton that says which warps do what.
+
+A program has three groups of warps. One brings tiles of 128 keys and of their values to shared memory by TMA, from two
+halves of 64 that may lie in different blocks. The other two attend 64 rows of queries each, in turns: while one
+multiplies, the other computes weights. Within a group, the next scores are multiplied while the values of the last ones
+still are. Rows are laid out as in `prefill_attention.py`, and listed by `prefill_tiles.py` in tiles of 128.
+
+There are as many programs as multiprocessors, and they share out the list, which is sorted by how long a tile takes.
+What a tile's loads, its queries and its result take is hidden behind another tile's work. Of a tile, the keys that not
+all rows see come first, with masks, and then the others without.
+
+`hopper_prefill.py` launches it and says what it serves. Gluon has no interpreter: tests simulate it.
+Shapes: T tokens of all chunks, H query heads, KV heads, G = H / KV, D head_dim.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+ROWS = gl.constexpr(128)
+"""Rows of a tile, half of them for each group of warps."""
+_KEYS = gl.constexpr(128)
+"""Keys of a tile."""
+PART = gl.constexpr(64)
+"""Keys and columns of what one TMA load brings: 64 columns of 16 bits are the 128 bytes of its swizzle."""
+_STAGES = gl.constexpr(2)
+"""Tiles of keys, and of values, that are on their way or in use."""
+_LOADING_WARPS = gl.constexpr(4)
+
+
+@gluon.jit
+def _item(step):
+    """Return which item of the list this program takes next. Programs take them in one direction and then in the other,
+    so that none has the longer one of every round."""
+    place = gl.program_id(0)
+    count = gl.num_programs(0)
+    return step * count + gl.where(step % 2 == 0, place, count - 1 - place)
+
+
+@gluon.jit
+def _read_tile(tiles, item, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_FIELDS: gl.constexpr):
+    """Return the slot, the first row, the chunk's first token and its number of tokens, the tokens before the chunk
+    (below 0 for tokens that attend to nothing), how many keys are attended without masks, a whole number of tiles, and
+    how many are seen by any row, and the request's keys."""
+    tile = tiles + item // NUM_KV_HEADS * TILE_FIELDS
+    slot = gl.load(tile)
+    first_row = gl.load(tile + 1)
+    first_token = gl.load(tile + 2)
+    num_tokens = gl.load(tile + 3)
+    num_keys = gl.load(tile + 4)
+    prefix = num_keys - num_tokens
+    last_token = gl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
+    full = gl.maximum(prefix + first_row // GROUP, 0) // _KEYS * _KEYS
+    end = gl.maximum(prefix + last_token + 1, 0)
+    return slot, first_row, first_token, num_tokens, prefix, full, end, num_keys
+
+
+@gluon.jit
+def _copy_part(cache, offset, row_stride, num_rows, part):
+    """Store the first `num_rows` of 64 rows to shared memory, and zeros behind them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_LOADING_WARPS, 1], [1, 0])
+    rows = gl.arange(0, PART, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, PART, gl.SliceLayout(0, layout))
+    places = offset + rows[:, None] * row_stride + columns[None, :]
+    part.store(gl.load(cache + places, mask=(rows < num_rows)[:, None], other=0.0))
+
+
+@gluon.jit
+def _load(
+    k_desc,
+    v_desc,
+    v_cache,
+    block_tables,
+    block_table_stride,
+    tiles,
+    num_items,
+    k_smem,
+    v_smem,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    TILE_FIELDS: gl.constexpr,
+):
+    """The group that loads: of each tile of rows the keys from `full` to `end`, and then those up to `full`."""
+    PANELS: gl.constexpr = HEAD_DIM // PART
+    NUM_BYTES: gl.constexpr = _KEYS * HEAD_DIM * 2
+    ROW_STRIDE: gl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    # A tile of keys lies in shared memory as panels of 64 columns, each of its two halves one behind the other.
+    k_parts = k_smem._reinterpret(k_smem.dtype, [_STAGES * PANELS * 2, PART, PART], k_desc.layout)
+    v_parts = v_smem._reinterpret(v_smem.dtype, [_STAGES * PANELS * 2, PART, PART], v_desc.layout)
+    i = 0
+    step = 0
+    item = _item(step)
+    while item < num_items:
+        slot, _, _, _, _, full, end, num_keys = _read_tile(tiles, item, NUM_KV_HEADS, GROUP, TILE_FIELDS)
+        table = block_tables + slot.to(gl.int64) * block_table_stride
+        last_key = gl.maximum(num_keys - 1, 0)
+        num_masked = gl.maximum(gl.cdiv(end - full, _KEYS), 1)
+        column = item % NUM_KV_HEADS * HEAD_DIM
+        # The next blocks' ids are loaded ahead of their use.
+        block = gl.load(table + gl.minimum(full, last_key) // BLOCK_SIZE)
+        second_block = gl.load(table + gl.minimum(full + PART, last_key) // BLOCK_SIZE)
+        for n in range(num_masked + full // _KEYS):
+            start = gl.where(n < num_masked, full + n * _KEYS, (n - num_masked) * _KEYS)
+            row = block * BLOCK_ROWS + start % BLOCK_SIZE
+            second_row = second_block * BLOCK_ROWS + (start + PART) % BLOCK_SIZE
+            m = n + 1
+            next_start = gl.where(m < num_masked, full + m * _KEYS, (m - num_masked) * _KEYS)
+            block = gl.load(table + gl.minimum(next_start, last_key) // BLOCK_SIZE)
+            second_block = gl.load(table + gl.minimum(next_start + PART, last_key) // BLOCK_SIZE)
+            stage = i % _STAGES
+            phase = (i // _STAGES) & 1
+            i += 1
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), NUM_BYTES)
+            for panel in gl.static_range(PANELS):
+                at = (stage * PANELS + panel) * 2
+                place = column + panel * PART
+                full_bar = k_full.index(stage)
+                tma.async_copy_global_to_shared(k_desc, [row, place], full_bar, k_parts.index(at))
+                tma.async_copy_global_to_shared(k_desc, [second_row, place], full_bar, k_parts.index(at + 1))
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            if start + _KEYS <= end:
+                mbarrier.expect(v_full.index(stage), NUM_BYTES)
+                for panel in gl.static_range(PANELS):
+                    at = (stage * PANELS + panel) * 2
+                    place = column + panel * PART
+                    full_bar = v_full.index(stage)
+                    tma.async_copy_global_to_shared(v_desc, [row, place], full_bar, v_parts.index(at))
+                    tma.async_copy_global_to_shared(v_desc, [second_row, place], full_bar, v_parts.index(at + 1))
+            else:
+                # Behind the last key lies what an earlier owner of the block left: 0 × NaN would be NaN.
+                offset = row.to(gl.int64) * ROW_STRIDE + column
+                second_offset = second_row.to(gl.int64) * ROW_STRIDE + column
+                left = end - start
+                for panel in gl.static_range(PANELS):
+                    at = (stage * PANELS + panel) * 2
+                    shift = panel * PART
+                    _copy_part(v_cache, offset + shift, ROW_STRIDE, left, v_parts.index(at))
+                    _copy_part(v_cache, second_offset + shift, ROW_STRIDE, left - PART, v_parts.index(at + 1))
+                fence_async_shared()
+                mbarrier.arrive(v_full.index(stage), count=1)
+        step += 1
+        item = _item(step)
+
+
+@gluon.jit
+def _soft_capped(scores, SOFT_CAP: gl.constexpr):
+    """SOFT_CAP × tanh(scores / SOFT_CAP), for scores times log2(e)."""
+    powers = gl.exp2(scores * (2.0 * _LOG2_E / SOFT_CAP))
+    return SOFT_CAP - 2.0 * SOFT_CAP / (powers + 1.0)
+
+
+@gluon.jit
+def _weights(scores, highest, weight_sum, keys, positions, scale_log2, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
+    """Return the weights of scores, how much those before decay, and the running maximum and sum."""
+    unit = scale_log2
+    if SOFT_CAP > 0:
+        scores = _soft_capped(scores * scale_log2, SOFT_CAP)
+        unit = 1.0
+    if MASKED:
+        scores = gl.where(keys[None, :] <= positions[:, None], scores, -float("inf"))
+    new_highest = gl.maximum(highest, gl.max(scores, 1) * unit)
+    reference = new_highest
+    if MASKED:  # a row that sees no key: -inf minus -inf would be NaN
+        reference = gl.where(new_highest == -float("inf"), 0.0, new_highest)
+    decay = gl.exp2(highest - reference)
+    weights = gl.exp2(scores * unit - reference[:, None])
+    return weights, decay, new_highest, weight_sum * decay + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _attend(
+    q,
+    out,
+    sinks,
+    tiles,
+    num_items,
+    scale_log2,
+    q_stride,
+    q_smem,
+    k_smem,
+    v_smem,
+    k_full,
+    v_full,
+    k_free,
+    v_free,
+    turns,
+    SELF: gl.constexpr,  # 0 or 1
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    TILE_FIELDS: gl.constexpr,
+):
+    """A group that attends its half of each tile of rows."""
+    OWN_ROWS: gl.constexpr = ROWS // 2
+    in_memory: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    of_result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    of_weights: gl.constexpr = gl.DotOperandLayout(0, of_result, 2)
+    score_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
+    result_rows: gl.constexpr = gl.SliceLayout(1, of_result)
+    dtype: gl.constexpr = q.dtype.element_ty
+    query = q_smem.index(SELF)
+    no_scores = gl.zeros([OWN_ROWS, _KEYS], gl.float32, of_scores)
+    i = 0
+    turn = 0
+    step = 0
+    item = _item(step)
+    while item < num_items:
+        _, first_row, first_token, num_tokens, prefix, full, end, _ = _read_tile(
+            tiles, item, NUM_KV_HEADS, GROUP, TILE_FIELDS
+        )
+        first_head = item % NUM_KV_HEADS * GROUP
+        own_row = first_row + SELF * OWN_ROWS
+        rows = own_row + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, in_memory))
+        dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, in_memory))
+        token = rows // GROUP
+        head = first_head + rows % GROUP
+        in_chunk = (token < num_tokens)[:, None]
+        q_offset = (first_token + token).to(gl.int64) * q_stride + head * HEAD_DIM
+        query.store(gl.load(q + q_offset[:, None] + dims[None, :], mask=in_chunk, other=0.0))
+        fence_async_shared()
+
+        score_row = own_row + gl.arange(0, OWN_ROWS, score_rows)
+        positions = prefix + score_row // GROUP
+        lanes = gl.arange(0, _KEYS, gl.SliceLayout(0, of_scores))
+        acc = gl.zeros([OWN_ROWS, HEAD_DIM], gl.float32, of_result)
+        highest = gl.full([OWN_ROWS], -float("inf"), gl.float32, score_rows)
+        weight_sum = gl.zeros([OWN_ROWS], gl.float32, score_rows)
+        if HAS_SINKS:
+            highest = gl.load(sinks + first_head + score_row % GROUP) * _LOG2_E
+            weight_sum += 1.0
+
+        # With masks: one tile of keys, or two.
+        last_start = full + gl.maximum(end - full - 1, 0) // _KEYS * _KEYS
+        for start in range(full, last_start, _KEYS):
+            stage = i % _STAGES
+            phase = (i // _STAGES) & 1
+            i += 1
+            mbarrier.wait(k_full.index(stage), phase)
+            product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            weights, decay, highest, weight_sum = _weights(
+                scores, highest, weight_sum, start + lanes, positions, scale_log2, True, SOFT_CAP
+            )
+            acc = acc * gl.convert_layout(decay, result_rows)[:, None]
+            mbarrier.wait(v_full.index(stage), phase)
+            weights = gl.convert_layout(weights.to(dtype), of_weights)
+            result = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[result])
+            mbarrier.arrive(v_free.index(stage), count=1)
+        stage = i % _STAGES
+        phase = (i // _STAGES) & 1
+        i += 1
+        mbarrier.wait(k_full.index(stage), phase)
+        product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        weights, decay, highest, weight_sum = _weights(
+            scores, highest, weight_sum, last_start + lanes, positions, scale_log2, True, SOFT_CAP
+        )
+        acc = acc * gl.convert_layout(decay, result_rows)[:, None]
+        weights = gl.convert_layout(weights.to(dtype), of_weights)
+
+        # Without masks: the scores of a tile are multiplied together with the values of the one before.
+        num_full = full // _KEYS
+        if num_full > 0:
+            mbarrier.wait(k_full.index(i % _STAGES), (i // _STAGES) & 1)
+        for n in range(num_full):
+            last_stage = stage
+            last_phase = phase
+            stage = i % _STAGES
+            phase = (i // _STAGES) & 1
+            i += 1
+            mbarrier.wait(turns.index(SELF), (turn + SELF + 1) & 1)
+            product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(last_stage), last_phase)
+            result = warpgroup_mma(weights, v_smem.index(last_stage), acc, is_async=True)
+            mbarrier.arrive(turns.index(1 - SELF), count=1)
+            turn += 1
+            scores = warpgroup_mma_wait(1, deps=[product])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            weights, decay, highest, weight_sum = _weights(
+                scores, highest, weight_sum, lanes, positions, scale_log2, False, SOFT_CAP
+            )
+            weights = gl.convert_layout(weights.to(dtype), of_weights)
+            # ptxas would wait for the values first and compute the weights behind that, were there not a loop between.
+            mbarrier.wait(k_full.index(i % _STAGES), (i // _STAGES) & 1, pred=n + 1 < num_full)
+            acc = warpgroup_mma_wait(0, deps=[result])
+            mbarrier.arrive(v_free.index(last_stage), count=1)
+            acc = acc * gl.convert_layout(decay, result_rows)[:, None]
+        mbarrier.wait(v_full.index(stage), phase)
+        result = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[result])
+        mbarrier.arrive(v_free.index(stage), count=1)
+
+        # Tokens that attend to nothing get zeros. The result goes out through the place of the queries.
+        divisor = gl.convert_layout(gl.where(weight_sum > 0, weight_sum, 1.0), result_rows)
+        query.store((acc / divisor[:, None]).to(dtype))
+        out_offset = ((first_token + token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+        gl.store(out + out_offset[:, None] + dims[None, :], query.load(in_memory), mask=in_chunk)
+        step += 1
+        item = _item(step)
+
+
+@gluon.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
+def hopper_prefill_kernel(
+    q,  # [T, H, D], tokens q_stride apart
+    k_desc,  # of the cache as [rows, KV × D], a row for each token, BLOCK_ROWS from one block to the next
+    v_desc,
+    v_cache,  # what v_desc describes
+    out,  # [T, H, D], contiguous
+    block_tables,  # [slots, ...] int32, rows block_table_stride apart
+    tiles,  # [capacity, TILE_FIELDS] int32
+    num_tiles,  # [1] int32
+    sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
+    scale_log2,  # scale × log2(e); positive
+    q_stride,
+    block_table_stride,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    SOFT_CAP: gl.constexpr,  # soft cap × log2(e); 0: none
+    HAS_SINKS: gl.constexpr,
+    TILE_FIELDS: gl.constexpr,
+):
+    num_items = gl.load(num_tiles) * NUM_KV_HEADS
+    if gl.program_id(0) >= num_items:
+        return
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    dtype: gl.constexpr = q.dtype.element_ty
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_DIM], layout)
+    k_smem = gl.allocate_shared_memory(dtype, [_STAGES, _KEYS, HEAD_DIM], layout)
+    v_smem = gl.allocate_shared_memory(dtype, [_STAGES, _KEYS, HEAD_DIM], layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    q, out, sinks, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full, v_full,
+                    k_free, v_free, turns, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, TILE_FIELDS,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    q, out, sinks, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full, v_full,
+                    k_free, v_free, turns, 1, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, TILE_FIELDS,
+                ),
+            ),
+            (
+                _load,
+                (
+                    k_desc, v_desc, v_cache, block_tables, block_table_stride, tiles, num_items, k_smem, v_smem,
+                    k_full, v_full, k_free, v_free, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, TILE_FIELDS,
+                ),
+            ),
+        ],
+        [4, _LOADING_WARPS],
+        [232, 40],
+    )  # fmt: skip

@@ -1,0 +1,253 @@
+"""Runs a Gluon kernel on the CPU, as far as the prefill kernel for Hopper needs it: Gluon has no interpreter.
+
+Groups of warps are threads, and mbarriers block them. A matrix product reads its operands in shared memory when it is
+waited for, and a TMA load arrives when the loading group has gone on, so that what is released too early or read too
+early gives wrong results. Registers and layouts are not simulated.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SECONDS = 20.0
+"""A group that waits so long for a barrier will wait forever."""
+
+
+class Pointer:
+    """Elements of a flat tensor."""
+
+    def __init__(self, data: Tensor, offset: Any = 0) -> None:
+        self.data, self.offset = data, offset
+        self.dtype = types.SimpleNamespace(element_ty=data.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.data, self.offset + offset)
+
+
+class Memory:
+    """Shared memory: [stages, rows, columns] or a view of one stage."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.dtype = data, data.dtype
+
+    def index(self, at: Any) -> Memory:
+        return Memory(self.data[int(at)])
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+    def load(self, layout: object) -> Tensor:
+        return self.data.clone()
+
+    def permute(self, order: tuple[int, int]) -> Memory:
+        return Memory(self.data.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Parts:
+        assert shape[0] * shape[1] * shape[2] == self.data.numel()
+        return Parts(self.data, shape[1])
+
+
+class Parts:
+    """The same memory in squares: stage by stage, panel of columns by panel, rows of a panel one behind the other."""
+
+    def __init__(self, data: Tensor, size: int) -> None:
+        self.data, self.size = data, size
+
+    def index(self, at: Any) -> Memory:
+        _, rows, columns = self.data.shape
+        rest, row = divmod(int(at), rows // self.size)
+        stage, column = divmod(rest, columns // self.size)
+        return Memory(self.data[stage].unflatten(0, (-1, self.size))[row].unflatten(1, (-1, self.size))[:, column])
+
+
+class Barrier:
+    """An mbarrier: its phase ends when all have arrived and all bytes have."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.changed = changed
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def update(self, arrived: int, num_bytes: int) -> None:
+        with self.changed:
+            self.pending -= arrived
+            self.bytes += num_bytes
+            assert self.pending >= 0, "more have arrived than were to come"
+            if self.pending == 0 and self.bytes == 0:
+                self.pending, self.phase = self.count, self.phase + 1
+            self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase % 2 != parity, SECONDS), "it waits forever"
+
+
+class Barriers:
+    def __init__(self, count: int, changed: threading.Condition) -> None:
+        self.barriers = [Barrier(changed) for _ in range(count)]
+
+    def index(self, at: Any) -> Barrier:
+        return self.barriers[int(at)]
+
+
+class Product:
+    """A matrix product that has begun."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self.result: Tensor | None = None
+
+    def finish(self) -> Tensor:
+        self.result = self._compute() if self.result is None else self.result
+        return self.result
+
+
+class Simulator:
+    """Runs the programs of a launch one after another, on kernels of one module."""
+
+    def __init__(self, module: types.ModuleType, seed: int = 0) -> None:
+        self._rng = random.Random(seed)
+        self._changed = threading.Condition()
+        self._products = threading.local()
+        self._loads: list[Callable[[], None]] = []
+        self._program = (0, 1)
+        names = dict(vars(module))
+        names |= {
+            "gl": self._language(),
+            "mbarrier": self._mbarrier(),
+            "tma": types.SimpleNamespace(async_copy_global_to_shared=self._load_part),
+            "warpgroup_mma": self._multiply,
+            "warpgroup_mma_wait": self._wait_for_products,
+            "fence_async_shared": lambda: None,
+        }
+        for name, value in vars(module).items():
+            if hasattr(value, "arg_names"):  # a function of Gluon's
+                names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+            elif hasattr(value, "value"):  # a constexpr
+                names[name] = value.value
+        self._names = names
+
+    def launch(self, kernel: str, num_programs: int, *args: Any, **constants: Any) -> None:
+        """Run `num_programs` programs of the kernel of that name."""
+        for program in range(num_programs):
+            self._program = (program, num_programs)
+            self._names[kernel](*args, **constants)
+
+    def _language(self) -> Any:
+        def either(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+            return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
+
+        def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+            places = torch.as_tensor(pointer.offset)
+            mask = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.expand(places.shape)
+            return torch.where(mask, pointer.data[torch.where(mask, places, 0)], torch.tensor(other).to(pointer.data))
+
+        def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+            mask = mask.expand(value.shape)
+            pointer.data[pointer.offset[mask]] = value[mask]
+
+        def allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Barriers:
+            if layout == "barriers":
+                return Barriers(shape[0], self._changed)
+            return Memory(torch.full(shape, torch.nan, dtype=dtype))
+
+        def layout(*args: object, **options: object) -> str:
+            return "layout"
+
+        def maximum_of(x: Tensor, axis: int) -> Tensor:
+            return x.amax(axis)
+
+        return types.SimpleNamespace(
+            constexpr=object, int64=torch.int64, float32=torch.float32, load=load, store=store,
+            BlockedLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout, DotOperandLayout=layout,
+            SliceLayout=layout, allocate_shared_memory=allocate, warp_specialize=self._specialise,
+            static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, sum=torch.sum, max=maximum_of,
+            minimum=either(torch.minimum), maximum=either(torch.maximum),
+            where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
+            arange=lambda first, end, layout: torch.arange(first, end),
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            convert_layout=lambda x, layout: x,
+            program_id=lambda axis: self._program[0], num_programs=lambda axis: self._program[1],
+        )  # fmt: skip
+
+    def _mbarrier(self) -> Any:
+        def init(barrier: Barrier, count: int) -> None:
+            barrier.count = barrier.pending = count
+
+        def wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
+            self._let_loads_arrive()
+            if pred:
+                barrier.wait(int(phase))
+
+        def expect(barrier: Barrier, num_bytes: int) -> None:
+            barrier.update(1, num_bytes)
+
+        def arrive(barrier: Barrier, count: int) -> None:
+            barrier.update(count, 0)
+
+        return types.SimpleNamespace(
+            MBarrierLayout=lambda: "barriers", init=init, wait=wait, expect=expect, arrive=arrive
+        )
+
+    def _load_part(self, source: Tensor, coord: Sequence[Any], barrier: Barrier, part: Memory) -> None:
+        """`source` is the matrix that the descriptor describes. The bytes come later, in any order."""
+        row, column = (int(place) for place in coord)
+        rows, columns = part.data.shape
+
+        def arrive() -> None:
+            part.data.copy_(source[row : row + rows, column : column + columns])
+            barrier.update(0, -rows * columns * 2)
+
+        self._loads.append(arrive)
+
+    def _let_loads_arrive(self) -> None:
+        with self._changed:
+            loads, self._loads = self._loads, []
+        self._rng.shuffle(loads)
+        for arrive in loads:
+            arrive()
+
+    def _multiply(self, a: Tensor | Memory, b: Memory, acc: Tensor, *, use_acc: bool = True, is_async: bool) -> Product:
+        def compute() -> Tensor:
+            left = a.data if isinstance(a, Memory) else a
+            product = left.float() @ b.data.float()
+            return acc + product if use_acc else product
+
+        self._products.pending = [*getattr(self._products, "pending", []), Product(compute)]
+        product: Product = self._products.pending[-1]
+        return product
+
+    def _wait_for_products(self, num_outstanding: int, deps: list[Product]) -> Tensor:
+        pending = self._products.pending
+        ended = len(pending) - num_outstanding
+        for product in pending[:ended]:
+            product.finish()
+        self._products.pending = pending[ended:]
+        assert deps[0].result is not None, "it was not waited for"
+        return deps[0].result
+
+    def _specialise(self, groups: Sequence[tuple[Any, tuple[Any, ...]]], warps: object, registers: object) -> None:
+        failures: list[BaseException] = []
+
+        def run(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+            try:
+                function(*args)
+                self._let_loads_arrive()
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        threads = [threading.Thread(target=run, args=group, daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]

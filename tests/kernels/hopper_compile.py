@@ -1,0 +1,107 @@
+"""Launches the prefill kernel for Hopper where there is no such GPU, by a driver that launches nothing, and prints what
+was launched and what the assembler says of it.
+
+It runs in a process of its own, without Triton's interpreter: `python hopper_compile.py HEAD_DIM GROUP SOFT_CAP`, for
+bfloat16, 8 KV heads and blocks of 64 tokens, with sinks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
+
+KV_HEADS, BLOCK_SIZE = 8, 64
+
+
+class FakeUtils:
+    def load_binary(self, *args: object) -> tuple[int, ...]:
+        return 1, 1, 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+
+class FakeDriver:
+    """What Triton asks of a driver, on a GPU that notes launches: the programs and the arguments of each."""
+
+    utils = FakeUtils()
+
+    def __init__(self) -> None:
+        self.launches: list[list[object]] = []
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, src: object, metadata: object) -> object:
+        def launch(x: int, y: int, z: int, *args: object) -> None:
+            # Before the kernel's arguments: stream, function, two of metadata, two hooks.
+            self.launches.append([x, y, z, *map(described, args[6:])])
+
+        return launch
+
+
+def described(argument: object) -> object:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if hasattr(argument, "base"):
+        return [argument.base.data_ptr(), argument.shape, argument.strides, argument.block_shape]
+    return argument
+
+
+def launch(head_dim: int, group: int, soft_cap: float) -> list[list[object]]:
+    """Launch for two layers, and once more for the first with other queries."""
+    torch.manual_seed(0)
+    active = FakeDriver()
+    driver.set_active(active)
+    with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)):
+        attention = HopperPrefillAttention(
+            num_heads=KV_HEADS * group,
+            num_kv_heads=KV_HEADS,
+            head_dim=head_dim,
+            block_size=BLOCK_SIZE,
+            device=torch.device("cuda"),
+        )
+    pool = torch.zeros(2, 2, 3, BLOCK_SIZE, KV_HEADS, head_dim, dtype=torch.bfloat16)
+    tables, tiles = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(10, 8, dtype=torch.int32)
+    planned = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=torch.zeros(1, dtype=torch.int32))
+    queries = torch.zeros(2, 20, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
+    out, sinks = torch.zeros_like(queries[0]), torch.zeros(KV_HEADS * group)
+    for layer, q in ((0, queries[0]), (1, queries[0]), (0, queries[1])):
+        caches = pool[layer]
+        attention.run(q, *caches, tables, planned, out, scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks)  # type: ignore[arg-type]
+    return active.launches
+
+
+def assemble() -> str:
+    """Return ptxas's report on the kernel that was compiled."""
+    (kernel,) = hopper_prefill_kernel.device_caches[0][0].values()
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(kernel.asm["ptx"])
+        command = [ptxas, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+if __name__ == "__main__":
+    launches = launch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    print(json.dumps({"launches": launches, "report": assemble()}))

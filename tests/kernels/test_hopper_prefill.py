@@ -1,0 +1,184 @@
+"""The prefill kernel for Hopper, simulated on the CPU, as the assembler sees it, and how it is launched and chosen. On
+a GPU it is held to attention written out by `tests/attention/test_gpu_backends.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from gluon_simulator import Pointer, Simulator
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nvcli.kernels.triton import hopper_prefill_kernel
+from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, prefill_kernel
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS
+
+ROWS = 128
+
+
+def list_tiles(chunks: list[tuple[int, int]], group: int, padding: int) -> Tensor:
+    """What `PrefillTiles` lists for chunks (tokens, keys) in slots 0, 1, …: [tiles, TILE_FIELDS]."""
+    starts = [0, *accumulate(tokens for tokens, _ in chunks)]
+    order = sorted(range(len(chunks)), key=lambda slot: -chunks[slot][1])
+    of_chunks = [(slot, starts[slot], *chunks[slot]) for slot in order] + [(0, starts[-1], padding, 0)]
+    return torch.tensor(
+        [
+            [slot, first, start, tokens, keys, 0, 0, 0]
+            for slot, start, tokens, keys in of_chunks
+            for first in reversed(range(0, tokens * group, ROWS))
+        ]
+    )
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, soft_cap: float, sinks: Tensor | None) -> Tensor:
+    """q: [tokens, H, D], the last of [keys, KV, D] → [tokens, H, D]."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("thd,khd->htk", q, keys) / math.sqrt(q.shape[2])
+    scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+    last_seen = torch.arange(len(q)) + len(keys) - len(q)
+    scores = scores.masked_fill(torch.arange(len(keys)) > last_seen[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=2)
+    return torch.einsum("htk,khd->thd", scores.softmax(dim=2)[..., : len(keys)], values)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "soft_cap", "has_sinks", "programs", "chunks"),
+    [
+        (8, 2, 128, 64, 0.0, False, 3, [(1, 1), (33, 33), (200, 650), (70, 1000)]),
+        (4, 4, 64, 256, 5.0, True, 5, [(100, 300), (130, 130)]),
+        (5, 1, 128, 128, 0.0, False, 40, [(100, 300), (130, 513), (128, 128)]),
+    ],
+)
+def test_attention(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    soft_cap: float,
+    has_sinks: bool,
+    programs: int,
+    chunks: list[tuple[int, int]],
+) -> None:
+    """Of chunks (tokens, keys) and 45 tokens of padding. Behind the last keys lies NaN."""
+    generator = torch.Generator().manual_seed(0)
+    padding = 45
+    columns = [-(-keys // block_size) for _, keys in chunks]
+    blocks = (torch.randperm(sum(columns), generator=generator) + 1).split(columns)
+    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).int()
+    caches = torch.randn(2, sum(columns) + 1, block_size, kv_heads, head_dim, generator=generator)
+    for blocks_of_row, (_, keys) in zip(blocks, chunks, strict=True):
+        caches[:, blocks_of_row[-1], (keys - 1) % block_size + 1 :] = torch.nan
+    num_tokens = sum(tokens for tokens, _ in chunks)
+    q = torch.randn(num_tokens + padding, heads, head_dim, generator=generator)
+    sinks = torch.randn(heads, generator=generator) if has_sinks else None
+    tiles = list_tiles(chunks, heads // kv_heads, padding)
+    out = torch.full_like(q, 7.0)
+    k_matrix, v_matrix = caches.reshape(2, -1, kv_heads * head_dim)
+    Simulator(hopper_prefill_kernel).launch(
+        "hopper_prefill_kernel",
+        programs,
+        Pointer(q.flatten()),
+        k_matrix,
+        v_matrix,
+        Pointer(v_matrix.flatten()),
+        Pointer(out.view(-1)),
+        Pointer(tables.flatten()),
+        Pointer(tiles.flatten()),
+        Pointer(torch.tensor([len(tiles)])),
+        Pointer(q.flatten() if sinks is None else sinks),
+        math.log2(math.e) / math.sqrt(head_dim),
+        heads * head_dim,
+        tables.shape[1],
+        NUM_KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_ROWS=block_size,
+        SOFT_CAP=soft_cap * math.log2(math.e),
+        HAS_SINKS=has_sinks,
+        TILE_FIELDS=TILE_FIELDS,
+    )
+    start = 0
+    for blocks_of_row, (tokens, num_keys) in zip(blocks, chunks, strict=True):
+        keys, values = caches[:, blocks_of_row].flatten(1, 2)[:, :num_keys]
+        expected = attend(q[start : start + tokens], keys, values, soft_cap, sinks)
+        torch.testing.assert_close(out[start : start + tokens], expected, atol=1e-5, rtol=1e-4)
+        start += tokens
+    assert not out[start:].any(), "padding attends to nothing"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """What three launches, of two layers and of the first once more, made of the kernel."""
+    script = Path(__file__).with_name("hopper_compile.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, script, "128", "4", "30.0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_products_run_beside_other_work(compiled: dict[str, Any]) -> None:
+    """ptxas says so where it waits for each matrix product, which halves the speed; registers that are spilled in the
+    loop cost as much."""
+    assert "Performance Loss" not in compiled["report"]
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", compiled["report"])
+    assert int(spilled) <= 300, "some are spilled around the loop, and none in it"
+
+
+def test_launches_by_what_is_kept_are_those_that_triton_would_make(compiled: dict[str, Any]) -> None:
+    """The first launch goes through Triton; the others are made of what it compiled, and the last of a descriptor that
+    is kept."""
+    first, second, third = compiled["launches"]
+    q, k, v, v_cache = range(3, 7)
+    assert [k, v, v_cache] == [place for place in range(len(first)) if first[place] != second[place]]
+    assert [q] == [place for place in range(len(first)) if first[place] != third[place]]
+    for launch in (first, second):
+        assert launch[v][0] == launch[v_cache]
+        for described in (launch[k], launch[v]):
+            assert described[1:] == [[3 * 64, 8 * 128], [8 * 128, 1], [64, 64]]
+    assert second[k][0] - first[k][0] == second[v][0] - first[v][0] == 2 * 3 * 64 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "is_for_hopper"),
+    [
+        ({}, True),
+        ({"head_dim": 64, "block_size": 256, "dtype": torch.float16, "kv_dtype": torch.float16}, True),
+        ({"head_dim": 256}, False),
+        ({"block_size": 32}, False),
+        ({"kv_dtype": torch.float8_e4m3fn}, False),
+        ({"has_window": True}, False),
+        ({"batch_invariant": True}, False),
+        ({"has_plain_blocks": False}, False),
+    ],
+)
+def test_choice(change: dict[str, Any], is_for_hopper: bool) -> None:
+    device = torch.device("cuda")
+    arguments = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": device}
+    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+    arguments |= {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
+    for capability, wanted in (((9, 0), is_for_hopper), ((10, 0), False)):
+        with (
+            patch.object(torch.cuda, "get_device_capability", return_value=capability),
+            patch.object(torch.cuda, "get_device_properties"),
+        ):
+            kernel, notes = prefill_kernel(**(arguments | change))
+        assert isinstance(kernel, HopperPrefillAttention) == wanted
+        assert notes == [HOPPER_NOTE] * wanted
