@@ -17,9 +17,8 @@ PrefillKernel: TypeAlias = (
     "prefill_attention.PrefillAttention | invariant_attention.PrefillAttention | HopperPrefillAttention"
 )
 
-_GLUON_VERSIONS = ("3.6", "3.7")
-"""The versions of Triton whose Gluon, an experimental language, compiles the kernel for Hopper. It ran on a GPU with
-3.6 alone."""
+_GLUON_VERSION = "3.6"
+"""The version of Triton with whose Gluon, an experimental language, the kernel for Hopper ran on a GPU."""
 HOPPER_NOTE = "prefill attention: the kernel for Hopper GPUs"
 """What the log says where that kernel was chosen."""
 
@@ -50,7 +49,7 @@ def prefill_kernel(
         and dtype.itemsize == 2
         and kv_dtype == dtype
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and triton.__version__.startswith(tuple(f"{version}." for version in _GLUON_VERSIONS))
+        and triton.__version__.startswith(f"{_GLUON_VERSION}.")
     )
     if is_for_hopper:
         from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
