@@ -8,7 +8,7 @@ import torch
 from fake_runners import engine_config
 from nvcli.attention.kv_cache import KVCacheSpec
 from nvcli.errors import CapacityError
-from nvcli.runner.memory import check_positions_fit, out_of_memory_line, plan_memory
+from nvcli.runner.memory import check_positions_fit, keep_one_piece, out_of_memory_line, plan_memory
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,14 @@ def test_ranks_that_start_anew_beside_others_leave_room(monkeypatch: pytest.Monk
     assert (before := num_blocks(None)) == 900 - 100 - 10
     assert num_blocks(before - 1) == before
     assert num_blocks(before - 1, taken=500) == 0.9 * 400 - 10
+
+
+def test_a_start_does_not_fail_for_a_piece_that_only_large_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(num_bytes: int, **_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    keep_one_piece(1 << 30, torch.device("cuda"))
 
 
 def test_more_positions_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -121,10 +121,12 @@ def keep_one_piece(num_bytes: int, device: torch.device) -> None:
     """Make torch's allocator hold free memory of a GPU in one piece, from which it then takes what steps need.
 
     Without it, steps that are launched kernel by kernel take a new piece for each number of logits that is larger than
-    any before, and with vocabularies of 200,000 tokens the pieces left behind fill the GPU.
+    any before, and with vocabularies of 200,000 tokens the pieces left behind fill the GPU. Where so much is
+    not free, as with a large `kv_cache_memory`, nothing is held: only the largest steps need it.
     """
     if device.type == "cuda":
-        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def other_bytes(device: torch.device, weights: int) -> int:
