@@ -130,10 +130,14 @@ class RankInProcess:
 
 
 def wait_for_last_tokens(scheduler: Scheduler, request_id: int) -> None:
-    """Make one request wait for its last token before each row, as all requests do where there are stages."""
-    state = scheduler._by_id[request_id]
-    state.needs_last_token = True
-    state.parks_at = 0
+    """Make one request wait for its last token before each row, as all requests do where there are stages.
+
+    One that has ended as it came, because its answer is full of forced tokens, has no rows.
+    """
+    state = scheduler._by_id.get(request_id)
+    if state is not None:
+        state.needs_last_token = True
+        state.parks_at = 0
 
 
 def make_core(

@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import make_core, run
 
+import rank_in_process
 from fake_runners import Output
 from nvcli.engine.answer_watch import LOOP_STRIDE, ends_in_loop, watch_of
-from nvcli.engine.request import RequestOutput, ThoughtLimit
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.request import PromptScoring, RequestOutput, ThoughtLimit
 from nvcli.messages import StepOutput, pack, unpack
 from nvcli.sampling_params import SamplingParams, StopRepetition
+from rank_in_process import RankInProcess
 from requests_factory import make_request
 
 START, END, FORCED = 100, 110, [50, 51]
@@ -108,6 +111,20 @@ def test_forced_tokens_count_and_have_log_probabilities() -> None:
     whole = thinking(0, max_tokens=2)
     assert (unpack(whole.token_ids).tolist(), whole.finish_reason) == (FORCED, "length")
     assert [token.logprob for token in whole.logprobs] == [0.0, 0.0]
+
+
+def test_a_prompt_is_read_though_forced_tokens_would_fill_the_answer() -> None:
+    """Room for a token of the model is left, without which no step would come that reads the prompt."""
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=2, max_model_len=32, block_size=4)
+    core, scheduler = rank_in_process.make_core(limits, RankInProcess(limits), num_blocks=16)
+    thought = ThoughtLimit(budget=0, start_ids=[], ends=[[END]], forced_ids=FORCED)
+    for i, max_tokens in enumerate((1, 2, 3)):
+        read = PromptScoring(first=1)
+        core.add([make_request(i, [1, 2, 3, 4], max_tokens, thought_limit=thought, read=read)])
+    for i, output in rank_in_process.run(core, scheduler).items():
+        tokens = unpack(output.token_ids).tolist()
+        assert (tokens[:i], len(tokens), output.finish_reason) == (FORCED[:i], i + 1, "length")
+        assert sum(len(unpack(reading.logprobs)) for reading in output.readings) == 3
 
 
 def test_a_request_that_asks_for_nothing_is_not_looked_at() -> None:

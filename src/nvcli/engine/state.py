@@ -96,9 +96,15 @@ class RequestState:
     def take_forced(self, block_size: int) -> int:
         """Have the watch look at the answer, and go on with the tokens that it puts in the place of the model's, as far
         as there is room. Returns their number; where there are some, no token is on its way.
+
+        Room for a token of the model is left as long as the prompt is to be read: an answer that is full ends without
+        a step.
         """
         assert self.watch is not None
-        forced = self.watch.take_forced(self.generated)[: self.max_len - self.num_tokens]
+        room = self.max_len - self.num_tokens
+        if self.reads is not None and self.reads.first_unread is not None:
+            room -= 1
+        forced = self.watch.take_forced(self.generated)[:room]
         self._set_parks_at()
         self.set_hashed_blocks(self.num_hashed_blocks, block_size)
         if forced:
