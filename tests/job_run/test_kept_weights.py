@@ -15,7 +15,7 @@ from nvcli.errors import ConfigError
 from nvcli.job_run.kept_weights import explain_choice, keep_weights
 from nvcli.job_run.resolve import load_model, resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.nvidia_smi import SmiReport
+from nvcli.nvidia_smi import SmiGpu, SmiReport
 from nvcli.profile.advice import advise
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import weight_bytes
@@ -57,6 +57,8 @@ def test_auto_leaves_the_rest_alone(tmp_path: Path) -> None:
     assert keep_weights(run, shape("qwen3-32b", tmp_path, "none"), "cuda", gpu_bytes=GIB).quantization == "none"
     nobody = SmiReport(gpus={}, processes=(), links={})
     assert keep_weights(run, four_bits, "cuda", report=nobody).quantization == "none"
+    untold = SmiGpu(index=0, uuid="a", name="a slice", driver="580", total_bytes=0, used_bytes=0, mig=True)
+    assert keep_weights(run, four_bits, "cuda", gpus=[untold]).quantization == "none"
     assert four_bits.quantisation is not None
     small = dataclasses.replace(four_bits, quantisation=dataclasses.replace(four_bits.quantisation, group_size=16))
     assert keep_weights(run, small, "cuda", gpu_bytes=GIB).quantization == "none"

@@ -50,7 +50,7 @@ def keep_weights(
     if format_kept == "fp8":
         known = [gpu.capability for gpu in gpus if gpu.capability is not None]
         return model.keeping("fp8" if all(capability >= FP8_CAPABILITY for capability in known) else "none")
-    smallest = gpu_bytes or min((gpu.total_bytes for gpu in gpus), default=None)
+    smallest = gpu_bytes or min((gpu.total_bytes for gpu in gpus if gpu.total_bytes), default=None)
     return model.keeping("w4a16" if smallest is not None and _is_large(run, model, smallest) else "none")
 
 
