@@ -128,6 +128,20 @@ def test_weights_in_fp8_are_compared(tmp_path: Path) -> None:
     assert 0 < (found[0] - found[1]).abs().mean() < 0.2
 
 
+def test_a_batch_invariant_run_is_read_as_it_computes(tmp_path: Path) -> None:
+    """Its logits have the same bits however a passage is cut into chunks."""
+    config = engine_config(model_path=write_tiny_qwen3(tmp_path), max_model_len=64, block_size=4, batch_invariant=True)
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(0)).int()
+    with torch.inference_mode():
+        reader = PassageReader(config, TensorParallelGroup.single(), max_tokens=40, say=print)
+        whole, one_by_one = (
+            torch.cat([reader.read_chunk(tokens[start : start + size], start) for start in range(0, 40, size)])
+            for size in (40, 1)
+        )
+    assert reader.model.group.sums_in_order
+    assert torch.equal(whole, one_by_one)
+
+
 def test_agreement_of_answers() -> None:
     a = [array("i", [1, 2, 3]), array("i", [1, 2]), None, array("i", [9])]
     b = [array("i", [1, 2, 3]), array("i", [1, 2, 4, 5]), array("i", [1]), array("i", [8])]

@@ -41,8 +41,14 @@ class PassageReader:
             config.quantization
         )
         self.device = device
+        self._batch_invariant = config.batch_invariant
         self.model = build_model(
-            self.config, group, dtype, max_positions=config.max_model_len, has_fp8_units=has_fp8_units(device)
+            self.config,
+            group,
+            dtype,
+            max_positions=config.max_model_len,
+            has_fp8_units=has_fp8_units(device),
+            batch_invariant=config.batch_invariant,
         )
         check_weights_fit(sum(self.model.weight_bytes().values()), device)
         load_weights(self.model, config.model_path, device, say=say)
@@ -58,6 +64,7 @@ class PassageReader:
             block_size=block_size,
             max_num_seqs=1,
             max_num_batched_tokens=CHUNK_TOKENS,
+            batch_invariant=config.batch_invariant,
             has_states=any(isinstance(layer, StateSpec) for layer in self.model.cache_layers),
         )
         self.backend, notes = select_backend(config.attention_backend, case)
@@ -99,6 +106,7 @@ class PassageReader:
             kv_cache=self._kv_cache,
             backend=self.backend,
         )
+        self.model.group.sums_in_order = self._batch_invariant  # A and B share the group
         self.backend.plan(batch)
         self.backend.plan_on_device(batch)
         hidden = self.model.forward(batch)
