@@ -26,10 +26,10 @@ def make_segments(windows: dict[int, int | None] | None = None, costs: SegmentCo
     )
 
 
-def enter(segments: SharedSegments, slot: int, *tables: list[int]) -> RequestState:
+def enter(segments: SharedSegments, slot: int, *tables: list[int], max_tokens: int = 8) -> RequestState:
     """Let a request in whose blocks, of each group, are all full of prompt tokens; 0: a window has left it behind."""
     num_tokens = len(tables[0]) * BLOCK_SIZE + 1
-    request = make_request(slot, [3] * num_tokens, 8)
+    request = make_request(slot, [3] * num_tokens, max_tokens)
     state = RequestState(request, Prompt(request))
     state.slot, state.num_computed = slot, num_tokens
     state.blocks = [list(table) for table in tables]
@@ -97,6 +97,19 @@ def test_a_segment_is_read_once_until_too_few_rows_are_left() -> None:
     # The slots of those who left may still name the segment, until a request that does not have it comes.
     enter(segments, 5, [200, 201])
     assert segments.take_changes(64).slots == [(0, 5, 0)]
+
+
+def test_a_request_that_should_end_with_its_first_token_does_not_decode_over_the_segments_of_its_slot() -> None:
+    """Its steps may give no token; it decodes then, and reads all of its keys on its own."""
+    segments = make_segments()
+    for slot in range(64):
+        enter(segments, slot, [*SHARED, 100 + slot])
+    segments.take_changes(64)
+    segments.leave(5)
+    enter(segments, 5, [200, 201], max_tokens=1)
+    assert segments.take_changes(64).slots == [(0, 5, 0)]
+    enter(segments, 70, [202, 203], max_tokens=1)
+    assert segments.take_changes(64).slots == [], "its slot has had no segment"
 
 
 def test_variants_cut_a_segment_and_leave_the_slots_of_others_alone() -> None:

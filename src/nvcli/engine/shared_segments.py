@@ -65,7 +65,11 @@ class SharedSegments:
         """Take in a request whose prompt is computed by the steps that were scheduled, unless it is in, or ends with
         the token that they give."""
         assert state.slot is not None
-        if state.slot in self._inside or not self._forests or state.max_len <= state.num_tokens + 1:
+        if state.slot in self._inside or not self._forests:
+            return
+        if state.max_len <= state.num_tokens + 1:
+            for forest in self._forests.values():
+                forest.changed_slots[state.slot] = 0  # the steps may give no token, and then it decodes
             return
         self._inside.add(state.slot)
         # The block that the last known token fills is the request's own: that token is always computed.
