@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 
 import pytest
 
@@ -16,20 +17,28 @@ from requests_factory import make_request
 
 
 class InstantExecutor:
-    def __init__(self) -> None:
+    def __init__(self, failing: Container[int] = ()) -> None:
+        self._failing = failing
         self._outputs: deque[StepOutput] = deque()
 
     def submit(self, step: StepInput) -> None:
         tokens = [7] * sum(unpack(step.num_logits))
-        self._outputs.append(StepOutput(step_id=step.step_id, token_ids=pack(tokens), seconds=step.step_id + 1.0))
+        reason = "as planned" if step.step_id in self._failing else ""
+        self._outputs.append(
+            StepOutput(step_id=step.step_id, token_ids=pack(tokens), seconds=step.step_id + 1.0, out_of_memory=reason)
+        )
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()
 
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        return 100
 
-def recorded_core(limits: SchedulerLimits) -> EngineCore:
+
+def recorded_core(limits: SchedulerLimits, failing: Container[int] = ()) -> EngineCore:
+    """Steps with these numbers run out of memory, and new ranks take the place of those that ran them."""
     scheduler = Scheduler(limits, BlockManager(100))
-    return EngineCore(scheduler, InstantExecutor(), max_in_flight=2, recorder=StepRecorder(limits))
+    return EngineCore(scheduler, InstantExecutor(failing), max_in_flight=2, recorder=StepRecorder(limits))
 
 
 def test_counts_follow_from_lengths_chunks_and_prefix_hits() -> None:
@@ -84,3 +93,14 @@ def test_keys_are_no_longer_shared_once_a_slot_is_anothers() -> None:
     shared = [step.repeated_decode_keys for step in core.take_records() if step.num_decodes == 2]
     assert shared[:2] == [8, 8]
     assert not any(shared[2:])
+
+
+def test_new_ranks_share_nothing_with_those_before() -> None:
+    """A request that is taken back comes into the slot of another one, which had more blocks."""
+    limits = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=60, max_model_len=64, block_size=4)
+    core = recorded_core(limits, failing=(5, 6))
+    core.add([make_request(i, [70 + i] * length, 1 if i == 0 else 20) for i, length in enumerate([4, 30, 4])])
+    while core.has_work:
+        core.step()
+    assert len(core.take_notes()) == 1
+    assert not any(step.repeated_decode_keys for step in core.take_records())

@@ -18,7 +18,8 @@ class StepRecorder:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._block_size = limits.block_size
-        self._repeated = RepeatedBlocks(limits.kv_groups)
+        self._kv_groups = limits.kv_groups
+        self._repeated = RepeatedBlocks(self._kv_groups)
         self._in_flight: deque[StepRecord] = deque()
         self._records: list[StepRecord] = []
 
@@ -54,8 +55,9 @@ class StepRecorder:
         self._records.append(record)
 
     def dropped(self) -> None:
-        """Forget the submitted steps, which did not run."""
+        """Forget the submitted steps, which did not run, and the blocks of all slots: requests enter slots anew."""
         self._in_flight.clear()
+        self._repeated = RepeatedBlocks(self._kv_groups)
 
     def take(self) -> list[StepRecord]:
         """Return the records of the steps that were collected since the last call."""
