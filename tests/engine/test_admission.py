@@ -97,11 +97,15 @@ def test_few_requests_are_preempted_and_the_job_takes_hardly_more_steps(mean: in
     assert num_steps < 1.15 * num_greedy_steps
 
 
-def test_requests_of_certain_length_are_never_preempted() -> None:
+@pytest.mark.parametrize(
+    "groups", [(KVGroup(),), (KVGroup(window=4096),), (KVGroup(window=5000), KVGroup(), KVGroup(window=4096))]
+)
+def test_requests_of_certain_length_are_never_preempted(groups: tuple[KVGroup, ...]) -> None:
+    """Windows that no request outgrows hold as much as full attention."""
     rng = random.Random(2)
     requests = some_requests(rng, 200, 300)
     lengths = [10_000] * len(requests)  # max_tokens ends them
-    scheduler, _, _ = run(requests, lengths, make_limits(), 400)
+    scheduler, _, _ = run(requests, lengths, make_limits(kv_groups=groups), 400 * len(groups))
     assert scheduler.stats.num_preemptions == 0
 
 

@@ -49,7 +49,8 @@ class Admission:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._tokens_per_row = limits.tokens_per_row
-        num_growing = sum(group.window is None for group in limits.kv_groups)
+        # A window as long as any request gives no block back.
+        num_growing = sum(group.window is None or group.window >= limits.max_model_len for group in limits.kv_groups)
         self._blocks_per_token = num_growing / limits.block_size
         self._is_on = limits.plans_admission and num_growing > 0
         self._num_running = 0
