@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nvcli.config_types import KeptWeights
 from nvcli.distributed.stage import Stage
 from nvcli.errors import ConfigError
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
@@ -25,7 +26,6 @@ from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
-KeptWeights = Literal["none", "fp8", "w4a16"]
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
