@@ -65,5 +65,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Variables of the chat template, such as `enable_thinking: false`; those of a row go over them."""
 
     plan: bool = True
-    """Choose the order in which the rows that were read ahead are computed: prompts that begin alike together, long
-    answers first, equal rows once. Changes no answer. false: every row, in the order of the input."""
+    """Choose the order in which the rows that were read ahead are computed (prompts that begin alike together, long
+    answers first, equal rows once), and how many run at a time, by how long answers will be. Changes no answer. false:
+    every row, in the order of the input, and as many at a time as fit at that moment."""
