@@ -58,7 +58,7 @@ class ModelConfig:
     expert_parallel: bool = False
     """Whether ranks that share a layer hold whole experts each (`enable_expert_parallel`), and not a part of each."""
     quantisation: Quantisation | None = None
-    """How the checkpoint's linear layers are quantised; None: they are not, or the family decodes them by itself."""
+    """How the checkpoint's linear layers or experts are quantised; None: they are not."""
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers: in the run's type, in FP8, or in the 4 bits of the checkpoint."""
     has_head: bool = True
