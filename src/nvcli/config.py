@@ -206,6 +206,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prepare_grammars: bool = False
     """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
     enable_cascade_attention: bool = True
+    """As in RunConfig."""
     plan_admission: bool = True
     """Admit as many requests as will fit into the KV cache until they end, by what the answers so far tell; false: as
     many as fit now, and take some back when there is too little room."""
