@@ -157,11 +157,14 @@ class ModelConfig:
             elif layer.attends.qk_norm == "row" or layer.attends.norms_values:
                 problems.append("norms of whole rows of queries or of values, whose sums depend on the number of rows")
         if self.quantization != "none":
-            problems.append(f"weights kept in {self.quantization} (`quantization`), whose products depend on it too")
+            problems.append(
+                f"weights kept in {self.quantization}, whose products depend on the batch (`quantization`: none keeps "
+                "plain ones)"
+            )
         if problems:
             raise ConfigError(
                 f"`batch_invariant` is true, and this model ({self.architecture}) has "
-                f"{', and '.join(dict.fromkeys(problems))}: set it to false"
+                f"{', and '.join(dict.fromkeys(problems))}: set `batch_invariant` to false"
             )
 
     def divides_by(self, size: int) -> bool:
