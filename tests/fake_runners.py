@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from nvcli.config import EngineConfig
-from nvcli.engine.protocol import EngineStart
 from nvcli.errors import LoadError
-from nvcli.executor import executor
-from nvcli.executor.child_process import ChildProcess
 from nvcli.messages import (
     EngineReady,
     PromptRead,
@@ -476,24 +470,6 @@ class DiesLoadingRunner(CountingRunner):
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
-
-
-def engine_without_processes(start: EngineStart, control: Connection) -> None:
-    """An engine's process that cannot start more others than NVCLI_TEST_PROCESSES."""
-    from nvcli.engine.engine_process import main
-
-    left = int(os.environ["NVCLI_TEST_PROCESSES"])
-
-    class Child(ChildProcess):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-            super().__init__(*args, **kwargs)
-
-    executor.ChildProcess = Child  # type: ignore[misc]
-    main(start, control)
 
 
 class SlowWarmUpRunner(CountingRunner):

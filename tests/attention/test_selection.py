@@ -190,11 +190,13 @@ def test_only_torch_reads_new_keys(name: str) -> None:
 
 
 def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log says so. Layers with windows keep the other, and so do pools whose blocks are not all alike."""
-    pytest.importorskip("triton")
+    """The log says so. Layers with windows keep the other, and so do pools whose blocks are not all alike, and runs
+    with a version of Triton that the kernel has not run with."""
+    triton = pytest.importorskip("triton")
     from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
     from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE
 
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     wide, windowed = (replace(spec, head_dim=128) for spec in CASE.specs)
@@ -211,3 +213,5 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
         replace(case, kv_dtype=FP8),
     )
     assert [TritonBackend(other).notes for other in others] == [()] * len(others)
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    assert TritonBackend(case).notes == ()

@@ -378,7 +378,7 @@ def test_ranks_that_cannot_be_started_are_an_error(
     monkeypatch.setenv("NVCLI_TEST_STEPS", "3,4")
     monkeypatch.setenv("NVCLI_TEST_PROCESSES", str(num_processes))
     argument = EngineStart(config=engine_config(tensor_parallel_size=2), runner="fake_runners:OutOfMemoryRunner")
-    process = ChildProcess("fake_runners:engine_without_processes", argument, name="engine")
+    process = ChildProcess("fake_processes:engine_without_processes", argument, name="engine")
     clients.append(client := EngineClient(process, step_timeout=60))
 
     def use() -> None:

@@ -55,7 +55,7 @@ def test_batch_invariance_is_refused_where_it_cannot_be_had(tmp_path: Path) -> N
     backends = AttentionBackends(decode="flashinfer")
     with pytest.raises(ConfigError, match="`attention_backend` flashinfer gives a row other bits in other batches"):
         resolve_engine_config(msgspec.structs.replace(run, attention_backend=backends), Path("/m"), make_model())
-    with pytest.raises(ConfigError, match=r"`batch_invariant` is true, .* weights kept in fp8"):
+    with pytest.raises(ConfigError, match=r"`batch_invariant` is true, .* weights kept in fp8, .*: none keeps plain"):
         resolve_engine_config(msgspec.structs.replace(run, quantization="fp8"), Path("/m"), make_model())
     with pytest.raises(ConfigError, match=r"`batch_invariant` is true, and this model .* has layers with a recurrent"):
         resolve_engine_config(run, Path("/m"), load_model_config(write_shape("qwen3.5-35b-a3b", tmp_path)))

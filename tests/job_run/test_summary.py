@@ -104,4 +104,4 @@ def test_a_limit_says_that_there_is_more() -> None:
 def test_prompt_tokens_that_were_not_computed_count_for_each_sample() -> None:
     summary = make_summary()
     summary.counts.replicas = [EngineStats(prompt_tokens=64 * 12_345, cached_tokens=63 * 12_345)]
-    assert "prompt 12,345 (777,735 not computed: in the prefix cache, 98%)" in format_summary(summary)
+    assert "prompt 12,345 (777,735 of 790,080 not computed: in the prefix cache, 98%)" in format_summary(summary)

@@ -89,6 +89,11 @@ BAD = [
         "invalid_value",
         "tools[0].function.parameters.properties` is [1]; allowed: an object",
     ),
+    (
+        {"tools": [{**STRICT, "function": {"name": "f", "strict": "yes"}}]},
+        "invalid_value",
+        'tools[0].function.strict` is "yes"; allowed: true or false',
+    ),
     ({"tools": [TOOL], "parallel_tool_calls": "no"}, "invalid_value", 'parallel_tool_calls` is "no"; allowed: true or'),
     ({"documents": ["x"]}, "invalid_value", 'documents[0]` is "x"'),
     ({"continue_final_message": 1}, "invalid_value", "continue_final_message` is 1; allowed: true or false"),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
-from nvcli.kernels import w4, weight_formats
+from nvcli.kernels import w4
 from nvcli.kernels.activation import ACTIVATE_AND_MUL
 from nvcli.kernels.triton import w4_linear as kernels
 from nvcli.kernels.triton.w4_launches import LINEAR, Kind, Launch
@@ -34,13 +34,6 @@ def make(rows: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tenso
     return words, w4.join_scales(scales, zeros), (codes.float() - spread[1]) * spread[0]
 
 
-@pytest.fixture(params=[32, 64], ids=["small parts", "large parts"])
-def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sizes of the parts of a tile: one is chosen by measurement."""
-    monkeypatch.setattr(weight_formats, "_LARGE_PART", request.param)
-
-
-@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
 def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
     words, scales, values = make(rows, columns, group)
@@ -56,7 +49,6 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("launch", "num_rows"),

@@ -143,6 +143,14 @@ def test_an_fp8_cache_holds_nearly_twice_as_many_tokens(tmp_path: Path) -> None:
     assert "--set kv_cache_dtype=fp8" not in advised(kv_cache_dtype="fp8") + advised(attention_backend="flashinfer")
 
 
+def test_nothing_is_advised_that_a_run_with_the_same_bits_in_every_batch_refuses(tmp_path: Path) -> None:
+    config, model = setting(tmp_path)
+    config = msgspec.structs.replace(config, batch_invariant=True)
+    found = advise(config, model, estimate(config, model, 40 * GIB), request_len=4096, longest=None)
+    assert found
+    assert not any("fp8" in advice.change or "w4a16" in advice.change for advice in found)
+
+
 def test_more_slots_are_advised_where_the_cache_has_room(tmp_path: Path) -> None:
     config, model = setting(tmp_path, "qwen3-0.6b", max_model_len=2048)
     (advice,) = advise(config, model, estimate(config, model, 80 * GIB), request_len=500, longest=None)

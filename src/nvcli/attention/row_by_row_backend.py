@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionCase, AttentionSpec
-from nvcli.attention.torch_backend import TorchBackend, first_seen, softmax_attention
+from nvcli.attention.spec import AttentionCase, AttentionSpec, first_seen
+from nvcli.attention.torch_backend import TorchBackend, softmax_attention
 
 
 @dataclass(frozen=True, slots=True)

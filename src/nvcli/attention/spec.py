@@ -78,3 +78,8 @@ class AttentionCase:
     def cache_dtype(self) -> torch.dtype:
         """The type of keys and values in the cache."""
         return self.kv_dtype or self.dtype
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """Return the position of the first key that a token at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)

@@ -28,7 +28,7 @@ from nvcli.attention import written_softmax
 from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionCase, AttentionSpec, first_seen
 from nvcli.attention.torch_segments import SharedRead, plan_shared_reads
 from nvcli.kernels.fp8_kv import gather_blocks
 
@@ -317,11 +317,6 @@ class TorchBackend(AttentionBackend):
         end = mask.shape[1] - _QUERY_CHUNK + num_queries
         mask = mask[:num_queries, end - num_seen : end]
         return mask.contiguous() if mask.is_cuda else mask  # GPU kernels read masks from aligned addresses
-
-
-def first_seen(position: int, window: int | None) -> int:
-    """Return the position of the first key that a token at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1)
 
 
 def _attend(

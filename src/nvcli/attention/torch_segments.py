@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nvcli.attention import written_softmax
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, first_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def plan_shared_reads(
     readers: dict[int, list[int]] = {}
     own_begins = [0] * len(lens)
     for row, (number, length) in enumerate(zip(numbers, lens, strict=True)):
-        segment, first_seen = number, _first_seen(length, window)
-        while segment and entries[segment][1] > first_seen:
+        segment, seen_from = number, first_seen(length - 1, window)
+        while segment and entries[segment][1] > seen_from:
             readers.setdefault(segment, []).append(row)
             own_begins[row] = max(own_begins[row], entries[segment][1])
             segment = entries[segment][2]
@@ -64,19 +64,13 @@ def plan_shared_reads(
         begin, end, _ = entries[segment]
         # The shortest row sees all that any of them sees.
         source = min(rows, key=lens.__getitem__)
-        first_seen = max(begin, _first_seen(lens[source], window))
-        first_block = first_seen // block_size
+        first_block = max(begin, first_seen(lens[source] - 1, window)) // block_size
         blocks = batch.block_tables[kv_group, slots[source], first_block : end // block_size].long()
         mask = None
         if window is not None:
             key = torch.arange(first_block * block_size, end, device=slots.device)
-            seen = torch.tensor([_first_seen(lens[row], window) for row in rows], device=slots.device)
+            seen = torch.tensor([first_seen(lens[row] - 1, window) for row in rows], device=slots.device)
             mask = torch.zeros(len(rows), len(key), device=slots.device)
             mask = mask.masked_fill_(key < seen.unsqueeze(1), float("-inf")).unsqueeze(1)
         reads.append(SharedRead(torch.tensor(rows, device=slots.device), blocks, mask))
     return reads, own_begins
-
-
-def _first_seen(length: int, window: int | None) -> int:
-    """Return the position of the first key that the last token of `length` sees."""
-    return 0 if window is None else max(0, length - window)

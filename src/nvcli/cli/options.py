@@ -64,7 +64,8 @@ QuantizationOption = Annotated[
     typer.Option(
         "--quantization",
         metavar="TYPE",
-        help="How weights are kept: none: in --dtype; fp8: linear layers in 8 bits; w4a16: in a checkpoint's 4 bits.",
+        help="How weights are kept: none: in --dtype; fp8: linear layers in 8 bits; w4a16: in a checkpoint's 4 bits; "
+        "auto: what suits checkpoint and GPU.",
         autocompletion=completion.words("auto", "none", "fp8", "w4a16"),
         rich_help_panel=MODEL,
     ),

@@ -37,8 +37,8 @@ def not_finite(state: RequestState) -> Failure:
         return Failure(
             "invalid_structured",
             f"behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}), none of `allowed_token_ids` is "
-            "a token with which `structured` can go on (or the logits are NaN or infinite); allow more tokens, the "
-            "model's end-of-sequence id among them, or leave one of the two out",
+            "a token with which the answer can go on as `structured` or `tool_choice` asks (or the logits are NaN or "
+            "infinite); allow more tokens, the model's end-of-sequence id among them, or leave one of the two out",
         )
     return Failure(
         "non_finite_logits",

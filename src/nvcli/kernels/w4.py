@@ -4,8 +4,8 @@ tensors take the Triton kernels that are held to it.
 Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
 
     words   [out, in / 4] int16. 4 P columns are a tile and have P words: word j has the codes of the columns j, j + P,
-            j + 2 P and j + 3 P of its tile, from its lowest bits on. P is 64, or 32 for groups of 32. A last tile that
-            is not full ends in codes of 0.
+            j + 2 P and j + 3 P of its tile, from its lowest bits on. P is 32. A last tile that is not full ends in
+            codes of 0.
     scales  integers: [groups, out] int32, where a group is 32, 64 or 128 neighbours of a row. A value is
             (code - zero) × scale; the lowest 8 bits hold the zero, the others those of the scale in float32.
             MXFP4: [tiles, out] int32, the scales of a tile's four blocks, 8 bits each, from the lowest bits on.

@@ -23,10 +23,8 @@ WORD_BITS = 32
 
 W4_PARTS = 4
 """Codes of a word, where ranks keep a weight in 4 bits (`kernels/w4.py`)."""
-_SMALL_PART = 32
-"""The words of a tile in groups of so many columns."""
-_LARGE_PART = 32
-"""The words of a tile in larger groups. 64 would do as well, with larger tiles."""
+_PART = 32
+"""The words of a tile: the smallest group, so that groups have whole parts."""
 W4_GROUPS = (128, 64, 32)
 """How many neighbours of a row may share a scale in such a weight of integers, the most first."""
 
@@ -51,7 +49,7 @@ class W4Format:
     def part(self) -> int:
         """The words of a tile: as many neighbours of a row are in the same bits of their words, and groups have whole
         parts."""
-        return _SMALL_PART if self.group == _SMALL_PART else _LARGE_PART
+        return _PART
 
     @property
     def tile(self) -> int:

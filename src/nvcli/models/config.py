@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from nvcli.config_types import KeptWeights
 from nvcli.distributed.stage import Stage
 from nvcli.errors import ConfigError
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
@@ -25,7 +26,6 @@ from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
-KeptWeights = Literal["none", "fp8", "w4a16"]
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -58,7 +58,7 @@ class ModelConfig:
     expert_parallel: bool = False
     """Whether ranks that share a layer hold whole experts each (`enable_expert_parallel`), and not a part of each."""
     quantisation: Quantisation | None = None
-    """How the checkpoint's linear layers are quantised; None: they are not, or the family decodes them by itself."""
+    """How the checkpoint's linear layers or experts are quantised; None: they are not."""
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers: in the run's type, in FP8, or in the 4 bits of the checkpoint."""
     has_head: bool = True
@@ -157,11 +157,14 @@ class ModelConfig:
             elif layer.attends.qk_norm == "row" or layer.attends.norms_values:
                 problems.append("norms of whole rows of queries or of values, whose sums depend on the number of rows")
         if self.quantization != "none":
-            problems.append(f"weights kept in {self.quantization} (`quantization`), whose products depend on it too")
+            problems.append(
+                f"weights kept in {self.quantization}, whose products depend on the batch (`quantization`: none keeps "
+                "plain ones)"
+            )
         if problems:
             raise ConfigError(
                 f"`batch_invariant` is true, and this model ({self.architecture}) has "
-                f"{', and '.join(dict.fromkeys(problems))}: set it to false"
+                f"{', and '.join(dict.fromkeys(problems))}: set `batch_invariant` to false"
             )
 
     def divides_by(self, size: int) -> bool:

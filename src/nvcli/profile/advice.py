@@ -156,11 +156,14 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
 
 def _takes_fp8(config: EngineConfig) -> bool:
     """Whether the keys and values of a run could be kept in FP8, and are not yet."""
-    return config.kv_dtype != "fp8" and set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
+    has_backend = set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
+    return config.kv_dtype != "fp8" and has_backend and not config.batch_invariant
 
 
 def _can_keep(quantization: KeptWeights, config: EngineConfig, model: ModelConfig) -> bool:
     """Tell whether weights that are kept in 16 bits could be kept so."""
+    if config.batch_invariant:
+        return False
     try:
         return config.quantization == "none" and model.keeping(quantization).divides_by(config.tensor_parallel_size)
     except ConfigError:  # the checkpoint does not have 4 bits, or layers that are left alone cannot be told

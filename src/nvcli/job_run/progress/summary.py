@@ -168,7 +168,8 @@ def _token_lines(summary: Summary) -> Iterator[str]:
     not_computed = max(counts.cached_tokens, counts.engine_cached_tokens)
     if not_computed:
         share = not_computed / counts.engine_prompt_tokens
-        cached = f" ({not_computed:,} not computed: in the prefix cache, {share:.0%})"
+        of_all = f" of {counts.engine_prompt_tokens:,}" if counts.engine_prompt_tokens > counts.prompt_tokens else ""
+        cached = f" ({not_computed:,}{of_all} not computed: in the prefix cache, {share:.0%})"
     generates = counts.completion_tokens > 0
     generated = f", generated {counts.completion_tokens:,}" if generates else ""
     yield f"  tokens    prompt {counts.prompt_tokens:,}{cached}{generated}"

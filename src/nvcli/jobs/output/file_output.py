@@ -162,7 +162,9 @@ class FileOutput(JobOutput):
         identify_rows = self._options.identify_rows
         if settings or (inputs and identify_rows is None):
             lines = "\n".join(f"  {line}" for line in [*settings, *inputs])
-            raise ConfigError(f"the output {self._path} was made by another job:\n{lines}\n{way_out}")
+            raise ConfigError(
+                f"the output {self._path} was made by another job:\n{lines}\nchange these back, {way_out}"
+            )
         if not inputs or identify_rows is None:
             return manifest
         from nvcli.jobs.output.changed_input import ChangedInput  # which needs numpy

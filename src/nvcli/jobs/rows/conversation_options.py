@@ -107,6 +107,9 @@ def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
                 f"`{join_path((*path, number))}` is {show(tool)}; allowed: "
                 '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}',
             )
+        strict = tool["function"].get("strict")
+        if strict is not None:
+            convert(strict, bool, under=(*path, number, "function", "strict"))
     return tools
 
 

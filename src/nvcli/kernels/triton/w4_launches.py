@@ -44,7 +44,6 @@ memory, which the library multiplies; for `gated`: a plain product, with the act
 ExpertRanges = tuple[tuple[int, ExpertLaunch], ...]
 """Launches for up to so many rows of an expert on average, ascending. The last one holds above its range, too."""
 
-# written by measurement: begin
 LINEAR: Mapping[Kind, Ranges] = {
     "plain": (
         (16, Launch(16, 64, 6, 4)),
@@ -63,4 +62,3 @@ EXPERTS: ExpertRanges = (
     (64, ExpertLaunch(Launch(64, 64, 3, 4), Launch(64, 64, 3, 4))),
     (128, ExpertLaunch(Launch(128, 64, 3, 4), Launch(128, 128, 3, 8))),
 )
-# written by measurement: end

@@ -26,6 +26,6 @@ class Family:
     ties_embeddings: bool = False
     """What an absent `tie_word_embeddings` stands for."""
     quantisations: tuple[str, ...] = ()
-    """The `quant_method` of checkpoints whose weights are turned into plain ones when they are loaded."""
+    """The `quant_method` of quantised checkpoints that the family decodes by itself, and the only ones that it has."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What absent keys stand for, for a family whose published files leave keys out."""

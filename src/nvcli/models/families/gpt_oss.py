@@ -51,7 +51,7 @@ def read(config: JsonFile) -> DecoderConfig:
 GPT_OSS = Family(
     name="gpt-oss",
     architectures=("GptOssForCausalLM",),
-    features="attention sinks, windows in every other layer, a mixture of experts; MXFP4 weights stay so on a GPU",
+    features="attention sinks, windows in every other layer, a mixture of experts in MXFP4",
     examples=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
     read=read,
     quantisations=("mxfp4",),
