@@ -23,10 +23,6 @@ class Launch(NamedTuple):
     """128 for scales by blocks."""
     num_stages: int
     num_warps: int
-    is_exact: bool = True
-    """Whether FP8 units, which keep about 14 bits of a sum, add up 128 products at a time, and these sums are added up
-    in float32. Otherwise they add up all products, which no launch below does: of 4,096 products of one sign they lost
-    8 % (of random signs 0.3 %), as torch's own product does with `use_fast_accum`. Sums of blocks are always exact."""
     num_parts: int = 1
     """Into how many parts the input features are cut, which are multiplied by programs of their own."""
 

@@ -82,11 +82,9 @@ def fp4_numbers(words, exponents, PART: tl.constexpr, DTYPE: tl.constexpr, PACKE
 @triton.jit
 def add_tile(
     total,  # [OUT_TILE, ROW_TILE] float32
-    words,  # [OUT_TILE, PART] pointers to the words of the first tile; BY_TMA: their descriptor
-    word_row,  # BY_TMA: the first row of words
+    words_ptrs,  # [OUT_TILE, PART], to the words of the first tile
     scales_ptrs,  # [OUT_TILE], to the scales of the first group
-    x,  # [PART, ROW_TILE] pointers to the first tile; BY_TMA: the descriptor of rows, with tiles [ROW_TILE, PART]
-    x_row,  # BY_TMA: the first row of x
+    x_ptrs,  # [PART, ROW_TILE], to the first tile
     tile,
     is_row,  # [ROW_TILE]
     is_feature,  # [OUT_TILE]
@@ -95,27 +93,20 @@ def add_tile(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     PART: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_TMA: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """Add the product of one tile of input features to `total`.
 
-    OUT_ROWS is how far the scales of two groups (of MXFP4: of two tiles) are apart. With SCALED the numbers of a
-    weight are multiplied by their scales, otherwise the sums of a group are: this is exact, and takes registers for
-    these sums. With BY_TMA the tensor memory accelerator fetches words and x; rows that are missing are other ones, and
-    columns 0.
+    OUT_ROWS is how far the scales of two groups (of MXFP4: of two tiles) are apart. The sums of a group of integers
+    are multiplied by their scales, which is exact, and takes registers for these sums.
     """
     PARTS: tl.constexpr = 4
     TILE: tl.constexpr = PARTS * PART
-    if BY_TMA:
-        codes = words.load([word_row, tile * PART])
-    else:
-        codes = tl.load(words + tile * PART, mask=is_feature[:, None], other=0)
+    codes = tl.load(words_ptrs + tile * PART, mask=is_feature[:, None], other=0)
     if KIND == "mxfp4":
         exponents = tl.load(scales_ptrs + tile * OUT_ROWS, mask=is_feature, other=0)
         for part in tl.static_range(PARTS):
-            inputs = _load_part(x, x_row, tile * TILE, is_row, part, IN_FEATURES, PART, BY_TMA)
+            inputs = _load_part(x_ptrs, tile * TILE, is_row, part, IN_FEATURES, PART)
             numbers = fp4_numbers(codes, exponents, part, inputs.dtype, PACKED)
             total = tl.dot(numbers, inputs, total, input_precision="ieee")
     else:
@@ -126,30 +117,21 @@ def add_tile(
             if IN_FEATURES % TILE != 0:
                 has_group = is_feature & (group * GROUP < IN_FEATURES)
             pairs = tl.load(scales_ptrs + group * OUT_ROWS, mask=has_group, other=0)
-            sums = total if SCALED else tl.zeros_like(total)
+            sums = tl.zeros_like(total)
             for part in tl.static_range(first, first + GROUP_PARTS):
-                inputs = _load_part(x, x_row, tile * TILE, is_row, part, IN_FEATURES, PART, BY_TMA)
-                scales, zeros = scales_and_zeros(pairs, inputs.dtype, PACKED)
+                inputs = _load_part(x_ptrs, tile * TILE, is_row, part, IN_FEATURES, PART)
+                _, zeros = scales_and_zeros(pairs, inputs.dtype, PACKED)
                 numbers = integers(codes, zeros, part, inputs.dtype, PACKED)
-                if SCALED:
-                    numbers *= scales.to(inputs.dtype)[:, None]
                 sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
-            if SCALED:
-                total = sums
-            else:
-                scales, _ = scales_and_zeros(pairs, tl.float32, PACKED)
-                total += sums * scales[:, None]
+            scales, _ = scales_and_zeros(pairs, tl.float32, PACKED)
+            total += sums * scales[:, None]
     return total
 
 
 @triton.jit
-def _load_part(x, row, start, is_row, part, IN_FEATURES: tl.constexpr, PART: tl.constexpr, BY_TMA: tl.constexpr):
+def _load_part(x_ptrs, start, is_row, part, IN_FEATURES: tl.constexpr, PART: tl.constexpr):
     """Load one part of a tile of x, which begins at feature `start`: [PART, ROW_TILE]."""
-    if BY_TMA:
-        inputs = x.load([row, start + part * PART]).T
-    else:
-        mask = is_row[None, :]
-        if IN_FEATURES % (4 * PART) != 0:
-            mask = mask & (start + part * PART + tl.arange(0, PART) < IN_FEATURES)[:, None]
-        inputs = tl.load(x + start + part * PART, mask=mask, other=0.0)
-    return inputs
+    mask = is_row[None, :]
+    if IN_FEATURES % (4 * PART) != 0:
+        mask = mask & (start + part * PART + tl.arange(0, PART) < IN_FEATURES)[:, None]
+    return tl.load(x_ptrs + start + part * PART, mask=mask, other=0.0)

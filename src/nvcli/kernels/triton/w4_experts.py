@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
@@ -32,8 +31,8 @@ def choose_launch(num_pairs: int, num_experts: int) -> ExpertLaunch:
 
 @triton.jit
 def _gate_up_kernel(
-    x,  # pointer to [T, IN_FEATURES]; BY_TMA: descriptor of [T × k, IN_FEATURES], in the order of order_ptr
-    words,  # [E, 2 OUT_FEATURES, TILES × PART] int16; BY_TMA: descriptor of [E × 2 OUT_FEATURES, TILES × PART]
+    x_ptr,  # [T, IN_FEATURES]
+    words_ptr,  # [E, 2 OUT_FEATURES, TILES × PART] int16
     scales_ptr,  # [E, groups, 2 OUT_FEATURES] int32
     bias_ptr,  # [E, 2 OUT_FEATURES], with HAS_BIAS
     order_ptr,  # [T × k] int32
@@ -53,8 +52,6 @@ def _gate_up_kernel(
     LIMIT: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     PART: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_TMA: tl.constexpr,
     PACKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -74,26 +71,20 @@ def _gate_up_kernel(
     is_feature = features < OUT_FEATURES
     rows = tl.arange(0, ROW_TILE)
     is_row = rows < num_rows
-    gate_row = (expert * ROWS + feature).to(tl.int32)
-    if BY_TMA:
-        x_tile, gate_words, up_words = x, words, words
-    else:
-        tokens = (tl.load(order_ptr + first_row + rows, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
-        inner = tl.arange(0, PART)
-        x_tile = x + tokens[None, :] * IN_FEATURES + inner[:, None]
-        gate_words = words + (expert * ROWS + features)[:, None] * WORDS + inner[None, :]
-        up_words = gate_words + OUT_FEATURES * WORDS
+    tokens = (tl.load(order_ptr + first_row + rows, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
+    inner = tl.arange(0, PART)
+    x_ptrs = x_ptr + tokens[None, :] * IN_FEATURES + inner[:, None]
+    gate_ptrs = words_ptr + (expert * ROWS + features)[:, None] * WORDS + inner[None, :]
+    up_ptrs = gate_ptrs + OUT_FEATURES * WORDS
     scales_ptrs = scales_ptr + expert * (NUM_SCALES * ROWS) + features
     gate = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     up = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     for tile in tl.range(0, TILES, num_stages=NUM_STAGES):
         gate = add_tile(
             gate,
-            gate_words,
-            gate_row,
+            gate_ptrs,
             scales_ptrs,
-            x_tile,
-            first_row,
+            x_ptrs,
             tile,
             is_row,
             is_feature,
@@ -102,17 +93,13 @@ def _gate_up_kernel(
             KIND,
             GROUP,
             PART,
-            SCALED,
-            BY_TMA,
             PACKED,
         )
         up = add_tile(
             up,
-            up_words,
-            gate_row + OUT_FEATURES,
+            up_ptrs,
             scales_ptrs + OUT_FEATURES,
-            x_tile,
-            first_row,
+            x_ptrs,
             tile,
             is_row,
             is_feature,
@@ -121,8 +108,6 @@ def _gate_up_kernel(
             KIND,
             GROUP,
             PART,
-            SCALED,
-            BY_TMA,
             PACKED,
         )
     if HAS_BIAS:
@@ -138,8 +123,8 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
-    x,  # [T × k, IN_FEATURES], in the order of order_ptr, pointer or with BY_TMA descriptor
-    words,  # [E, OUT_FEATURES, TILES × PART] int16; BY_TMA: descriptor of [E × OUT_FEATURES, TILES × PART]
+    x_ptr,  # [T × k, IN_FEATURES], in the order of order_ptr
+    words_ptr,  # [E, OUT_FEATURES, TILES × PART] int16
     scales_ptr,  # [E, groups, OUT_FEATURES] int32
     bias_ptr,  # [E, OUT_FEATURES], with HAS_BIAS
     order_ptr,  # [T × k] int32
@@ -158,8 +143,6 @@ def _down_kernel(
     HAS_BIAS: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     PART: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_TMA: tl.constexpr,
     PACKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -178,24 +161,18 @@ def _down_kernel(
     is_feature = features < OUT_FEATURES
     rows = tl.arange(0, ROW_TILE)
     is_row = rows < num_rows
-    weight_row = (expert * OUT_FEATURES + feature).to(tl.int32)
     weight_rows = expert * OUT_FEATURES + features
-    if BY_TMA:
-        x_tile, tile_words = x, words
-    else:
-        inner = tl.arange(0, PART)
-        x_tile = x + (first_row + rows).to(tl.int64)[None, :] * IN_FEATURES + inner[:, None]
-        tile_words = words + weight_rows[:, None] * WORDS + inner[None, :]
+    inner = tl.arange(0, PART)
+    x_ptrs = x_ptr + (first_row + rows).to(tl.int64)[None, :] * IN_FEATURES + inner[:, None]
+    words_ptrs = words_ptr + weight_rows[:, None] * WORDS + inner[None, :]
     scales_ptrs = scales_ptr + expert * (NUM_SCALES * OUT_FEATURES) + features
     total = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     for tile in tl.range(0, TILES, num_stages=NUM_STAGES):
         total = add_tile(
             total,
-            tile_words,
-            weight_row,
+            words_ptrs,
             scales_ptrs,
-            x_tile,
-            first_row,
+            x_ptrs,
             tile,
             is_row,
             is_feature,
@@ -204,8 +181,6 @@ def _down_kernel(
             KIND,
             GROUP,
             PART,
-            SCALED,
-            BY_TMA,
             PACKED,
         )
     if HAS_BIAS:
@@ -266,16 +241,9 @@ def _gate_up(
     assert scales.gate_up.is_contiguous()
     out_features = words.shape[1] // 2
     out = torch.empty(len(work.order), out_features, dtype=x.dtype, device=x.device)
-    rows, words_argument = x, words
-    if launch.by_tma:  # which fetches rows that follow one another
-        tokens = (work.order // routes.experts.shape[1]).clamp_(0, len(x) - 1)  # what is behind the last is undefined
-        rows = TensorDescriptor.from_tensor(x.index_select(0, tokens), [work.row_tile, scales.gate_up_format.part])
-        words_argument = TensorDescriptor.from_tensor(
-            words.flatten(0, 1), [launch.out_tile, scales.gate_up_format.part]
-        )
     _gate_up_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
-        rows,
-        words_argument,
+        x,
+        words,
         scales.gate_up,
         x if bias is None else bias,
         work.order,
@@ -295,8 +263,6 @@ def _gate_up(
         LIMIT=activation.limit,
         ITEM_FIELDS=ITEM_FIELDS,
         PART=scales.gate_up_format.part,
-        SCALED=launch.is_scaled,
-        BY_TMA=launch.by_tma,
         PACKED=x.is_cuda,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
@@ -321,13 +287,9 @@ def _down(
     assert out.is_contiguous()
     out_features = words.shape[1]
     num_tokens, experts_per_token = routes.experts.shape
-    rows, words_argument = hidden, words
-    if launch.by_tma:
-        rows = TensorDescriptor.from_tensor(hidden, [work.row_tile, scales.down_format.part])
-        words_argument = TensorDescriptor.from_tensor(words.flatten(0, 1), [launch.out_tile, scales.down_format.part])
     _down_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
-        rows,
-        words_argument,
+        hidden,
+        words,
         scales.down,
         hidden if bias is None else bias,
         work.order,
@@ -346,8 +308,6 @@ def _down(
         HAS_BIAS=bias is not None,
         ITEM_FIELDS=ITEM_FIELDS,
         PART=scales.down_format.part,
-        SCALED=launch.is_scaled,
-        BY_TMA=launch.by_tma,
         PACKED=hidden.is_cuda,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,

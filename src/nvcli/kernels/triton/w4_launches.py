@@ -21,11 +21,6 @@ class Launch(NamedTuple):
     num_programs: int = 0
     """How many programs there should be: where there are fewer tiles, programs share the input features of one. Those
     of gate and up projection and of experts are not shared."""
-    by_tma: bool = False
-    """Whether the tensor memory accelerator fetches words and activations. For experts activations are sorted first."""
-    is_scaled: bool = False
-    """Whether the scales of integers are multiplied to the weight's numbers, whose products are rounded to the type of
-    the activations. Otherwise the sums of a group are multiplied by them, exactly."""
 
 
 class ExpertLaunch(NamedTuple):

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.triton.activation import activate
 from nvcli.kernels.triton.w4_codes import add_tile, integers, scales_and_zeros
@@ -59,8 +58,8 @@ def choose_parts(num_rows: int, out_features: int, num_tiles: int, launch: Launc
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _w4_linear_kernel(
-    x,  # [T, IN_FEATURES], pointer or with BY_TMA descriptor, as the next one
-    words,  # [OUT_FEATURES, or GATED 2 OUT_FEATURES, WORDS] int16
+    x_ptr,  # [T, IN_FEATURES]
+    words_ptr,  # [OUT_FEATURES, or GATED 2 OUT_FEATURES, WORDS] int16
     scales_ptr,  # [groups, OUT_FEATURES or 2 OUT_FEATURES] int32
     out_ptr,  # [NUM_PARTS, T, OUT_FEATURES], written
     num_rows,
@@ -73,8 +72,6 @@ def _w4_linear_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     PART: tl.constexpr,
-    SCALED: tl.constexpr,
-    BY_TMA: tl.constexpr,
     PACKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -87,13 +84,10 @@ def _w4_linear_kernel(
     rows, features = row + tl.arange(0, ROW_TILE), feature + tl.arange(0, OUT_TILE)
     part = tl.program_id(2)
     is_row, is_feature = rows < num_rows, features < OUT_FEATURES
-    if BY_TMA:
-        x_tile, gate_words, up_words = x, words, words
-    else:
-        inner = tl.arange(0, PART)
-        x_tile = x + rows[None, :].to(tl.int64) * IN_FEATURES + inner[:, None]
-        gate_words = words + features[:, None].to(tl.int64) * WORDS + inner[None, :]
-        up_words = gate_words + OUT_FEATURES * WORDS
+    inner = tl.arange(0, PART)
+    x_ptrs = x_ptr + rows[None, :].to(tl.int64) * IN_FEATURES + inner[:, None]
+    gate_ptrs = words_ptr + features[:, None].to(tl.int64) * WORDS + inner[None, :]
+    up_ptrs = gate_ptrs + OUT_FEATURES * WORDS
     scales_ptrs = scales_ptr + features
     total = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
     up = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
@@ -101,11 +95,9 @@ def _w4_linear_kernel(
     for tile in tl.range(first, min(first + TILES_OF_PART, TILES), num_stages=NUM_STAGES):
         total = add_tile(
             total,
-            gate_words,
-            feature,
+            gate_ptrs,
             scales_ptrs,
-            x_tile,
-            row,
+            x_ptrs,
             tile,
             is_row,
             is_feature,
@@ -114,18 +106,14 @@ def _w4_linear_kernel(
             "integer",
             GROUP,
             PART,
-            SCALED,
-            BY_TMA,
             PACKED,
         )
         if GATED:
             up = add_tile(
                 up,
-                up_words,
-                feature + OUT_FEATURES,
+                up_ptrs,
                 scales_ptrs + OUT_FEATURES,
-                x_tile,
-                row,
+                x_ptrs,
                 tile,
                 is_row,
                 is_feature,
@@ -134,8 +122,6 @@ def _w4_linear_kernel(
                 "integer",
                 GROUP,
                 PART,
-                SCALED,
-                BY_TMA,
                 PACKED,
             )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -269,11 +255,10 @@ def _launch(
     assert x.is_contiguous()
     assert words.is_contiguous()
     assert scales.is_contiguous()
-    by_tma = launch.by_tma
     grid = (triton.cdiv(num_rows, launch.row_tile), triton.cdiv(out_features, launch.out_tile), num_parts)
     _w4_linear_kernel[grid](
-        TensorDescriptor.from_tensor(x, [launch.row_tile, format.part]) if by_tma else x,
-        TensorDescriptor.from_tensor(words, [launch.out_tile, format.part]) if by_tma else words,
+        x,
+        words,
         scales,
         out,
         num_rows,
@@ -286,8 +271,6 @@ def _launch(
         GATED=is_gated,
         GELU=is_gelu,
         PART=format.part,
-        SCALED=launch.is_scaled,
-        BY_TMA=by_tma,
         PACKED=x.is_cuda,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
