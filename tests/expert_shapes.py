@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 GPT_OSS: dict[str, Any] = {
@@ -31,6 +33,24 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),
     "gpt-oss": ("GptOss", GPT_OSS),
+    "gemma 4, experts beside an mlp": (
+        "Gemma4Text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+            "sliding_window": 20,
+            "rope_parameters": None,
+            "attention_k_eq_v": True,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, SLIDING, FULL],
+        },
+    ),
     "glm 4.5": (
         "Glm4Moe",
         {

@@ -71,6 +71,7 @@ def test_a_shape_is_planned(name: str, tmp_path: Path) -> None:
         ("qwen3-235b-a22b", 235, 22),
         ("gpt-oss-20b", 20.9, 3.6),
         ("gpt-oss-120b", 116.8, 5.1),
+        ("gemma-4-26b-a4b", 25.2, 3.8),
         ("glm-4.5-air", 106, 12),
         ("glm-4.5", 355, 32),
     ],

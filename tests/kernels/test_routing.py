@@ -66,6 +66,17 @@ class TestReference:
         assert routes.experts.tolist() == [[4, 5]]
 
 
+def test_factors_weigh_and_do_not_choose() -> None:
+    spec = ROUTINGS["qwen3"]
+    logits, factors = logits_of(spec, 9), torch.linspace(-1.0, 2.0, spec.num_experts)
+    plain, expected = reference.route(logits, spec), reference.route(logits, spec, factors=factors)
+    assert torch.equal(expected.experts, plain.experts)
+    torch.testing.assert_close(expected.weights, plain.weights * factors[plain.experts.long()])
+    actual = routing.route(logits.to(DEVICE), spec, factors=factors.to(DEVICE))
+    assert torch.equal(actual.experts.cpu(), expected.experts)
+    torch.testing.assert_close(actual.weights.cpu(), expected.weights, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("num_parts", [1, 4])
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_route(name: str, num_parts: int) -> None:

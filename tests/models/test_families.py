@@ -95,9 +95,13 @@ def test_gemma_4_of_the_hub_has_heads_of_two_sizes(tmp_path: Path) -> None:
     local, everywhere = attention_of(config, 0), attention_of(config, 5)
     assert (local.head_dim, local.num_kv_heads, local.keys_are_values) == (16, 2, False)
     assert (everywhere.head_dim, everywhere.num_kv_heads, everywhere.keys_are_values) == (512, 1, True)
-    for key, value in {"num_kv_shared_layers": 6, "vocab_size_per_layer_input": 8, "enable_moe_block": True}.items():
+    for key, value in {"num_kv_shared_layers": 6, "vocab_size_per_layer_input": 8, "enable_moe_block": "yes"}.items():
         with pytest.raises(LoadError, match=rf"`{key}`: "):
             read(tmp_path, "Gemma4ForCausalLM", **{**keys, "hidden_size_per_layer_input": 8, key: value})
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
+    for key, value in {"num_experts": None, "top_k_experts": 5, "moe_intermediate_size": 0}.items():
+        with pytest.raises(LoadError, match=rf"`{key}`: "):
+            read(tmp_path, "Gemma4ForCausalLM", **{**keys, **experts, key: value})
     config = read(
         tmp_path, "Gemma4ForCausalLM", **{**keys, "num_kv_shared_layers": 4, "layer_types": [SLIDING, FULL] * 3}
     )

@@ -63,14 +63,14 @@ def test_biases_ties_shared_heads_and_padding(changes: dict[str, Any], tp: int, 
         assert_same(path, tp, rank=0, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b"])
 def test_whole_experts(name: str, tmp_path: Path) -> None:
     path = write_shape(name, tmp_path)
     parts, whole = load_model_config(path), load_model_config(path, expert_parallel=True)
     planned = weight_bytes(whole, "bfloat16", tensor_parallel_size=8)
     assert planned == build_model(whole, group_of(7, 8), torch.bfloat16).weight_bytes()
     of_parts = weight_bytes(parts, "bfloat16", tensor_parallel_size=8)
-    biases = 0 if name.startswith("qwen3") else 24 * 32 * 2880 * 2  # those of down projections, which are not cut
+    biases = 24 * 32 * 2880 * 2 if name.startswith("gpt-oss") else 0  # those of down projections, which are not cut
     assert planned == {**of_parts, "experts": of_parts["experts"] - biases * 7 // 8}
     # All pairs may be one rank's: its experts' hidden rows are as many and as wide as those of a rank alone.
     config = engine_config(tensor_parallel_size=8, dtype="bfloat16", device="cuda", max_num_batched_tokens=8192)
@@ -125,6 +125,7 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("qwen1.5-moe-a2.7b", 14.32),
         ("qwen2-57b-a14b", 57.41),
         ("olmoe-1b-7b", 6.92),
+        ("gemma-4-26b-a4b", 25.23),
         ("llama-3.1-8b", 8.03),
         ("llama-3.1-70b", 70.55),
         ("llama-3.2-1b", 1.24),

@@ -1,4 +1,5 @@
-"""Known shapes of mixtures of experts beside Qwen3's and gpt-oss, as their published config.json files have them."""
+"""Known shapes of mixtures of experts beside Qwen3's and gpt-oss, as their published config.json files have them; of
+one that reads images, the settings of its text part."""
 
 from __future__ import annotations
 
@@ -105,6 +106,33 @@ EXPERT_SHAPES = {
         clip_qkv=None,
         max_position_embeddings=4096,
         eos_token_id=50279,
+    ),
+    "gemma-4-26b-a4b": _shape(
+        {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "torch_dtype": "bfloat16"},
+        *(2816, 30, 2112),
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        num_global_key_value_heads=2,
+        global_head_dim=512,
+        attention_k_eq_v=True,
+        sliding_window=1024,
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+        hidden_size_per_layer_input=0,
+        hidden_activation="gelu_pytorch_tanh",
+        final_logit_softcapping=30.0,
+        vocab_size=262144,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        max_position_embeddings=262144,
+        eos_token_id=[1, 106],
     ),
     "glm-4.5-air": _shape(
         _GLM4_5,

@@ -32,17 +32,25 @@ def router_logits(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -
     return torch.mm(x, weight.t(), out_dtype=torch.float32).unsqueeze(0)
 
 
-def route(logits: Tensor, routing: Routing, *, bias: Tensor | None = None, correction: Tensor | None = None) -> Routes:
-    """Choose each token's experts. logits: [P, T, E] float32, parts that add up; bias, correction: [E] float32.
+def route(
+    logits: Tensor,
+    routing: Routing,
+    *,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Routes:
+    """Choose each token's experts. logits: [P, T, E] float32, parts that add up; bias, correction, factors: [E]
+    float32.
 
     `bias` belongs to the logits. `correction` is added to the scores for the choice, and does not change the weights
-    of the experts that are chosen (DeepSeek-V3, 2024). Of experts with equal scores the first is chosen, and a NaN is
-    chosen last; its weight is NaN.
+    of the experts that are chosen (DeepSeek-V3, 2024). `factors` multiply these weights and do not change the choice.
+    Of experts with equal scores the first is chosen, and a NaN is chosen last; its weight is NaN.
     """
     if logits.is_cuda:
         from nvcli.kernels.triton import routing as kernels
 
-        return kernels.route(logits, routing, bias=bias, correction=correction)
+        return kernels.route(logits, routing, bias=bias, correction=correction, factors=factors)
     total = logits.sum(dim=0)
     if bias is not None:
         total = total + bias
@@ -58,16 +66,24 @@ def route(logits: Tensor, routing: Routing, *, bias: Tensor | None = None, corre
     weights = scores.gather(1, experts)
     if routing.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
-    return Routes(experts.int(), weights * routing.scale)
+    weights = weights * routing.scale
+    return Routes(experts.int(), weights if factors is None else weights * factors[experts])
 
 
 def route_row_by_row(
-    logits: Tensor, routing: Routing, *, bias: Tensor | None = None, correction: Tensor | None = None
+    logits: Tensor,
+    routing: Routing,
+    *,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Routes:
     """Do what `route` does, on a CPU for each token alone (see `row_by_row`)."""
     if logits.is_cuda or logits.shape[1] < 2:
-        return route(logits, routing, bias=bias, correction=correction)
-    routes = [route(row, routing, bias=bias, correction=correction) for row in torch.split(logits, 1, dim=1)]
+        return route(logits, routing, bias=bias, correction=correction, factors=factors)
+    routes = [
+        route(row, routing, bias=bias, correction=correction, factors=factors) for row in torch.split(logits, 1, dim=1)
+    ]
     return Routes(*(torch.cat(columns) for columns in zip(*routes, strict=True)))
 
 

@@ -20,6 +20,7 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
 from nvcli.models.delta_net import GatedDeltaNet
 from nvcli.models.experts import MixtureOfExperts
+from nvcli.models.experts_beside_mlp import ExpertsBesideMLP
 from nvcli.models.geometry import EMBEDDING, HEAD
 from nvcli.models.layer_config import DeltaNetConfig, ExpertsConfig, LayerConfig, NormConfig
 from nvcli.models.layer_inputs import LayerInput, LayerInputs
@@ -51,8 +52,8 @@ class DenseLayer(nn.Module):
             """The norm of a block's input; `behind` is the norm of the result that comes in."""
             return None if name is None else InputNorm(build, f"{path}.{name}", norm, is_summed=behind is not None)
 
-        def after(name: str | None) -> ResultNorm | None:
-            return None if name is None else ResultNorm(build, f"{path}.{name}", norm)
+        def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
+            return None if name is None else ResultNorm(build, f"{path}.{name}", norm, is_summed=is_summed)
 
         norms = config.norms
         self.before_attention = before(norms.before_attention, norms.after_mlp)
@@ -65,12 +66,15 @@ class DenseLayer(nn.Module):
             self.mixer = Attention(build, f"{path}.self_attn", config.attention, norm, spec, cache_layer)
         self.after_attention = after(norms.after_attention)
         self.before_mlp = before(norms.before_mlp, norms.after_attention)
-        self.mlp: GatedMLP | MixtureOfExperts
-        if isinstance(config.mlp, ExpertsConfig):
-            self.mlp = MixtureOfExperts(build, f"{path}.mlp", config.mlp)
-        else:
+        self.mlp: GatedMLP | MixtureOfExperts | ExpertsBesideMLP
+        if not isinstance(config.mlp, ExpertsConfig):
             self.mlp = GatedMLP(build, f"{path}.mlp", config.mlp)
-        self.after_mlp = after(norms.after_mlp)
+        elif config.mlp.has_norms:
+            self.mlp = ExpertsBesideMLP(build, f"{path}.mlp", config.mlp, norm)
+        else:
+            self.mlp = MixtureOfExperts(build, f"{path}.mlp", config.mlp)
+        self.after_mlp = after(norms.after_mlp, is_summed=isinstance(self.mlp, ExpertsBesideMLP))
+        self.gives_stream = self.after_mlp is None or isinstance(self.mlp, ExpertsBesideMLP)
         if not self.is_parallel:
             _quantise_inputs(self.before_attention, self.mixer, self.before_mlp, self.mlp)
         self.input = LayerInput(build, path, norm) if has_input else None
@@ -104,7 +108,7 @@ class DenseLayer(nn.Module):
         if self.after_attention is not None:
             delta = self.after_attention(delta, residual)
         x = _input(self.before_mlp, delta, residual)
-        delta = self.mlp(x, residual if self.after_mlp is None else None)
+        delta = self.mlp(x, residual if self.gives_stream else None)
         if self.after_mlp is not None:
             delta = self.after_mlp(delta, residual)
         if self.input is not None:
@@ -230,6 +234,7 @@ def _quantise_inputs(
     """Have norms quantise for the projections behind them, where these read quantised rows and nothing else does."""
     if before_attention is not None and isinstance(mixer, Attention):
         before_attention.quantise_for(mixer.qkv_proj)
+    mlp = mlp.shared_expert if isinstance(mlp, ExpertsBesideMLP) else mlp
     if before_mlp is not None and isinstance(mlp, GatedMLP):
         before_mlp.quantise_for(mlp.gate_up_proj)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.fp8_experts import apply_fp8_experts
@@ -54,12 +55,18 @@ class MixtureOfExperts(nn.Module):
         self.experts(x, routes, parts[: routes.experts.shape[1]])
         if self.shared_expert is not None:
             self.shared_expert(x, parts[-1])
-        if self.group.size == 1:
-            return parts
-        if self.batch_invariant:
-            return sum_in_order(parts)
-        buffer = self.group.partial_sum_buffer(x.shape, x.dtype)
-        return parts.sum(dim=0) if buffer is None else torch.sum(parts, dim=0, out=buffer)
+        return part_of_sum(self.group, parts, batch_invariant=self.batch_invariant)
+
+
+def part_of_sum(group: TensorParallelGroup, parts: Tensor, *, batch_invariant: bool) -> Tensor:
+    """Make this rank's part of a sum over the ranks of what adds up to it: [P, T, H] → [T, H]. Those of a lone rank
+    stay as they are; the norm behind them sums them."""
+    if group.size == 1:
+        return parts
+    if batch_invariant:
+        return sum_in_order(parts)
+    buffer = group.partial_sum_buffer(parts.shape[1:], parts.dtype)
+    return parts.sum(dim=0) if buffer is None else torch.sum(parts, dim=0, out=buffer)
 
 
 class WholeTensors(WeightModule):
@@ -87,16 +94,23 @@ class Router(WholeTensors):
     weight: nn.Parameter
     bias: nn.Parameter | None
     e_score_correction_bias: nn.Parameter | None
+    per_expert_scale: nn.Parameter | None
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
-        super().__init__(build, path, ("weight", "bias", "e_score_correction_bias"))
+        super().__init__(build, path, ("weight", "bias", "e_score_correction_bias", "per_expert_scale"))
         self.routing = config.routing
         self.batch_invariant = build.batch_invariant
 
     def forward(self, x: Tensor) -> Routes:
         logits = router_logits(x, self.weight, batch_invariant=self.batch_invariant)
         choose = route_row_by_row if self.batch_invariant else route
-        return choose(logits, self.routing, bias=self.bias, correction=self.e_score_correction_bias)
+        return choose(
+            logits,
+            self.routing,
+            bias=self.bias,
+            correction=self.e_score_correction_bias,
+            factors=self.per_expert_scale,
+        )
 
 
 _PARAMETERS = {

@@ -235,7 +235,7 @@ def _layer(path: str, layer: LayerConfig, config: ModelConfig, dtype: StoredDtyp
     else:
         yield from _attention(f"{path}.self_attn", layer.attention, norm, hidden, dtype)
     if isinstance(layer.mlp, ExpertsConfig):
-        yield from _experts(f"{path}.mlp", layer.mlp, hidden, dtype, are_whole=config.expert_parallel)
+        yield from _experts(f"{path}.mlp", layer.mlp, norm, hidden, dtype, are_whole=config.expert_parallel)
     else:
         yield from _mlp(f"{path}.mlp", layer.mlp, hidden, dtype)
     for name in layer.norms.names():
@@ -322,13 +322,17 @@ def _mlp(path: str, mlp: MLPConfig, hidden: int, dtype: StoredDtype) -> Iterator
 
 
 def _experts(
-    path: str, config: ExpertsConfig, hidden: int, dtype: StoredDtype, *, are_whole: bool
+    path: str, config: ExpertsConfig, norm: NormConfig, hidden: int, dtype: StoredDtype, *, are_whole: bool
 ) -> Iterator[TensorSpec]:
     """The router, the experts, of which ranks hold parts or, with `are_whole`, some, and what all tokens share. The
-    router's bias and correction are kept in float32, in which they are added."""
+    router's bias, correction and factors are kept in float32, in which routes are computed."""
     num_experts, size = config.routing.num_experts, config.intermediate_size
     yield _matrix(f"{path}.gate", (num_experts, hidden), Cut.REPLICATED, dtype, "MLP")
-    vectors = {"bias": config.bias, "e_score_correction_bias": config.has_correction}
+    vectors = {
+        "bias": config.bias,
+        "e_score_correction_bias": config.has_correction,
+        "per_expert_scale": config.has_factors,
+    }
     for name in (name for name, is_there in vectors.items() if is_there):
         name = f"{path}.gate.{name}"
         yield TensorSpec(name=name, shape=(num_experts,), cut=Cut.REPLICATED, dtype="float32", part="MLP")
@@ -344,6 +348,11 @@ def _experts(
         yield from _mlp(f"{path}.shared_expert", config.shared, hidden, dtype)
         if config.gates_shared:
             yield _matrix(f"{path}.shared_expert_gate", (1, hidden), Cut.REPLICATED, dtype, "MLP")
+    if config.has_norms:
+        # What the router reads has been normed without a weight, and is divided by the root of its size.
+        yield _norm(f"{path}.gate_norm", hidden, replace(norm, weight_offset=0.0), dtype, "MLP", factor=hidden**-0.5)
+        for name in ("experts_input_norm", "experts_norm", "shared_expert_norm"):
+            yield _norm(f"{path}.{name}", hidden, norm, dtype, "MLP")
 
 
 def _matrix(name: str, shape: tuple[int, ...], cut: Cut, dtype: StoredDtype, part: Part) -> TensorSpec:

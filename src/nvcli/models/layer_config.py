@@ -131,10 +131,15 @@ class ExpertsConfig:
     """Whether the router's and the experts' projections have biases."""
     has_correction: bool = False
     """Whether numbers of the checkpoint are added to the scores for the choice of experts; see `route`."""
+    has_factors: bool = False
+    """Whether each expert has a number of the checkpoint that its weight of a token is multiplied by; see `route`."""
     shared: MLPConfig | None = None
     """The expert of all tokens; several of them are one with their sizes added up."""
     gates_shared: bool = False
     """Whether each token's result of the shared expert is multiplied by a gate."""
+    has_norms: bool = False
+    """Whether the router, the experts that it chooses and the shared expert have norms of their own
+    (`experts_beside_mlp.py`); there is a shared expert then, without a gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,10 +74,17 @@ class InputNorm(Norm):
 
 
 class ResultNorm(Norm):
-    """Sums the ranks' parts of a block's result and norms the sum: [T, H] or parts [P, T, H] → [T, H], like `x`."""
+    """Sums the ranks' parts of a block's result and norms the sum: [T, H] or parts [P, T, H] → [T, H], like `x`. Where
+    `is_summed`, the block gives the sum itself [T, H]."""
+
+    def __init__(self, build: BuildContext, path: str, config: NormConfig, *, is_summed: bool = False) -> None:
+        super().__init__(build, path, config)
+        self.is_summed = is_summed
 
     def forward(self, part: Tensor, x: Tensor) -> Tensor:
         assert not self.is_centered, "no family has one"
+        if self.is_summed:
+            return rms_norm(part, self.weight, self.eps)
         return self.group.sum_rms_norm(part, self.weight, self.eps, x.dtype)
 
 

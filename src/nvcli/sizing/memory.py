@@ -107,7 +107,7 @@ def _mlp_elements(mlp: MLPConfig | ExpertsConfig, model: ModelConfig, tensor_par
     if isinstance(mlp, MLPConfig):
         return 2 * hidden_size + mlp.intermediate_size // tensor_parallel_size
     experts = mlp.routing.experts_per_token
-    results = experts + (mlp.shared is not None)
+    results = experts + (mlp.shared is not None) + mlp.has_norms  # and what the experts read
     parts = 1 if model.expert_parallel else tensor_parallel_size
     return (2 + results) * hidden_size + experts * mlp.intermediate_size // parts
 

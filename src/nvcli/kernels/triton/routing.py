@@ -37,6 +37,7 @@ def _route_kernel(
     logits_ptr,  # [NUM_PARTS, T, NUM_EXPERTS] float32, parts part_stride apart
     bias_ptr,  # [NUM_EXPERTS] float32, with HAS_BIAS
     correction_ptr,  # [NUM_EXPERTS] float32, with HAS_CORRECTION
+    factors_ptr,  # [NUM_EXPERTS] float32, with HAS_FACTORS
     experts_ptr,  # [T, EXPERTS_PER_TOKEN] int32, written
     weights_ptr,  # [T, EXPERTS_PER_TOKEN] float32, written
     part_stride,
@@ -52,6 +53,7 @@ def _route_kernel(
     SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     TINY: tl.constexpr,
 ):
     """Program (token). GROUP_TILE and MEMBER_TILE are the next powers of two of the number of groups and of a group's
@@ -102,12 +104,21 @@ def _route_kernel(
     is_chosen = place >= 0
     if RENORMALISE:
         scores = scores / (tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + TINY)
+    if HAS_FACTORS:
+        scores *= tl.load(factors_ptr + expert, mask=exists, other=0.0)
     target = token.to(tl.int64) * EXPERTS_PER_TOKEN + place
     tl.store(experts_ptr + target, expert, mask=is_chosen)
     tl.store(weights_ptr + target, scores * SCALE, mask=is_chosen)
 
 
-def route(logits: Tensor, routing: Routing, *, bias: Tensor | None, correction: Tensor | None) -> Routes:
+def route(
+    logits: Tensor,
+    routing: Routing,
+    *,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Routes:
     """See `nvcli.kernels.routing.route`. logits: its last two dimensions are dense."""
     num_parts, num_tokens, num_experts = logits.shape
     assert num_experts == routing.num_experts
@@ -119,6 +130,7 @@ def route(logits: Tensor, routing: Routing, *, bias: Tensor | None, correction: 
         logits,
         logits if bias is None else bias,
         logits if correction is None else correction,
+        logits if factors is None else factors,
         experts,
         weights,
         logits.stride(0),
@@ -134,6 +146,7 @@ def route(logits: Tensor, routing: Routing, *, bias: Tensor | None, correction: 
         SCALE=routing.scale,
         HAS_BIAS=bias is not None,
         HAS_CORRECTION=correction is not None,
+        HAS_FACTORS=factors is not None,
         TINY=TINY,
         num_warps=1,
     )

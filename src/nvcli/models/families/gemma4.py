@@ -1,7 +1,8 @@
-"""Gemma 4 (https://ai.google.dev/gemma/docs/core/model_card_4), the text part of its dense models.
+"""Gemma 4 (https://ai.google.dev/gemma/docs/core/model_card_4), the text part of its models.
 
 Layers of full attention have heads of another size than those with a window, and may use their keys as values, normed
-in another way. Scores are not scaled, as queries and keys are normed, and each layer ends with a multiplication.
+in another way. Scores are not scaled, as queries and keys are normed, and each layer ends with a multiplication. The
+layers of 26B-A4B have a mixture of experts beside their MLP.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import NORMS_ON_BOTH_SIDES
 from nvcli.models.families.gemma3 import GEMMA3
@@ -25,19 +28,41 @@ from nvcli.models.families.reading import (
     read_optional,
     read_window,
 )
+from nvcli.models.families.reading_experts import read_experts, read_routing
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import AttentionConfig, DecoderConfig, LayerConfig, LayerInputsConfig
+from nvcli.models.layer_config import (
+    AttentionConfig,
+    DecoderConfig,
+    ExpertsConfig,
+    LayerConfig,
+    LayerInputsConfig,
+    MLPConfig,
+)
 from nvcli.models.rope_config import RopeConfig, read_rope
 from nvcli.validation import show
 
 _MOST_KINDS = 8
 """More kinds of layers than any model has; KV groups are chosen by trying sizes for all of them."""
 
+_HAS_EXPERTS = "enable_moe_block"
+_WITH_EXPERTS = CheckpointLayout(
+    renamed=(
+        (".mlp.", ".mlp.shared_expert."),
+        (".post_feedforward_layernorm_1.", ".mlp.shared_expert_norm."),
+        (".router.scale", ".mlp.gate_norm.weight"),
+        (".router.proj.", ".mlp.gate."),
+        (".router.per_expert_scale", ".mlp.gate.per_expert_scale"),
+        (".pre_feedforward_layernorm_2.", ".mlp.experts_input_norm."),
+        (".experts.", ".mlp.experts."),
+        (".post_feedforward_layernorm_2.", ".mlp.experts_norm."),
+    )
+)
+"""The MLP is the expert that all tokens share, and the others stand beside it."""
+
 
 def read(config: JsonFile) -> DecoderConfig:
-    """Read a dense model: 31B, or E2B and E4B, whose layers have inputs of their own and share keys and values."""
-    if config.values.get("enable_moe_block"):
-        raise config.error("enable_moe_block", "experts are not supported here; supported: false")
+    """Read a dense model (31B), one whose layers have inputs of their own and share keys and values (E2B, E4B), or one
+    with experts (26B-A4B)."""
     layers = tuple(_layers(config))
     if len(set(layers)) > _MOST_KINDS:
         raise config.error("per_layer_config", f"describes more than {_MOST_KINDS} kinds of layers")
@@ -48,6 +73,7 @@ def read(config: JsonFile) -> DecoderConfig:
         rounds_embedding_scale=True,
         layer_inputs=_layer_inputs(config),
         logit_soft_cap=read_optional(config, "final_logit_softcapping", None),
+        layout=_WITH_EXPERTS if config.get(_HAS_EXPERTS, bool, False) else PLAIN_LAYOUT,
     )
 
 
@@ -64,15 +90,30 @@ def _layers(config: JsonFile) -> Iterator[LayerConfig]:
     last = {kind: number for number, kind in enumerate(own)}
     wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
     is_wide = config.get("use_double_wide_mlp", bool, False)
+    experts = _experts(config, mlp) if config.get(_HAS_EXPERTS, bool, False) else None
     for number, kind in enumerate(kinds):
         attention, shares = _attention(_of_layer(config, number, kind), kind), number >= len(own)
         if shares:
             if attention != _attention(_of_layer(config, last[kind], kind), kind):
                 raise config.error("per_layer_config", f"layer {number} shares keys with one that has other heads")
             attention = replace(attention, reads_kv_of=last[kind])
+        dense = wide if shares and is_wide else mlp
         yield LayerConfig(
-            attention=attention, mlp=wide if shares and is_wide else mlp, norms=NORMS_ON_BOTH_SIDES, has_scalar=True
+            attention=attention,
+            mlp=dense if experts is None else replace(experts, shared=dense),
+            norms=NORMS_ON_BOTH_SIDES,
+            has_scalar=True,
         )
+
+
+def _experts(config: JsonFile, mlp: MLPConfig) -> ExpertsConfig:
+    return read_experts(
+        config,
+        read_routing(config, keys=("num_experts",), chosen_key="top_k_experts", renormalise=True),
+        activation=GatedActivation(kind=mlp.activation),
+        has_factors=True,
+        has_norms=True,
+    )
 
 
 def _layer_inputs(config: JsonFile) -> LayerInputsConfig | None:
@@ -134,10 +175,10 @@ def _rope(config: JsonFile, kind: str, head_dim: int) -> RopeConfig:
 
 
 GEMMA4 = Family(
-    name="Gemma 4 dense",
+    name="Gemma 4",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    features="heads of two sizes, keys as values, inputs of each layer; the text part, not of 26B-A4B",
-    examples=("google/gemma-4-31B-it", "google/gemma-4-E4B-it", "google/gemma-4-E2B-it"),
+    features="heads of two sizes, keys as values, inputs of each layer, experts beside an MLP; the text part",
+    examples=("google/gemma-4-31B-it", "google/gemma-4-26B-A4B-it", "google/gemma-4-E4B-it", "google/gemma-4-E2B-it"),
     read=read,
     ties_embeddings=True,
     defaults={

@@ -17,14 +17,16 @@ NUM_EXPERTS = ("num_experts", "num_local_experts")
 """How most families spell the number of experts of a layer."""
 
 
-def read_routing(config: JsonFile, *, keys: tuple[str, ...] = NUM_EXPERTS, **settings: Any) -> Routing:
-    """Read how many experts there are, under one of `keys`, and how many of them a token has. `settings` are the other
-    fields of `Routing`."""
+def read_routing(
+    config: JsonFile, *, keys: tuple[str, ...] = NUM_EXPERTS, chosen_key: str = "num_experts_per_tok", **settings: Any
+) -> Routing:
+    """Read how many experts there are, under one of `keys`, and how many of them a token has, under `chosen_key`.
+    `settings` are the other fields of `Routing`."""
     key = next((key for key in keys if config.values.get(key) is not None), keys[0])
     num_experts = config.positive(key, most=MAX_EXPERTS)
-    experts_per_token = config.positive("num_experts_per_tok")
+    experts_per_token = config.positive(chosen_key)
     if experts_per_token > num_experts:
-        raise config.error("num_experts_per_tok", f"{experts_per_token} is more than `{key}`, {num_experts}")
+        raise config.error(chosen_key, f"{experts_per_token} is more than `{key}`, {num_experts}")
     return Routing(num_experts=num_experts, experts_per_token=experts_per_token, **settings)
 
 

@@ -1,0 +1,51 @@
+"""A mixture of experts beside an MLP that all tokens have, each between norms of its own (Gemma 4 26B-A4B).
+
+    MLP's norm(MLP(x)) + experts' norm(experts(input norm(s), routes of router(router's norm(s))))
+
+x is what the norm before the block makes of the residual stream s. Both terms are complete sums over the ranks before
+they are normed, so the result is alike on all ranks, and nothing sums it any more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nvcli.kernels.fp8_types import Activations
+from nvcli.models.checkpoint_layout import EXPERTS
+from nvcli.models.experts import Experts, Router, part_of_sum
+from nvcli.models.layer_config import ExpertsConfig, NormConfig
+from nvcli.models.layers import GatedMLP, InputNorm, ResultNorm
+from nvcli.models.parallel import BuildContext
+
+
+class ExpertsBesideMLP(nn.Module):
+    """([T, H], the residual stream [T, H], which is only read) → [T, H], the block's whole result."""
+
+    def __init__(self, build: BuildContext, path: str, config: ExpertsConfig, norm: NormConfig) -> None:
+        super().__init__()
+        assert config.shared is not None
+        assert not config.gates_shared
+        self.group = build.group
+        self.batch_invariant = build.batch_invariant
+        self.experts_per_token = config.routing.experts_per_token
+        self.shared_expert = GatedMLP(build, f"{path}.shared_expert", config.shared)
+        self.shared_expert_norm = ResultNorm(build, f"{path}.shared_expert_norm", norm)
+        self.gate_norm = InputNorm(build, f"{path}.gate_norm", norm)
+        self.gate = Router(build, f"{path}.gate", config)
+        self.experts_input_norm = InputNorm(build, f"{path}.experts_input_norm", norm)
+        self.experts = Experts(build, f"{path}.{EXPERTS}", config)
+        self.experts_norm = ResultNorm(build, f"{path}.experts_norm", norm)
+
+    def forward(self, x: Activations, residual: Tensor) -> Tensor:
+        """The stream is up to date in all rows: what was added to it last was alike on all ranks."""
+        result: Tensor = self.shared_expert_norm(self.shared_expert(x, None), residual)
+        if self.group.size > 1:
+            result = result.clone()  # it holds until the next sum
+        routes = self.gate(self.gate_norm(None, residual))
+        x = self.experts_input_norm(None, residual)
+        assert isinstance(x, Tensor), "experts quantise what they read by themselves"
+        parts = torch.empty(self.experts_per_token, *x.shape, dtype=x.dtype, device=x.device)
+        self.experts(x, routes, parts)
+        part = part_of_sum(self.group, parts, batch_invariant=self.batch_invariant)
+        return result.add_(self.experts_norm(part, residual))
