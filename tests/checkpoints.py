@@ -29,6 +29,7 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3_5Vision",
         {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
     ),
+    "Gemma4": ("Gemma4Text", "Gemma4Vision", {**_VISION, "num_key_value_heads": 2, "head_dim": 8}),
     "Mistral3": ("Ministral3", "PixtralVision", {**_VISION, "head_dim": 8}),
 }
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""

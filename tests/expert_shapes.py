@@ -33,8 +33,8 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),
     "gpt-oss": ("GptOss", GPT_OSS),
-    "gemma 4, experts beside an mlp": (
-        "Gemma4Text",
+    "gemma 4 with vision, experts beside an mlp": (
+        "Gemma4",
         {
             "enable_moe_block": True,
             "num_experts": 6,

@@ -185,7 +185,18 @@ def test_logits(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
     assert F.cosine_similarity(found, exact, dim=-1).min() > 0.97
 
 
-@pytest.mark.parametrize("name", ["qwen 3-next", "gemma 3", "glm 4", "cohere 2", "seed-oss", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen 3-next",
+        "gemma 3",
+        "gemma 4 with vision, experts beside an mlp",
+        "glm 4",
+        "cohere 2",
+        "seed-oss",
+        "mixtral",
+    ],
+)
 def test_nothing_is_lost_but_by_rounding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With activations that are scaled and not rounded, and without FP8 units, where they are not quantised, the logits
     are those of a plain model of the same weights: mixtures of experts, hybrids, norms behind blocks, reordered rows,
