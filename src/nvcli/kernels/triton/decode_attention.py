@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.triton import fp8_decode_attention
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
-from nvcli.kernels.triton.fp8_kv import load_scales
+from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales, numbers_of_words
 
 LOG2_E = 1.4426950408889634
 _TILE_BYTES = 16 << 10
@@ -82,6 +83,7 @@ def decode_attention_kernel(
     PADDED_GROUP: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    ON_GPU: tl.constexpr,  # false in the interpreter
 ):
     """Program (KV head, entry of the work list)."""
     kv_head = tl.program_id(0)
@@ -121,12 +123,12 @@ def decode_attention_kernel(
     query = tl.load(q + row.to(tl.int64) * q_stride + head_offset, mask=in_group[:, None], other=0.0)
     if IS_FP8:
         query, query_scale = float16_query(query)
+        query_scale = query_scale * scale_log2
     else:
         query = query.to(k_cache.dtype.element_ty)
 
     highest = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     weight_sum = tl.zeros([PADDED_GROUP], tl.float32)
-    acc = tl.zeros([PADDED_GROUP, HEAD_DIM], tl.float32)
     if HAS_SINKS:
         # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
         is_first = tl.load(item + 5) == 0
@@ -137,6 +139,14 @@ def decode_attention_kernel(
         # The sum of values has a maximum of its own, of the scores with the values' scales: so weights times scales of
         # whatever size are numbers up to 1.
         highest_scaled = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
+        # Values are read as words of four dimensions, whose sums stand apart: byte i of a word goes to sum i.
+        words = tl.arange(0, HEAD_DIM // 4)
+        acc0 = tl.zeros([PADDED_GROUP, HEAD_DIM // 4], tl.float32)
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+    else:
+        acc = tl.zeros([PADDED_GROUP, HEAD_DIM], tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
         keys = start + lanes
         is_key = keys < end
@@ -160,9 +170,9 @@ def decode_attention_kernel(
         key = tl.load(k_cache + cache_offset, mask=is_key[:, None], other=0.0)
         if IS_FP8:
             key = key.to(query.dtype)
-        scores = tl.dot(query, key.T, input_precision="ieee") * scale_log2
-        if IS_FP8:
-            scores = scores * query_scale[:, None] * key_scale.to(tl.float32)[None, :]
+        scores = tl.dot(query, key.T, input_precision="ieee")
+        unit = query_scale[:, None] * key_scale.to(tl.float32)[None, :] if IS_FP8 else scale_log2
+        scores = scores * unit
         if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
@@ -170,18 +180,26 @@ def decode_attention_kernel(
         decay = tl.exp2(highest - new_highest)
         weights = tl.exp2(scores - new_highest[:, None])
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
-        value = tl.load(v_cache + cache_offset, mask=is_key[:, None], other=0.0)
         if IS_FP8:
-            scores = scores + tl.log2(value_scale.to(tl.float32))[None, :]
+            scores = scores + log2_of_scales(value_scale, ON_GPU)[None, :]
             new_highest_scaled = tl.maximum(highest_scaled, tl.max(scores, 1))
-            decay = tl.exp2(highest_scaled - new_highest_scaled)
-            weights = tl.exp2(scores - new_highest_scaled[:, None])
+            decay = tl.exp2(highest_scaled - new_highest_scaled)[:, None]
+            weights = tl.exp2(scores - new_highest_scaled[:, None]).to(query.dtype)
             highest_scaled = new_highest_scaled
-            value = value.to(query.dtype)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+            word_offset = (row_offset // 4)[:, None] + words[None, :]
+            value = tl.load(v_cache.to(tl.pointer_type(tl.int32)) + word_offset, mask=is_key[:, None], other=0)
+            value0, value1, value2, value3 = numbers_of_words(value, query.dtype, ON_GPU)
+            acc0 = tl.dot(weights, value0, acc0 * decay, input_precision="ieee")
+            acc1 = tl.dot(weights, value1, acc1 * decay, input_precision="ieee")
+            acc2 = tl.dot(weights, value2, acc2 * decay, input_precision="ieee")
+            acc3 = tl.dot(weights, value3, acc3 * decay, input_precision="ieee")
+        else:
+            value = tl.load(v_cache + cache_offset, mask=is_key[:, None], other=0.0)
+            acc = acc * decay[:, None]
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest
     if IS_FP8:
+        acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(PADDED_GROUP, HEAD_DIM)
         acc = acc * tl.where(highest_scaled > -float("inf"), tl.exp2(highest_scaled - highest), 0.0)[:, None]
     if segment_out is not None:
         # A row's first chunk alone adds what was attended in segments, too.
@@ -307,6 +325,10 @@ class DecodeAttention:
         self._head_dim, self._block_size = head_dim, block_size
         self._tile = min(64, max(16, _TILE_BYTES // (head_dim * dtype.itemsize)))
         self._num_warps = _num_warps(head_dim, kv_dtype)
+        self._align = self._tile if block_size % self._tile == 0 else 1
+        self._is_direct = kv_dtype == torch.float8_e4m3fn and fp8_decode_attention.serves(
+            head_dim=head_dim, group=self._group, align=self._align, dtype=dtype, device=device
+        )
         self._max_rows, self._device = max_rows, device
         self._lists = {window: self.work_list(window) for window in windows}
         max_partials = max(work_list.max_partials for work_list in self._lists.values())
@@ -321,7 +343,7 @@ class DecodeAttention:
             window=window,
             num_kv_heads=self._num_kv_heads,
             tile=self._tile,
-            align=self._tile if self._block_size % self._tile == 0 else 1,
+            align=self._align,
             max_rows=self._max_rows,
             device=self._device,
         )
@@ -359,7 +381,8 @@ class DecodeAttention:
         num_stages = 2 if is_full_tile and num_rows > FEW_ROWS else 3
         assert k_cache.stride() == v_cache.stride()
         assert k_cache.stride()[1:] == (self._num_kv_heads * self._head_dim, self._head_dim, 1)
-        decode_attention_kernel[(self._num_kv_heads, work_list.capacity(num_rows))](
+        grid = (self._num_kv_heads, work_list.capacity(num_rows))
+        arguments = (
             q,
             k_cache,
             v_cache,
@@ -378,18 +401,30 @@ class DecodeAttention:
             scale * LOG2_E,
             q.stride(0),
             block_tables.stride(0),
-            NUM_KV_HEADS=self._num_kv_heads,
-            GROUP=self._group,
-            HEAD_DIM=self._head_dim,
-            BLOCK_SIZE=self._block_size,
-            BLOCK_STRIDE=k_cache.stride(0),
-            HAS_WINDOW=window is not None,
-            SOFT_CAP=0.0 if soft_cap is None else soft_cap * LOG2_E,
-            HAS_SINKS=sinks is not None,
+        )
+        constants = {
+            "NUM_KV_HEADS": self._num_kv_heads,
+            "GROUP": self._group,
+            "HEAD_DIM": self._head_dim,
+            "BLOCK_SIZE": self._block_size,
+            "BLOCK_STRIDE": k_cache.stride(0),
+            "HAS_WINDOW": window is not None,
+            "SOFT_CAP": 0.0 if soft_cap is None else soft_cap * LOG2_E,
+            "HAS_SINKS": sinks is not None,
+            "ITEM_FIELDS": ITEM_FIELDS,
+        }
+        if self._is_direct:
+            fp8_decode_attention.fp8_decode_attention_kernel[grid](
+                *arguments, **constants, TILE=fp8_decode_attention.TILE, num_warps=1
+            )
+            return
+        decode_attention_kernel[grid](
+            *arguments,
+            **constants,
             TILE=self._tile,
             PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
-            ITEM_FIELDS=ITEM_FIELDS,
             NUM_STAGES=num_stages,
+            ON_GPU=q.is_cuda,
             num_warps=self._num_warps,
             num_stages=num_stages,
         )
