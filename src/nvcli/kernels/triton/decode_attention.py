@@ -18,12 +18,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-from nvcli.kernels.triton import fp8_decode_attention
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
 from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales, numbers_of_words
+from nvcli.kernels.triton.gluon_version import has_known_gluon
 
 LOG2_E = 1.4426950408889634
+_DIRECT_TILE = 32
+"""Keys of a tile of `fp8_decode_attention.py`: with 64, registers are spilled."""
+_FEW_LONG_ROWS = 32
+"""Up to this many rows there are too few programs of `fp8_decode_attention.py` to fill a GPU. An H200 takes 97 µs here
+and 114 there for 16 rows of 8,192 keys, 55 and 53 for 64 of 900, 61 and 51 for 128 of 600, 147 and 126 for 256 of 860,
+625 and 597 for 1,024 of 1,100; in bfloat16 138, 76, 80, 225 and 1,022."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -280,11 +287,32 @@ def _reduce_chunks(
 
 def _num_warps(head_dim: int, kv_dtype: torch.dtype) -> int:
     """Choose the warps of a program. Tiles in FP8 stand in registers twice, as they are read and as they are
-    multiplied, so large heads take more warps. Heads of 128 with 256 rows of 860 keys take an H200 183 µs with two
-    warps and 218 with four; in bfloat16 225.
+    multiplied, so large heads take more warps.
     """
     num_warps = 2 if head_dim <= 256 else 4
     return 2 * num_warps if kv_dtype == torch.float8_e4m3fn and head_dim > 128 else num_warps
+
+
+def _load_direct_kernel(
+    head_dim: int, group: int, *, align: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> JITFunction[...] | None:
+    """Load the kernel of `fp8_decode_attention.py` if it serves such heads, `group` query heads for each KV head, in
+    chunks that begin at multiples of `align`, which divides the size of a block."""
+    serves = (
+        kv_dtype == torch.float8_e4m3fn
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+        and has_known_gluon()
+        and head_dim in (64, 128)
+        and group <= 8
+        and align % _DIRECT_TILE == 0
+        and dtype.itemsize == 2
+    )
+    if not serves:
+        return None
+    from nvcli.kernels.triton.fp8_decode_attention import fp8_decode_attention_kernel
+
+    return fp8_decode_attention_kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,8 +354,8 @@ class DecodeAttention:
         self._tile = min(64, max(16, _TILE_BYTES // (head_dim * dtype.itemsize)))
         self._num_warps = _num_warps(head_dim, kv_dtype)
         self._align = self._tile if block_size % self._tile == 0 else 1
-        self._is_direct = kv_dtype == torch.float8_e4m3fn and fp8_decode_attention.serves(
-            head_dim=head_dim, group=self._group, align=self._align, dtype=dtype, device=device
+        self._direct_kernel = _load_direct_kernel(
+            head_dim, self._group, align=self._align, dtype=dtype, kv_dtype=kv_dtype, device=device
         )
         self._max_rows, self._device = max_rows, device
         self._lists = {window: self.work_list(window) for window in windows}
@@ -413,10 +441,8 @@ class DecodeAttention:
             "HAS_SINKS": sinks is not None,
             "ITEM_FIELDS": ITEM_FIELDS,
         }
-        if self._is_direct:
-            fp8_decode_attention.fp8_decode_attention_kernel[grid](
-                *arguments, **constants, TILE=fp8_decode_attention.TILE, num_warps=1
-            )
+        if self._direct_kernel is not None and num_rows > _FEW_LONG_ROWS:
+            self._direct_kernel[grid](*arguments, **constants, TILE=_DIRECT_TILE, num_warps=1)
             return
         decode_attention_kernel[grid](
             *arguments,

@@ -18,13 +18,9 @@ multiples of a tile that does not straddle blocks.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-
-TILE = 32
-"""Keys of a tile: with 64, registers are spilled."""
 
 
 @gluon.constexpr_function
@@ -212,7 +208,7 @@ def fp8_decode_attention_kernel(
     HAS_WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    TILE: gl.constexpr,
+    TILE: gl.constexpr,  # keys: 32; with 64, registers are spilled
     ITEM_FIELDS: gl.constexpr,
 ):
     """Program (KV head, entry of the work list)."""
@@ -427,16 +423,3 @@ def _reduce_chunks(
         highest = new_highest
     places = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
     gl.store(out_row + places, (acc / weight_sum[:, None]).to(out_row.dtype.element_ty), mask=in_group[:, None])
-
-
-def serves(*, head_dim: int, group: int, align: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel attends such heads, `group` query heads for each KV head, over a cache in FP8, in chunks that
-    begin at multiples of `align`, which divides the size of a block."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-        and head_dim in (64, 128)
-        and group <= 8
-        and align % TILE == 0
-        and dtype.itemsize == 2
-    )
