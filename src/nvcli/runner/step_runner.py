@@ -150,12 +150,9 @@ class StepRunner:
         shape = exact_shape(step)
         reads = self._reader.plan(step) if step.reads else None
         padded = None if self._graphs is None or reads is not None else self._graphs.padded_shape(shape)
-        if padded is not None and padded.shares_segments:
-            assert self._graphs is not None
-            self._graphs.capture_missing(padded)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch)
-        self._backend.plan(batch.forward)
+        self._plan(batch, padded)
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
         self._slots.apply(step)
@@ -197,6 +194,15 @@ class StepRunner:
         self._clock.stop(step_time)
         is_graph = padded is not None
         return PendingStep(step.step_id, host_ids, logprobs, step_time, is_graph, output.readings, failed_rows)
+
+    def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
+        """Plan a step on the host, and capture the graph of its padded shape where that was not done at the start."""
+        if padded is None or self._graphs is None or self._graphs.has_captured(padded):
+            self._backend.plan(batch.forward)
+            return
+        self._backend.prepare_capture(batch.forward)
+        self._backend.plan(batch.forward)
+        self._graphs.capture_late(padded)
 
     def _compute(self, batch: StepBatch, *, sample: bool, reads: ReadPlan | None = None) -> StepLogits | StageOutput:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
