@@ -72,6 +72,16 @@ class HopperPrefillAttention:
         block_rows, rest = divmod(k_cache.stride(0), row_size)
         assert rest == 0
         num_rows = (len(k_cache) - 1) * block_rows + self._block_size
+        constants = (
+            self._num_kv_heads,
+            self._group,
+            self._head_dim,
+            self._block_size,
+            block_rows,
+            0.0 if soft_cap is None else soft_cap * _LOG2_E,
+            sinks is not None,
+            TILE_FIELDS,
+        )
         arguments = (
             q,
             self._describe(k_cache, num_rows, row_size),
@@ -85,25 +95,18 @@ class HopperPrefillAttention:
             scale * _LOG2_E,
             q.stride(0),
             block_tables.stride(0),
-            self._num_kv_heads,
-            self._group,
-            self._head_dim,
-            self._block_size,
-            block_rows,
-            0.0 if soft_cap is None else soft_cap * _LOG2_E,
-            sinks is not None,
-            TILE_FIELDS,
+            *constants,
         )
         grid = (min(self._num_kv_heads * tiles.capacity, self._num_programs), 1, 1)
-        # Triton would look at every argument to find what it compiled for its kind. Only these may differ between
-        # launches, with whether addresses and strides are multiples of 16.
+        # Triton would look at every argument to find what it compiled for its kind. Beside the constants these may
+        # differ between launches: whether addresses and strides are multiples of 16. Caches and lists are aligned.
         sinks_address = 0 if sinks is None else sinks.data_ptr()
         numbers = q.data_ptr(), out.data_ptr(), sinks_address, q.stride(0)
-        key = q.dtype, block_rows, soft_cap, sinks is None, *(number % 16 for number in numbers)
-        compiled = self._compiled.get(key)
+        kind = q.dtype, *(number % 16 for number in numbers), *constants
+        compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = hopper_prefill_kernel.warmup(*arguments, grid=grid, num_warps=4)
-            self._compiled[key] = compiled
+            self._compiled[kind] = compiled
         compiled[grid](*arguments)
 
     def _describe(self, cache: Tensor, num_rows: int, row_size: int) -> TensorDescriptor:
