@@ -310,7 +310,7 @@ class ModelRunner:
         self.steps = self._make_steps()
 
     def _make_steps(self) -> StepRunner:
-        """What runs steps over this rank's tables and cache, without graphs."""
+        """Make what runs steps over this rank's tables and cache, without graphs."""
         config = self.config
         return StepRunner(
             self.model,

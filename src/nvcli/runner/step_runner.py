@@ -230,30 +230,26 @@ class StepRunner:
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
         """Make views for a step without padding."""
         num_logits = int(unpack_ids(step.num_logits).sum())
-        return self._buffers.batch(
-            shape,
-            num_logits,
-            self._kv_cache,
-            self._backend,
-            needs_all_logits=num_logits == shape.num_tokens,
-            segments=self._slots.segments,
-        )
+        return self._make_views(shape, num_logits, needs_all_logits=num_logits == shape.num_tokens)
 
     def _padded_batch(self, shape: BatchShape) -> StepBatch:
         """Return the views for the graph of a shape, which are made once."""
         batch = self._graph_batches.get(shape)
         if batch is None:
             num_logits = self._buffers.num_logits(shape)
-            batch = self._buffers.batch(
-                shape,
-                num_logits,
-                self._kv_cache,
-                self._backend,
-                needs_all_logits=shape.prefill_rows == 0,
-                segments=self._slots.segments,
-            )
+            batch = self._make_views(shape, num_logits, needs_all_logits=shape.prefill_rows == 0)
             self._graph_batches[shape] = batch
         return batch
+
+    def _make_views(self, shape: BatchShape, num_logits: int, *, needs_all_logits: bool) -> StepBatch:
+        return self._buffers.batch(
+            shape,
+            num_logits,
+            self._kv_cache,
+            self._backend,
+            needs_all_logits=needs_all_logits,
+            segments=self._slots.segments,
+        )
 
     def _to_host(self, ids: Tensor) -> Tensor:
         """Start a copy to the host, which is complete when the step is."""
