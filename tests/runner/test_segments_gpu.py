@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from segment_answers import EAGER_COSTS, answers, prompts_of_a_tree
 
 from nvcli.demo import demo_path
@@ -29,22 +28,6 @@ def test_answers_are_the_same_with_shared_segments(enforce_eager: bool) -> None:
     assert num_steps > 20
     graphs = runner.steps._graphs
     assert enforce_eager or any(shape.shares_segments for shape in graphs._graphs)  # type: ignore[union-attr]
-
-
-@torch.inference_mode()
-def test_their_graphs_are_captured_while_the_device_works() -> None:
-    runner = make_runner(demo_path(), max_num_seqs=24, max_model_len=1024, block_size=16, max_num_batched_tokens=200)
-    graphs = runner.steps._graphs
-    assert graphs is not None
-    late = [shape for shape in graphs.shapes if shape.shares_segments]
-    assert not any(map(graphs.has_captured, late))
-    torch.cuda._sleep(4_000_000_000)  # two seconds
-    is_over = torch.cuda.Event()
-    is_over.record()
-    for shape in late[:2]:
-        graphs.capture_late(shape)
-    assert not is_over.query()
-    torch.cuda.synchronize()
 
 
 def compiled_variants() -> set[tuple[str, str]]:
