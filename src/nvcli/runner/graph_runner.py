@@ -69,9 +69,9 @@ class GraphRunner(Generic[T]):
     def capture_late(self, shape: BatchShape) -> None:
         """Capture the graph of a shape in the middle of a run, ready to be replayed.
 
-        It runs nothing and waits for nothing, so the device goes on with the steps that were launched, unless the driver
-        must wait for it to make room for the graph. What the step launches should have been launched before, in steps
-        of other shapes, so that nothing is compiled now.
+        It runs nothing and waits for nothing: the device goes on with the steps that were launched, unless the driver
+        makes it wait where it finds room for the graph. What the step launches should have been launched before, in
+        steps of other shapes, so that nothing is compiled now, and no tensor that a module keeps is made in here.
         """
         self._capture(shape, "relaxed")
 
