@@ -9,8 +9,10 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nvcli.kernels.triton import hopper_prefill_kernel
+from nvcli.kernels.triton import hopper_prefill, hopper_prefill_kernel
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, prefill_kernel
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS
@@ -124,7 +126,7 @@ def test_attention(
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
-    """What three launches, of two layers and of the first once more, made of the kernel."""
+    """What launches made of the kernel: of two layers, of the first once more, and of other caches."""
     script = Path(__file__).with_name("hopper_compile.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, script, "128", "4", "30.0"]
@@ -142,16 +144,85 @@ def test_products_run_beside_other_work(compiled: dict[str, Any]) -> None:
     assert int(spilled) <= 300, "some are spilled around the loop, and none in it"
 
 
-def test_launches_differ_in_the_layer_and_the_queries_alone(compiled: dict[str, Any]) -> None:
-    first, second, third = compiled["launches"]
+def test_launches_by_what_is_kept_are_those_that_triton_would_make(compiled: dict[str, Any]) -> None:
+    """Also where a smaller cache lies in the place of another, and where hooks are set, as profilers do."""
+    launches = compiled["kept"]
+    assert launches == compiled["through_triton"]
+    assert compiled["names"] == ["hopper_prefill_kernel"] * 2 * len(launches)
+    first, second, third, smaller, elsewhere = launches
     q, k, v, v_cache = range(3, 7)
     assert [k, v, v_cache] == [place for place in range(len(first)) if first[place] != second[place]]
     assert [q] == [place for place in range(len(first)) if first[place] != third[place]]
-    for launch in (first, second):
+    for launch, blocks in ((first, 3), (second, 3), (smaller, 2), (elsewhere, 3)):
         assert launch[v][0] == launch[v_cache]
         for described in (launch[k], launch[v]):
-            assert described[1:] == [[3 * 64, 8 * 128], [8 * 128, 1], [64, 64]]
-    assert second[k][0] - first[k][0] == second[v][0] - first[v][0] == 2 * 3 * 64 * 8 * 128 * 2
+            assert described[1:] == [[blocks * 64, 8 * 128], [8 * 128, 1], [64, 64]]
+    layer_bytes = 2 * 3 * 64 * 8 * 128 * 2
+    assert [launch[k][0] - first[k][0] for launch in launches] == [0, layer_bytes, 0, 0, 2 * layer_bytes]
+
+
+class FakeKernel:
+    """What is asked of a Triton kernel that only compiles: the arguments of each compilation and each launch."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: Any, num_warps: int) -> FakeKernel:
+        self.compiled.append(arguments)
+        return self
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *arguments: self.launched.append(arguments)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    fake = FakeKernel()
+    monkeypatch.setattr(hopper_prefill, "hopper_prefill_kernel", fake)
+    return fake
+
+
+def attend_in(cache: Tensor, attention: HopperPrefillAttention, q: Tensor, **kind: Any) -> None:
+    planned: Any = SimpleNamespace(capacity=10, tiles=torch.zeros(10, 8), num_tiles=torch.zeros(1))
+    tables = torch.zeros(4, 8, dtype=torch.int32)
+    attention.run(q, cache, cache, tables, planned, torch.zeros_like(q), scale=0.1, window=None, **kind)
+
+
+@pytest.fixture
+def attention() -> HopperPrefillAttention:
+    with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)):
+        return HopperPrefillAttention(
+            num_heads=8, num_kv_heads=2, head_dim=64, block_size=64, device=torch.device("cuda")
+        )
+
+
+def test_other_kinds_of_arguments_are_compiled_anew(kernel: FakeKernel, attention: HopperPrefillAttention) -> None:
+    """Above all addresses that are not aligned: what is compiled for those that are would read them wrongly."""
+    numbers, sinks = torch.zeros(8 * 512 + 8, dtype=torch.bfloat16), torch.zeros(12)
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (0, {}), (1, {}), (0, {"soft_cap": 20.0}), (0, {"soft_cap": 30.0}), (0, {"sinks": sinks[:8]}),
+        (0, {"sinks": sinks[1:9]}),
+    ]  # fmt: skip
+    for count, (first, kind) in enumerate(kinds, start=1):
+        for tokens in (8, 5):
+            q = numbers[first : first + tokens * 512].view(tokens, 8, 64)
+            attend_in(torch.zeros(3, 64, 2, 64, dtype=torch.bfloat16), attention, q, **kind)
+        assert len(kernel.compiled) == count
+    assert len(kernel.launched) == 2 * len(kinds)
+
+
+def test_what_is_kept_does_not_hold_the_memory_of_a_cache(
+    kernel: FakeKernel, attention: HopperPrefillAttention
+) -> None:
+    """The warm-up has a cache of its own, whose memory the run's takes."""
+    cache = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
+    attend_in(cache, attention, torch.zeros(3, 8, 64, dtype=torch.bfloat16))
+    kernel.compiled.clear()
+    kernel.launched.clear()
+    known = weakref.ref(cache)
+    del cache
+    assert known() is None
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
-from nvcli.sizing.graph_sizes import step_graph_sizes
+from nvcli.sizing.graph_sizes import may_share, step_graph_sizes
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
@@ -221,9 +221,10 @@ class ModelRunner:
             shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
         # Few jobs need these: they are captured when they are first used, and their memory is set aside.
-        shares = self._max_shared_rows > 1
         self._shared_shapes = [
-            replace(shape, shares_segments=True) for shape in self._graph_shapes if shares and shape.decode_rows > 1
+            replace(shape, shares_segments=True)
+            for shape in self._graph_shapes
+            if may_share(shape.decode_rows, self._max_shared_rows)
         ]
 
     def _make_slots(self) -> None:
@@ -309,7 +310,7 @@ class ModelRunner:
         self.steps = self._make_steps()
 
     def _make_steps(self) -> StepRunner:
-        """What runs steps over this rank's tables and cache, without graphs."""
+        """Make what runs steps over this rank's tables and cache, without graphs."""
         config = self.config
         return StepRunner(
             self.model,

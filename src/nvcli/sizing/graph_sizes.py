@@ -73,6 +73,12 @@ def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize
     )
 
 
+def may_share(decode_rows: int, max_shared_rows: int) -> bool:
+    """Whether a size has a second graph, for steps in which decode rows share segments of keys. A run in which up to
+    `max_shared_rows` rows may share (0: none) captures it when it is first used."""
+    return max_shared_rows > 0 and decode_rows > 1
+
+
 def graph_sizes(
     *, max_num_seqs: int, max_num_decodes: int, max_num_batched_tokens: int, launch_bound_tokens: int
 ) -> list[GraphSize]:
