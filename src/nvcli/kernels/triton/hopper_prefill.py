@@ -21,7 +21,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.triton.hopper_prefill_kernel import PART, ROWS, hopper_prefill_kernel
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileList
 
 _LOG2_E = 1.4426950408889634
 
@@ -47,7 +47,7 @@ class HopperPrefillAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         block_tables: Tensor,
-        tiles: PrefillTiles,
+        tiles: TileList,
         out: Tensor,
         *,
         scale: float,

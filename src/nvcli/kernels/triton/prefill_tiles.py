@@ -8,6 +8,8 @@ in a CUDA graph serves any chunks. Tokens behind the last chunk's, which pad a g
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -84,21 +86,33 @@ def plan_prefill_kernel(
         tl.store(num_tiles, first_tile + own_tiles)  # nothing comes behind a length of 0 and the highest number
 
 
-class PrefillTiles:
+@dataclass(slots=True)
+class TileList:
+    """Tiles as kernels read them."""
+
+    tiles: Tensor
+    """[max_tiles, TILE_FIELDS] int32."""
+    num_tiles: Tensor
+    """[1] int32."""
+    num_before: Tensor | None = None
+    """[1] int32, tiles at the head of the list that a kernel of another kind attends; None: there are none."""
+    capacity: int = 0
+    """The most tiles that the planned batch may have, from its shape alone."""
+
+
+class PrefillTiles(TileList):
     """The tiles of a step, in memory that is allocated once. Kinds of attention with the same G share one list.
 
     group: G; rows: rows of a tile; max_tokens, max_chunks: the most of a step, padding included.
     """
 
-    def __init__(self, *, group: int, rows: int, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+    def __init__(self, group: int, rows: int, *, max_tokens: int, max_chunks: int, device: torch.device) -> None:
         self._group, self._rows = group, rows
         max_tiles = self._most_tiles(max_tokens, max_chunks)
-        self.tiles = torch.zeros(max_tiles, TILE_FIELDS, dtype=torch.int32, device=device)
-        """[max_tiles, TILE_FIELDS] int32."""
-        self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
-        """[1] int32."""
-        self.capacity = 0
-        """The most tiles that the planned batch may have, from its shape alone."""
+        super().__init__(
+            torch.zeros(max_tiles, TILE_FIELDS, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
 
     def plan(
         self, query_start_loc: Tensor, seq_lens: Tensor, slots: Tensor, *, first_chunk: int, num_tokens: int
