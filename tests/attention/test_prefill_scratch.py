@@ -113,4 +113,3 @@ def test_plan(num_chunks: int, longest: int) -> None:
         if num_copied < int(tiles.num_tiles):
             left = listed[num_copied]
             assert left[4] == 0 or place + -(-left[4] // UNIT) > num_units
-
