@@ -3,12 +3,14 @@
 
     python3 scripts/profile_decode.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json] [--kernels N]
         [--quantization TYPE] [--kv-cache-dtype TYPE] [--shared-prefix 1024,1024:8] [--input-len 64]
+        [--output-len 128] [--generated 40]
 
 A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run; with
 --tp the others follow it in processes of their own. Once all requests decode, torch's profiler records this rank's
-steps; their kernels are sorted by kind, and with --kernels the longest are listed. Tracing costs some time between
-kernels, none inside them but in those that wait for other ranks. --quantization, --kv-cache-dtype, --shared-prefix and
---input-len are as in `nvcli bench`.
+steps; their kernels are sorted by kind, and with --kernels the longest are listed. Requests that the KV cache does not
+hold to the end of their answers wait (--output-len), and the recording with them. Tracing costs some time between
+kernels, none inside them but in those that wait for other ranks. --quantization, --kv-cache-dtype, --shared-prefix,
+--input-len and --output-len are as in `nvcli bench`.
 """
 
 from __future__ import annotations
@@ -176,6 +178,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--shared-prefix", help="prompt tokens that requests share: 2048, 2048:16, 1024,1024:8")
     parser.add_argument("--input-len", default="100:1024", help="prompt tokens behind a shared prefix")
+    parser.add_argument("--output-len", default="900:1024", help="tokens of an answer")
     parser.add_argument("--generated", type=int, default=300, help="tokens that answers have before steps are recorded")
     options = parser.parse_args()
     run = msgspec.convert(
@@ -192,7 +195,7 @@ def main() -> None:
     workload = Workload(
         num_requests=options.running,
         input_len=parse_range("--input-len", options.input_len),
-        output_len=(900, 1024),
+        output_len=parse_range("--output-len", options.output_len),
         shared_prefix=parse_shared_prefix(options.shared_prefix) if options.shared_prefix else (),
     )
     core = start_engine(run, workload, options.tp)
