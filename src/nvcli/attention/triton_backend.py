@@ -32,8 +32,7 @@ class TritonBackend(AttentionBackend):
         from nvcli.kernels.triton import decode_attention, invariant_attention
         from nvcli.kernels.triton.prefill_choice import PrefillKernel, prefill_kernel
         from nvcli.kernels.triton.prefill_scratch import ScratchTiles
-        from nvcli.kernels.triton.prefill_tiles import PrefillTiles
-        from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
+        from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
         decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
         decode_type = invariant_attention.DecodeAttention if case.batch_invariant else decode_attention.DecodeAttention
@@ -43,7 +42,7 @@ class TritonBackend(AttentionBackend):
             windows.setdefault(spec.geometry, set()).add(spec.window)
         self._decodes: dict[Geometry, decode_attention.DecodeAttention | invariant_attention.DecodeAttention] = {}
         self._prefills: dict[tuple[Geometry, bool], PrefillKernel] = {}
-        self._tiles: dict[tuple[int, ...], PrefillTiles] = {}
+        self._tiles: dict[TileKey, PrefillTiles] = {}
         notes: list[str] = []
         has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in windows}) == 1
         for geometry, kinds in windows.items():
@@ -75,10 +74,10 @@ class TritonBackend(AttentionBackend):
                 )
                 notes += notes_of_kernel
                 self._prefills[geometry, has_window] = prefill
-                if prefill.tile_key not in self._tiles:
-                    has_scratch = isinstance(prefill, ScratchPrefillAttention)
-                    self._tiles[prefill.tile_key] = (ScratchTiles if has_scratch else PrefillTiles)(
-                        *prefill.tile_key,
+                key = prefill.tile_key
+                if key not in self._tiles:
+                    self._tiles[key] = (ScratchTiles if key.scratch_units else PrefillTiles)(
+                        key,
                         max_tokens=case.max_num_batched_tokens,
                         max_chunks=case.max_num_seqs,
                         device=case.device,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nvcli.kernels.triton.decode_attention import float16_query, log2_scores, soft_capped
 from nvcli.kernels.triton.fp8_kv import load_scales
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileList
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList
 
 _LOG2_E = 1.4426950408889634
 _PROGRAMS_FOR_THE_REST = 264
@@ -383,9 +383,9 @@ class PrefillAttention:
         self._launch = _choose_launch(head_dim, dtype, kv_dtype, device)
 
     @property
-    def tile_key(self) -> tuple[int, int]:
-        """(query heads for each KV head, rows of a tile)."""
-        return self._group, self._launch.rows
+    def tile_key(self) -> TileKey:
+        """What its tiles are."""
+        return TileKey(self._group, self._launch.rows)
 
     def run(
         self,

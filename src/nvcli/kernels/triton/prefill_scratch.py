@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.fp8_kv import scale_pointers
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles, TileList
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles, TileKey, TileList
 
 UNIT = 64
 """Keys of a unit."""
@@ -150,20 +150,20 @@ def fill_scratch_kernel(
 
 
 class ScratchTiles(PrefillTiles):
-    """The tiles of a step, and which of them attend to copies in a scratch of `num_units` units: those at the head of
-    the list, `num_before` of them. The arguments are otherwise those of `PrefillTiles`."""
+    """The tiles of a step, and which of them attend to copies in a scratch: those at the head of the list, `num_before`
+    of them. The arguments are those of `PrefillTiles`."""
 
-    def __init__(
-        self, group: int, rows: int, num_units: int, *, max_tokens: int, max_chunks: int, device: torch.device
-    ) -> None:
-        super().__init__(group, rows, max_tokens=max_tokens, max_chunks=max_chunks, device=device)
-        self._num_units = num_units
+    def __init__(self, key: TileKey, *, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+        super().__init__(key._replace(is_sorted=False), max_tokens=max_tokens, max_chunks=max_chunks, device=device)
+        self._num_units = key.scratch_units
         counts = torch.zeros(2, dtype=torch.int32, device=device)
         self.num_before, self.num_units = counts[:1], counts[1:]
-        self.units = torch.zeros(num_units, 2, dtype=torch.int32, device=device)
-        """[num_units, 2] int32: the slot whose keys each unit holds, and which unit of them."""
+        self.units = torch.zeros(key.scratch_units, 2, dtype=torch.int32, device=device)
+        """[scratch_units, 2] int32: the slot whose keys each unit holds, and which unit of them."""
         self.copied = TileList(torch.zeros_like(self.tiles), counts[:1])
-        """The tiles that attend to copies, with the first unit of the request's keys in place of its slot."""
+        """The tiles that attend to copies, with the first unit of the request's keys in place of its slot, those that
+        see most keys first."""
+        self._copied_by_chunks = torch.zeros_like(self.tiles)
 
     def plan(
         self, query_start_loc: Tensor, seq_lens: Tensor, slots: Tensor, *, first_chunk: int, num_tokens: int
@@ -173,7 +173,7 @@ class ScratchTiles(PrefillTiles):
         plan_scratch_kernel[(1,)](
             self.tiles,
             self.num_tiles,
-            self.copied.tiles,
+            self._copied_by_chunks,
             self.copied.num_tiles,
             self.num_units,
             GROUP=self._group,
@@ -186,7 +186,7 @@ class ScratchTiles(PrefillTiles):
         )
         list_units_kernel[(self.capacity,)](
             self.tiles,
-            self.copied.tiles,
+            self._copied_by_chunks,
             self.copied.num_tiles,
             self.units,
             GROUP=self._group,
@@ -196,6 +196,7 @@ class ScratchTiles(PrefillTiles):
             TILE_FIELDS=TILE_FIELDS,
             num_warps=1,
         )
+        self._sort(self._copied_by_chunks, self.copied)
 
 
 class PrefillScratch:

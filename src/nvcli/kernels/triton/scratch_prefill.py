@@ -12,7 +12,7 @@ from torch import Tensor
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.prefill_attention import PrefillAttention
 from nvcli.kernels.triton.prefill_scratch import UNIT, PrefillScratch, ScratchTiles
-from nvcli.kernels.triton.prefill_tiles import PrefillTiles
+from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
 
 class ScratchPrefillAttention:
@@ -49,12 +49,12 @@ class ScratchPrefillAttention:
             kv_dtype=kv_dtype,
             device=device,
         )
-        assert self._copies.tile_key == self._rest.tile_key, "they share a list"
+        assert self._copies.tile_key[:2] == self._rest.tile_key[:2], "they share tiles"
 
     @property
-    def tile_key(self) -> tuple[int, int, int]:
-        """(query heads for each KV head, rows of a tile, units of the scratch), of `ScratchTiles`."""
-        return *self._copies.tile_key, self._num_units
+    def tile_key(self) -> TileKey:
+        """What its tiles are, which are `ScratchTiles`."""
+        return self._copies.tile_key._replace(scratch_units=self._num_units)
 
     def run(
         self,
