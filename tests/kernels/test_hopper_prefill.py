@@ -25,8 +25,9 @@ pytest.importorskip("triton")
 
 from nvcli.kernels.triton import hopper_prefill, hopper_prefill_kernel
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, prefill_kernel
+from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE, prefill_kernel
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS
+from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
 
 ROWS = 128
 
@@ -225,34 +226,41 @@ def test_what_is_kept_does_not_hold_the_memory_of_a_cache(
     assert known() is None
 
 
+FP8 = torch.float8_e4m3fn
+COPIES = ScratchPrefillAttention
+
+
 @pytest.mark.parametrize(
-    ("change", "is_for_hopper"),
+    ("change", "wanted"),
     [
-        ({}, True),
-        ({"head_dim": 64, "block_size": 256, "dtype": torch.float16, "kv_dtype": torch.float16}, True),
-        ({"head_dim": 256}, False),
-        ({"block_size": 32}, False),
-        ({"kv_dtype": torch.float8_e4m3fn}, False),
-        ({"has_window": True}, False),
-        ({"batch_invariant": True}, False),
-        ({"has_plain_blocks": False}, False),
+        ({}, HopperPrefillAttention),
+        (
+            {"head_dim": 64, "block_size": 256, "dtype": torch.float16, "kv_dtype": torch.float16},
+            HopperPrefillAttention,
+        ),
+        ({"head_dim": 256}, None),
+        ({"block_size": 32}, None),
+        ({"kv_dtype": FP8}, COPIES),
+        ({"kv_dtype": FP8, "head_dim": 64, "block_size": 192}, COPIES),
+        ({"kv_dtype": FP8, "block_size": 32}, None),
+        ({"kv_dtype": FP8, "dtype": torch.float16}, None),
+        ({"kv_dtype": FP8, "has_window": True}, None),
+        ({"has_window": True}, None),
+        ({"batch_invariant": True}, None),
+        ({"has_plain_blocks": False}, None),
     ],
 )
-def test_choice(change: dict[str, Any], is_for_hopper: bool) -> None:
-    device = torch.device("cuda")
-    arguments = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": device}
-    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+def test_choice(change: dict[str, Any], wanted: type | None) -> None:
+    cpu = torch.device("cpu")  # it makes tensors
+    arguments = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": cpu}
+    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "scratch_tokens": 128}
     arguments |= {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
-    for capability, version, wanted in (
-        ((9, 0), "3.6.0", is_for_hopper),
-        ((9, 0), "3.7.1", False),
-        ((10, 0), "3.6.0", False),
-    ):
+    for capability, version, kind in (((9, 0), "3.6.0", wanted), ((9, 0), "3.7.1", None), ((10, 0), "3.6.0", None)):
         with (
             patch.object(torch.cuda, "get_device_capability", return_value=capability),
             patch("triton.__version__", version),
             patch.object(torch.cuda, "get_device_properties"),
         ):
             kernel, notes = prefill_kernel(**(arguments | change))
-        assert isinstance(kernel, HopperPrefillAttention) == wanted
-        assert notes == [HOPPER_NOTE] * wanted
+        assert (type(kernel) if isinstance(kernel, HopperPrefillAttention | COPIES) else None) == kind
+        assert notes == {None: [], HopperPrefillAttention: [HOPPER_NOTE], COPIES: [SCRATCH_NOTE]}[kind]

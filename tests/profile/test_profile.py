@@ -146,6 +146,9 @@ def test_an_fp8_cache_holds_nearly_twice_as_many_tokens(tmp_path: Path) -> None:
         return [one.change for one in advise(changed, model, use, request_len=4096, longest=None)]
 
     fp8 = msgspec.structs.replace(config, kv_cache_dtype="fp8")
+    scratch = estimate(fp8, model, 40 * GIB).planned["buffers"] - use.planned["buffers"]
+    assert scratch == 2 * 65_536 * 8 * 128 * 2, "copies of what a step's prompts see, in bfloat16"
+    assert estimate(msgspec.structs.replace(fp8, block_size=16), model, 40 * GIB).planned["buffers"] < scratch
     assert block_bytes(fp8, model) == 36 * 2 * 8 * (128 + 2) * 64
     most = [one for one in advise(config, model, use, request_len=4096, longest=None) if "kv_cache" in one.change]
     assert [one.change for one in most] == ["--set kv_cache_dtype=fp8"]

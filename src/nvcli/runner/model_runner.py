@@ -195,6 +195,7 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
+            max_model_len=config.max_model_len,
             batch_invariant=config.batch_invariant,
             has_states=any(isinstance(layer, StateSpec) for layer in self.model.cache_layers),
             max_shared_rows=config.max_shared_rows,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.triton.hopper_prefill_kernel import PART, ROWS, hopper_prefill_kernel
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList
 
 _LOG2_E = 1.4426950408889634
 
@@ -44,9 +44,9 @@ class HopperPrefillAttention:
         self._compiled: dict[tuple[object, ...], CompiledKernel] = {}
 
     @property
-    def tile_key(self) -> tuple[int, int]:
-        """(query heads for each KV head, rows of a tile)."""
-        return self._group, ROWS.value
+    def tile_key(self) -> TileKey:
+        """What its tiles are."""
+        return TileKey(self._group, ROWS.value, is_sorted=True)
 
     def run(
         self,
@@ -54,7 +54,7 @@ class HopperPrefillAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         block_tables: Tensor,
-        tiles: PrefillTiles,
+        tiles: TileList,
         out: Tensor,
         *,
         scale: float,
