@@ -10,7 +10,7 @@ from nvcli.messages import pack
 
 
 def hashes_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
-    return list(hash_blocks(pack(tokens), block_size))
+    return hash_blocks(pack(tokens), block_size)
 
 
 def match(manager: BlockManager, hashes: list[bytes]) -> list[int]:
@@ -40,7 +40,7 @@ def test_partial_blocks_are_not_hashed() -> None:
 def test_chain_continues_from_a_parent() -> None:
     tokens = list(range(12))
     whole = hashes_of(tokens)
-    assert list(hash_blocks(pack(tokens[4:]), 4, parent=whole[0])) == whole[1:]
+    assert hash_blocks(pack(tokens[4:]), 4, parent=whole[0]) == whole[1:]
 
 
 def test_released_blocks_are_found_again_until_they_are_needed() -> None:

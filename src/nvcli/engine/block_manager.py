@@ -10,23 +10,25 @@ released. This module knows block numbers only, not what lies in the blocks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 BlockHash = bytes
 
-_TOKEN_BYTES = 4  # token ids come packed as int32
+TOKEN_BYTES = 4  # token ids come packed as int32
 
 
-def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") -> Iterator[BlockHash]:
-    """Yield chained hashes of the full blocks of packed int32 tokens; `parent` is the hash of the block before them.
+def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") -> list[BlockHash]:
+    """Return chained hashes of the full blocks of packed int32 tokens; `parent` is the hash of the block before them.
 
     128 bits: two different prefixes do not meet in practice.
     """
-    step = block_size * _TOKEN_BYTES
+    step = block_size * TOKEN_BYTES
+    hashes = []
     for start in range(0, len(token_bytes) - step + 1, step):
         parent = blake2b(token_bytes[start : start + step], digest_size=16, key=parent).digest()
-        yield parent
+        hashes.append(parent)
+    return hashes
 
 
 class BlockManager:

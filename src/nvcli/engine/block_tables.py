@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
+from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
@@ -66,6 +67,7 @@ class BlockTables:
         """`segment_costs`: see `SharedSegments`."""
         self.block_manager = block_manager
         self.block_size = block_size
+        self._prompt_hashes = PromptHashes(block_size)
         self._groups = tuple(groups)
         self._of_keys = [number for number, group in enumerate(groups) if not group.is_state]
         self._windowed = [number for number in self._of_keys if groups[number].window is not None]
@@ -112,7 +114,7 @@ class BlockTables:
         num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
         if state.reads is not None and (unread := state.reads.first_unread) is not None:
             num_reusable = min(num_reusable, unread // block_size)
-        self._match(state, state.hash_blocks(0, num_reusable, block_size))
+        self._match(state, state.hash_blocks(0, num_reusable, self._prompt_hashes))
         num_cached = len(state.blocks[0])
         state.num_computed = num_cached * block_size
         num_fresh = -(-num_tokens // block_size) - num_cached
@@ -215,7 +217,7 @@ class BlockTables:
         state.set_hashed_blocks(num_full, block_size)
         if not manager.enable_prefix_caching:
             return []
-        hashes = state.hash_blocks(first, num_full, block_size)
+        hashes = state.hash_blocks(first, num_full, self._prompt_hashes)
         registered = []
         for group in self._of_keys:
             blocks = state.blocks[group]
@@ -228,7 +230,7 @@ class BlockTables:
 
     def forget(self, state: RequestState) -> None:
         """Make the blocks that hold a request's tokens unfindable, whoever filled them."""
-        hashes = state.hash_blocks(0, state.num_tokens // self.block_size, self.block_size)
+        hashes = state.hash_blocks(0, state.num_tokens // self.block_size, self._prompt_hashes)
         groups = range(len(self._groups))
         found = [self.block_manager.find(block_hash, group) for block_hash in hashes for group in groups]
         self.block_manager.unregister(block for block in found if block is not None)
