@@ -71,6 +71,8 @@ class BlockTables:
         self._groups = tuple(groups)
         self._of_keys = [number for number, group in enumerate(groups) if not group.is_state]
         self._windowed = [number for number in self._of_keys if groups[number].window is not None]
+        self._needs_all = all(group.window is None for group in groups)
+        """Whether a prefix is reused in all groups alike, from its first block to its last."""
         self._states = StateBlocks(
             block_manager, [number for number, group in enumerate(groups) if group.is_state], block_size
         )
@@ -94,6 +96,8 @@ class BlockTables:
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
+        if -(-num_tokens // self.block_size) * len(self._groups) <= self.block_manager.num_blocks:
+            return True
         needed = sum(group.most_blocks(num_tokens, self.block_size) for group in self._groups)
         return needed <= self.block_manager.num_blocks
 
@@ -218,12 +222,12 @@ class BlockTables:
         if not manager.enable_prefix_caching:
             return []
         hashes = state.hash_blocks(first, num_full, self._prompt_hashes)
-        registered = []
+        registered: list[int] = []
         for group in self._of_keys:
-            blocks = state.blocks[group]
-            for column in range(max(first, state.first_columns[group]), num_full):
-                manager.register(blocks[column], hashes[column - first], group)
-                registered.append(blocks[column])
+            begin = max(first, state.first_columns[group])
+            blocks = state.blocks[group][begin:num_full]
+            manager.register(blocks, hashes[begin - first :], group)
+            registered += blocks
         if self._states.groups:
             registered += self._states.register(state, first, hashes)
         return registered
@@ -259,13 +263,19 @@ class BlockTables:
 
         Sets each group's blocks, equally many; those that its window does not need are 0. Sets `num_found_blocks`, too.
         """
-        found = [self._find(hashes, group) for group in range(len(self._groups))]
+        state.blocks = found = [self._find(hashes, group) for group in range(len(self._groups))]
+        num_cached = len(min(found, key=len))
+        if self._needs_all:
+            state.num_found_blocks, state.first_columns = num_cached, [0] * len(found)
+            for blocks in found:
+                del blocks[num_cached:]
+                self.block_manager.hold(blocks)
+            return
         runs = {group: _run_lengths(found[group]) for group in (*self._windowed, *self._states.groups)}
 
         def is_whole(group: int, num_blocks: int) -> bool:
             return runs[group][num_blocks] >= num_blocks - self._first_column(group, num_blocks)
 
-        num_cached = len(min(found, key=len))
         while not all(is_whole(group, num_cached) for group in self._windowed):
             num_cached -= 1
         state.num_found_blocks = num_cached
@@ -276,18 +286,13 @@ class BlockTables:
             del blocks[num_cached:]
             blocks[:first] = [0] * first
             self.block_manager.hold(blocks[first:])
-        state.blocks = found
 
     def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """Find the blocks that a group has registered for these hashes. The result ends before the first missing block;
         in a group with a window it has a 0 for each missing one."""
-        blocks = []
-        for block_hash in hashes:
-            block = self.block_manager.find(block_hash, group)
-            if block is None and self._groups[group].window is None:
-                break
-            blocks.append(block or 0)
-        return blocks
+        if self._groups[group].window is None:
+            return self.block_manager.find_leading(hashes, group)
+        return [self.block_manager.find(block_hash, group) or 0 for block_hash in hashes]
 
     def _first_column(self, group: int, num_blocks: int) -> int:
         """The first block that the token behind `num_blocks` full blocks attends to."""

@@ -1,8 +1,8 @@
 """PromptHashes: the hashes of prompts' blocks. A beginning that many prompts have in common is hashed once.
 
 Where most of a prompt is in the cache, hashing it is most of the work that it makes. So what was hashed lately is kept
-with its tokens, as *runs*: the blocks of a prompt from where no earlier one went on as it does. A prompt is followed
-from run to run by comparing tokens, which is much cheaper, and only what lies behind is hashed.
+with its tokens, as *runs* of blocks between the places where prompts part. A prompt is followed from run to run by
+comparing tokens, which is much cheaper, and only what lies behind is hashed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,23 @@ class PromptHashes:
                 self._keep(key, (rest, new))
                 return hashes + new
             tokens, known = run
-            hashes += known[: _num_equal_blocks(tokens, token_bytes[start:end], block_bytes)]
+            if token_bytes.startswith(tokens, start):
+                hashes += known
+            else:
+                count = _num_equal_blocks(tokens, token_bytes[start:end], block_bytes)
+                hashes += known[:count]
+                self._cut(key, run, count)
         return hashes
+
+    def _cut(self, key: tuple[BlockHash, bytes], run: _Run, count: int) -> None:
+        """Make two runs of one, of which the first has `count` blocks, so that the next prompt need not look for the
+        place where they part."""
+        tokens, known = run
+        block_bytes = self.block_size * TOKEN_BYTES
+        at = count * block_bytes
+        self._runs[key] = tokens[:at], known[:count]
+        self._num_bytes -= len(tokens) - at
+        self._keep((known[count - 1], tokens[at : at + block_bytes]), (tokens[at:], known[count:]))
 
     def _keep(self, key: tuple[BlockHash, bytes], run: _Run) -> None:
         self._runs[key] = run
@@ -60,12 +75,10 @@ class PromptHashes:
 def _num_equal_blocks(left: bytes, right: bytes, block_bytes: int) -> int:
     """Count the leading blocks that two prompts have in common, of which the first is one."""
     low, high = 1, min(len(left), len(right)) // block_bytes
-    if left.startswith(right[: high * block_bytes]):
-        return high
-    while high - low > 1:  # `low` blocks are equal, `high` are not
-        middle = (low + high) // 2
+    while low < high:
+        middle = (low + high + 1) // 2
         if left.startswith(right[low * block_bytes : middle * block_bytes], low * block_bytes):
             low = middle
         else:
-            high = middle
+            high = middle - 1
     return low
