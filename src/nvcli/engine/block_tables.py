@@ -263,14 +263,23 @@ class BlockTables:
 
         Sets each group's blocks, equally many; those that its window does not need are 0. Sets `num_found_blocks`, too.
         """
-        state.blocks = found = [self._find(hashes, group) for group in range(len(self._groups))]
-        num_cached = len(min(found, key=len))
+        state.blocks = [self._find(hashes, group) for group in range(len(self._groups))]
+        num_cached = len(min(state.blocks, key=len))
         if self._needs_all:
-            state.num_found_blocks, state.first_columns = num_cached, [0] * len(found)
-            for blocks in found:
-                del blocks[num_cached:]
-                self.block_manager.hold(blocks)
-            return
+            state.num_found_blocks = num_cached
+            state.first_columns = [0] * len(state.blocks)
+        else:
+            num_cached = self._num_whole(state, num_cached)
+            state.first_columns = [self._first_column(group, num_cached) for group in range(len(self._groups))]
+        for blocks, first in zip(state.blocks, state.first_columns, strict=True):
+            del blocks[num_cached:]
+            blocks[:first] = [0] * first
+            self.block_manager.hold(blocks[first:])
+
+    def _num_whole(self, state: RequestState, num_cached: int) -> int:
+        """Return the length of the longest prefix, of at most `num_cached` blocks, of which every group has what it
+        needs among the blocks that were found. Sets `num_found_blocks`."""
+        found = state.blocks
         runs = {group: _run_lengths(found[group]) for group in (*self._windowed, *self._states.groups)}
 
         def is_whole(group: int, num_blocks: int) -> bool:
@@ -281,11 +290,7 @@ class BlockTables:
         state.num_found_blocks = num_cached
         while not all(is_whole(group, num_cached) for group in runs):
             num_cached -= 1
-        state.first_columns = [self._first_column(group, num_cached) for group in range(len(found))]
-        for blocks, first in zip(found, state.first_columns, strict=True):
-            del blocks[num_cached:]
-            blocks[:first] = [0] * first
-            self.block_manager.hold(blocks[first:])
+        return num_cached
 
     def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """Find the blocks that a group has registered for these hashes. The result ends before the first missing block;
