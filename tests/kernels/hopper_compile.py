@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -91,9 +92,9 @@ def launch(head_dim: int, group: int, soft_cap: float) -> list[list[object]]:
     return active.launches
 
 
-def assemble() -> str:
-    """Return ptxas's report on the kernel that was compiled."""
-    (kernel,) = hopper_prefill_kernel.device_caches[0][0].values()
+def assemble(function: Any) -> str:
+    """Return ptxas's report on the kernel that was compiled of a function."""
+    (kernel,) = function.device_caches[0][0].values()
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
@@ -104,4 +105,4 @@ def assemble() -> str:
 
 if __name__ == "__main__":
     launches = launch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
-    print(json.dumps({"launches": launches, "report": assemble()}))
+    print(json.dumps({"launches": launches, "report": assemble(hopper_prefill_kernel)}))
