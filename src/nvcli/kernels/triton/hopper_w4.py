@@ -8,7 +8,6 @@ H hidden, k experts per token.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,6 +20,7 @@ from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.hopper_w4_kernel import BLOCK, GROUPS, PART, hopper_w4_kernel
+from nvcli.kernels.triton.w4_launches import HopperLaunch, Kind
 from nvcli.kernels.weight_formats import W4Format
 
 _BLOCK: int = BLOCK.value
@@ -31,19 +31,15 @@ _BARRIER_BYTES = 1 << 10
 _MOST_STAGES = 4
 _TILE = 4 * _PART
 """The input features of a tile."""
+_MOST_PARTS = 8
+_CYCLES_OF_ROW = 4.0
+"""The matrix units multiply a tile of 64 features by a row of activations in so many cycles."""
+_BYTES_PER_CYCLE = 26.0
+"""What a multiprocessor reads from the L2 cache while all of them do."""
+_START_CYCLES, _END_CYCLES, _LAUNCH_CYCLES = 3000.0, 1500.0, 3000.0
+"""What goes by before a program's first product, behind its last one for each block, and before another kernel runs."""
 _COPIED = 1024
 """The columns of a row that a program copies."""
-
-
-class HopperLaunch(NamedTuple):
-    """How a product is launched."""
-
-    row_tile: int
-    """Rows of activations, 64 or 128."""
-    blocks: int
-    """Blocks of 64 rows of a weight that each of a program's two groups of warps multiplies: 1 to 3."""
-    num_parts: int = 1
-    """Into how many parts the input features are cut, which are multiplied by programs of their own."""
 
 
 def num_stages(launch: HopperLaunch, out_bytes: int, *, is_gated: bool) -> int:
@@ -52,6 +48,34 @@ def num_stages(launch: HopperLaunch, out_bytes: int, *, is_gated: bool) -> int:
     of_result = _GROUPS * launch.row_tile * features * out_bytes
     of_stage = 2 * _PART * (4 * launch.row_tile + _GROUPS * launch.blocks * _BLOCK)
     return min(_MOST_STAGES, (_SHARED_BYTES - _BARRIER_BYTES - of_result) // of_stage)
+
+
+@lru_cache(maxsize=1024)
+def choose_launch(kind: Kind, num_rows: int, out_features: int, in_features: int, device: torch.device) -> HopperLaunch:
+    """Choose the launch that takes the least time, as `cycles` estimates it. `out_features` are those of the result."""
+    row_tile = 64 if num_rows <= 64 else 128
+    parts = (1,) if kind == "gated" else range(1, min(_MOST_PARTS, in_features // (2 * _TILE)) + 1)
+    launches = [HopperLaunch(row_tile, blocks, num_parts) for num_parts in parts or (1,) for blocks in (1, 2, 3)]
+    programs = _num_programs(device)
+    return min(launches, key=lambda launch: cycles(launch, kind, num_rows, out_features, in_features, programs))
+
+
+def cycles(
+    launch: HopperLaunch, kind: Kind, num_rows: int, out_features: int, in_features: int, num_programs: int
+) -> float:
+    """Estimate the cycles that a product takes: what one of `num_programs` multiprocessors multiplies or reads from the
+    L2 cache, whichever takes longer, tile by tile, and what adding up parts takes."""
+    features = _GROUPS * launch.blocks * (_BLOCK // 2 if kind == "gated" else _BLOCK)
+    programs = -(-num_rows // launch.row_tile) * -(-out_features // features) * launch.num_parts
+    multiplied = _GROUPS * launch.blocks * launch.row_tile * _CYCLES_OF_ROW
+    read = 2 * _PART * (4 * launch.row_tile + _GROUPS * launch.blocks * _BLOCK) / _BYTES_PER_CYCLE
+    of_program = _tiles_of_part(in_features, launch) * max(multiplied, read)
+    of_program += _START_CYCLES + launch.blocks * _END_CYCLES * launch.row_tile / 128
+    added = 0.0
+    if launch.num_parts > 1:
+        added = launch.num_parts * num_rows * out_features * 8 / (num_programs * _BYTES_PER_CYCLE)
+        added += _LAUNCH_CYCLES if kind == "plain" else 0
+    return -(-programs // num_programs) * of_program + added
 
 
 @lru_cache(maxsize=64)
