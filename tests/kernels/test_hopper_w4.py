@@ -1,6 +1,5 @@
 """Products of many rows with weights of 4 bits on Hopper GPUs: the kernel simulated on the CPU, the instructions that
-turn codes into numbers, what the assembler says, and what is launched. On a GPU it is held to plain torch by
-`test_w4.py` and `test_w4_experts.py`."""
+turn codes into numbers, and what the assembler says; on such a GPU the kernel itself."""
 
 from __future__ import annotations
 
@@ -25,16 +24,20 @@ from test_w4 import make
 from test_w4_experts import GPT_OSS, error
 from test_w4_experts import make as make_experts
 
-from kernel_device import INTERPRETED_MARKS
+from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS, TOLERANCE
 from nvcli.kernels.activation import ACTIVATE_AND_MUL
-from nvcli.kernels.expert_types import ExpertWeights
+from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
-from nvcli.kernels.triton import hopper_w4, hopper_w4_kernel
+from nvcli.kernels.triton import hopper_w4, hopper_w4_kernel, w4_choice
 from nvcli.kernels.triton.hopper_w4 import HopperLaunch
 from nvcli.kernels.weight_formats import W4Format
 
 pytestmark = INTERPRETED_MARKS
+ON_HOPPER = HAS_GPU and w4_choice._has_kernel(DEVICE)
+on_hopper = pytest.mark.skipif(
+    not ON_HOPPER, reason="needs a Hopper GPU and the version of Triton that was tried there"
+)
 
 
 def factors(pairs: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,6 +99,7 @@ def test_products(rows: int, columns: int, num_rows: int, launch: HopperLaunch) 
             torch.testing.assert_close(gated, ACTIVATE_AND_MUL[activation](expected), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="rows are sorted by a kernel that is interpreted only where there is no GPU")
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_others", [0, 2])
@@ -192,3 +196,54 @@ def test_products_run_beside_other_work() -> None:
         assert "Performance Loss" not in report
         (spilled,) = re.findall(r"(\d+) bytes spill stores", report)
         assert int(spilled) <= 400, "some are spilled around the loop, and next to none in it"
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns", "num_rows", "launch"),
+    [
+        (6144, 4096, 200, HopperLaunch(128, 3)),
+        (6144, 4096, 64, HopperLaunch(64, 2, num_parts=3)),
+        (928, 1152, 333, HopperLaunch(128, 2)),
+        (928, 1152, 333, HopperLaunch(128, 1, num_parts=4)),
+        (928, 1152, 1, HopperLaunch(64, 3)),
+    ],
+)
+def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: HopperLaunch, dtype: torch.dtype) -> None:
+    words, scales, values = make(rows, columns, 128)
+    x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = F.linear(x.float(), values)
+    on_device = (x.to(DEVICE), words.to(DEVICE), scales.to(DEVICE), W4Format("integer", 128))
+    found = hopper_w4.linear(*on_device, launch)
+    found = found.sum(0) if launch.num_parts > 1 else found
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.cpu().float(), expected, rtol=tolerance, atol=tolerance)
+    gated = hopper_w4.gated_linear(*on_device, launch._replace(num_parts=1)).cpu().float()
+    two_steps = ACTIVATE_AND_MUL["silu"](expected.to(dtype)).float()
+    torch.testing.assert_close(gated, two_steps, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(
+    "launch", [HopperLaunch(64, 1), HopperLaunch(64, 3), HopperLaunch(128, 2), HopperLaunch(128, 3)]
+)
+@pytest.mark.parametrize("format", [W4Format("mxfp4", 32), W4Format("integer", 128)], ids=["mxfp4", "integers"])
+def test_experts_on_a_gpu(launch: HopperLaunch, format: W4Format) -> None:
+    shape = (8, 2, 1024, 416) if format.kind == "mxfp4" else (8, 2, 1024, 384)
+    x, routes, words, scales, plain = make_experts(shape, 1000, format)
+    expected = apply_experts(x.float(), routes, ExpertWeights(*(one.float() for one in plain[:4])), GPT_OSS)
+    out = torch.full(expected.shape, torch.nan, dtype=x.dtype, device=DEVICE)
+    hopper_w4.apply_w4_experts(
+        x.to(DEVICE),
+        Routes(*(one.to(DEVICE) for one in routes)),
+        ExpertWeights(*(one.to(DEVICE) for one in words[:4])),
+        W4Scales(scales.gate_up.to(DEVICE), scales.down.to(DEVICE), format, format),
+        GPT_OSS,
+        out,
+        launch,
+        launch,
+    )
+    assert error(out.cpu(), expected) < 0.01
