@@ -173,7 +173,8 @@ class Simulator:
             constexpr=object, int64=torch.int64, float32=torch.float32, load=load, store=store,
             BlockedLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout, DotOperandLayout=layout,
             SliceLayout=layout, allocate_shared_memory=allocate, warp_specialize=self._specialise,
-            int16=torch.int16, exp=torch.exp, split=lambda x: x.unbind(-1),
+            DistributedLinearLayout=layout, int16=torch.int16, int32=torch.int32, exp=torch.exp,
+            split=lambda x: x.unbind(-1),
             static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, sum=torch.sum, max=maximum_of,
             minimum=either(torch.minimum), maximum=either(torch.maximum),
             where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
@@ -212,7 +213,8 @@ class Simulator:
             there = source[tuple(slice(int(first), end) for first, end in zip(coord, ends, strict=True))]
             part.data.zero_()
             part.data[tuple(slice(size) for size in there.shape)] = there
-            barrier.update(0, -part.data.numel() * 2)
+            # Numbers stand for ones of 16 bits.
+            barrier.update(0, -part.data.numel() * (2 if part.data.is_floating_point() else part.data.element_size()))
 
         self._loads.append(arrive)
 

@@ -59,8 +59,8 @@ class Launcher:
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*args: Any, num_warps: int, **constants: Any) -> None:
-            described = [arg.base.as_strided(arg.shape, arg.strides) for arg in args[:2]]
-            pointers = [Pointer(arg.view(-1)) for arg in args[2:8]]
+            described = [arg.base.as_strided(arg.shape, arg.strides) for arg in args[:3]]
+            pointers = [Pointer(arg.view(-1)) for arg in args[3:8]]
             functions = {"_factors": factors, "_numbers": numbers}
             simulator = Simulator(hopper_w4_kernel, functions=functions)
             simulator.launch("hopper_w4_kernel", *grid, *described, *pointers, *args[8:], **constants)

@@ -46,7 +46,7 @@ def num_stages(launch: HopperLaunch, out_bytes: int, *, is_gated: bool) -> int:
     """Count the tiles that shared memory has room for. `out_bytes` are those of a number of the result."""
     features = _BLOCK // 2 if is_gated else _BLOCK
     of_result = _GROUPS * launch.row_tile * features * out_bytes
-    of_stage = 2 * _PART * (4 * launch.row_tile + _GROUPS * launch.blocks * _BLOCK)
+    of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * (2 * _PART + 4)
     return min(_MOST_STAGES, (_SHARED_BYTES - _BARRIER_BYTES - of_result) // of_stage)
 
 
@@ -213,14 +213,22 @@ def _launch(
         [1, _BLOCK // 16, 2, 8, _PART],
         NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=5),
     )
+    # A group's words of scales follow the rows of the weight, and are brought in the same order.
+    scales_desc = TensorDescriptor(
+        scales,
+        [scales.numel() // rows, rows // 16, 2, 8],
+        [rows, 8 if is_gated else 16, out_features if is_gated else 8, 1],
+        [1, _BLOCK // 16, 2, 8],
+        NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=4),
+    )
     hopper_w4_kernel[(min(num_tiles, _num_programs(x.device)),)](
         x_desc,
         words_desc,
-        scales,
+        scales_desc,
         x if bias is None else bias,
-        scales if work is None else work.items,
-        scales if work is None else work.order,
-        scales if routes is None else routes.weights,
+        x if work is None else work.items,
+        x if work is None else work.order,
+        x if routes is None else routes.weights,
         out,
         num_rows,
         num_tiles,

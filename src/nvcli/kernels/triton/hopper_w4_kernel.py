@@ -96,12 +96,14 @@ def _tile(
 def _load(
     x_desc,
     words_desc,
+    scales_desc,
     items_ptr,
     num_rows,
     num_tiles,
     part_tiles,
     x_smem,
     words_smem,
+    scales_smem,
     full,
     free,
     TILES: gl.constexpr,
@@ -115,9 +117,12 @@ def _load(
 ):
     """The group that loads."""
     ALL_BLOCKS: gl.constexpr = BLOCKS * NUM_GROUPS
-    NUM_BYTES: gl.constexpr = _PARTS * PART * ROW_TILE * 2 + ALL_BLOCKS * BLOCK * PART * 2
+    NUM_BYTES: gl.constexpr = _PARTS * PART * ROW_TILE * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4)
     words_parts = words_smem._reinterpret(
         words_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8, PART], words_desc.layout
+    )
+    scales_parts = scales_smem._reinterpret(
+        scales_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8], scales_desc.layout
     )
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -138,20 +143,11 @@ def _load(
                 tma.async_copy_global_to_shared(x_desc, [row, (inner * _PARTS + panel) * PART], bar, x_smem.index(at))
             for block in gl.static_range(ALL_BLOCKS):
                 sixteen = (strip * ALL_BLOCKS + block) * (BLOCK // 16)
-                tma.async_copy_global_to_shared(
-                    words_desc,
-                    [expert, sixteen, 0, 0, inner * PART],
-                    bar,
-                    words_parts.index(stage * ALL_BLOCKS + block),
-                )
-
-
-@gluon.jit
-def _scales_of(scales, feature, OUT_FEATURES: gl.constexpr, EVEN: gl.constexpr):
-    """Return pointers to the scales of features, of which with EVEN none is behind the last one."""
-    if not EVEN:
-        feature = gl.minimum(feature, OUT_FEATURES - 1)
-    return scales + feature
+                at = stage * ALL_BLOCKS + block
+                words = words_parts.index(at)
+                tma.async_copy_global_to_shared(words_desc, [expert, sixteen, 0, 0, inner * PART], bar, words)
+                scales = scales_parts.index(at)
+                tma.async_copy_global_to_shared(scales_desc, [expert * TILES + inner, sixteen, 0, 0], bar, scales)
 
 
 @gluon.jit
@@ -210,7 +206,7 @@ def _numbers(words, scales, low_scales, zeros, part: gl.constexpr, KIND: gl.cons
 def _add_block(
     total,
     words,  # [BLOCK, PART] int16 in shared memory
-    pairs,  # [BLOCK] int32
+    scales,  # [BLOCK / 8, 8] int32 in shared memory
     x_smem,
     stage,
     KIND: gl.constexpr,
@@ -219,6 +215,11 @@ def _add_block(
 ):
     """Add the product of one block of a tile: [BLOCK, ROW_TILE]. Only the last part may still be multiplied."""
     codes = words.load(OPERAND)
+    # Of rows of the operand: eight in lanes, two in registers, and four in warps.
+    in_rows: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[2, 0], [4, 0]], [], [BLOCK // 8, 8]
+    )
+    pairs = gl.convert_layout(scales.load(in_rows).reshape([BLOCK]), gl.SliceLayout(1, OPERAND))
     scales, low_scales, zeros = _factors(pairs, KIND, DTYPE)
     last = codes
     for part in gl.static_range(_PARTS):
@@ -310,7 +311,6 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    scales_ptr,
     bias_ptr,
     items_ptr,
     order_ptr,
@@ -321,6 +321,7 @@ def _multiply(
     part_tiles,
     x_smem,
     words_smem,
+    scales_smem,
     all_out_smem,
     full,
     free,
@@ -348,46 +349,26 @@ def _multiply(
     operand: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
     DTYPE: gl.constexpr = x_smem.dtype
     ALL_BLOCKS: gl.constexpr = BLOCKS * NUM_GROUPS
-    OUT_ROWS: gl.constexpr = OUT_FEATURES * 2 if GATED else OUT_FEATURES
-    EVEN: gl.constexpr = OUT_FEATURES % (ALL_BLOCKS * (BLOCK // 2 if GATED else BLOCK)) == 0
     out_smem = all_out_smem.index(SELF)
-    inner_feature = gl.arange(0, BLOCK, gl.SliceLayout(1, operand))
-    if GATED:
-        inner_feature = inner_feature // 16 * 8 + inner_feature % 8
-    half = gl.arange(0, BLOCK, gl.SliceLayout(1, operand)) // 8 % 2 * OUT_FEATURES
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         expert, row, rows, strip, part = _tile(tile, num_rows, items_ptr, STRIPS, ROW_TILE, GROUPED, ITEM_FIELDS)
         if rows > 0:
             block = strip * ALL_BLOCKS + SELF * BLOCKS
-            FEATURES: gl.constexpr = BLOCK // 2 if GATED else BLOCK
             first = part * part_tiles
             end = gl.minimum(first + part_tiles, TILES)
-            scales = scales_ptr + (expert.to(gl.int64) * TILES if GROUPED else 0) * OUT_ROWS
-            if GATED:
-                scales += half
-            feature = block * FEATURES + inner_feature
-            scales += first * OUT_ROWS
-            pairs = gl.load(_scales_of(scales, feature, OUT_FEATURES, EVEN))
             totals = (gl.zeros([BLOCK, ROW_TILE], gl.float32, of_sums),) * BLOCKS
-            for inner in range(first, end):
+            for _ in range(first, end):
                 stage = i % NUM_STAGES
                 phase = (i // NUM_STAGES) & 1
                 i += 1
-                ahead = scales + (OUT_ROWS if inner + 1 < end else 0)
                 mbarrier.wait(full.index(stage), phase)
                 under_way = totals[:0]
                 for n in gl.static_range(BLOCKS):
-                    # The next block's scales are loaded while this one is multiplied.
-                    if n + 1 < BLOCKS:
-                        later = gl.load(_scales_of(scales, feature + (n + 1) * FEATURES, OUT_FEATURES, EVEN))
-                    else:
-                        later = gl.load(_scales_of(ahead, feature, OUT_FEATURES, EVEN))
-                    words = words_smem.index(stage * ALL_BLOCKS + SELF * BLOCKS + n)
-                    total = _add_block(totals[n], words, pairs, x_smem, stage, KIND, DTYPE, operand)
-                    under_way += (total,)
-                    pairs = later
-                scales = ahead
+                    at = stage * ALL_BLOCKS + SELF * BLOCKS + n
+                    words = words_smem.index(at)
+                    scales = scales_smem.index(at)
+                    under_way += (_add_block(totals[n], words, scales, x_smem, stage, KIND, DTYPE, operand),)
                 # ptxas would wait for each product, were one under way when the next tile begins.
                 ended = warpgroup_mma_wait(0, deps=under_way)
                 totals = (ended,) if BLOCKS == 1 else ended
@@ -404,7 +385,7 @@ def _multiply(
 def hopper_w4_kernel(
     x_desc,  # of [T, in]; tiles [ROW_TILE, PART]
     words_desc,  # of [E, rows / 16, 2, 8, words] int16; tiles [1, BLOCK / 16, 2, 8, PART]
-    scales_ptr,  # [E, tiles, out, or GATED 2 out] int32
+    scales_desc,  # of [E × tiles, rows / 16, 2, 8] int32; tiles [1, BLOCK / 16, 2, 8]
     bias_ptr,  # with HAS_BIAS [E, out or 2 out]
     items_ptr,  # GROUPED: [N, ITEM_FIELDS] int32
     order_ptr,  # GROUPED: [pairs] int32
@@ -435,9 +416,11 @@ def hopper_w4_kernel(
     STRIPS: gl.constexpr = (OUT_FEATURES + FEATURES * BLOCKS * NUM_GROUPS - 1) // (FEATURES * BLOCKS * NUM_GROUPS)
     out_dtype: gl.constexpr = out_ptr.dtype.element_ty
     in_panels: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    of_scales: gl.constexpr = gl.NVMMASharedLayout(32, 32, 2)
     of_result: gl.constexpr = gl.NVMMASharedLayout(64 if GATED else 128, OUT_BYTES * 8, 2)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES * _PARTS, ROW_TILE, PART], in_panels)
     words_smem = gl.allocate_shared_memory(gl.int16, [NUM_STAGES * BLOCKS * NUM_GROUPS, BLOCK, PART], in_panels)
+    scales_smem = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * BLOCKS * NUM_GROUPS, BLOCK // 8, 8], of_scales)
     out_smem = gl.allocate_shared_memory(out_dtype, [NUM_GROUPS, ROW_TILE, FEATURES], of_result)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
@@ -450,8 +433,8 @@ def hopper_w4_kernel(
             (
                 _multiply,
                 (
-                    scales_ptr, bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles,
-                    x_smem, words_smem, out_smem, full, free, 0, TILES, OUT_FEATURES, OUT_BYTES, STRIPS, ROW_TILE,
+                    bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles, x_smem,
+                    words_smem, scales_smem, out_smem, full, free, 0, TILES, OUT_FEATURES, OUT_BYTES, STRIPS, ROW_TILE,
                     BLOCKS, NUM_GROUPS, NUM_STAGES, KIND, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
                     EXPERTS_PER_TOKEN, ITEM_FIELDS,
                 ),
@@ -459,8 +442,8 @@ def hopper_w4_kernel(
             (
                 _multiply,
                 (
-                    scales_ptr, bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles,
-                    x_smem, words_smem, out_smem, full, free, 1, TILES, OUT_FEATURES, OUT_BYTES, STRIPS, ROW_TILE,
+                    bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles, x_smem,
+                    words_smem, scales_smem, out_smem, full, free, 1, TILES, OUT_FEATURES, OUT_BYTES, STRIPS, ROW_TILE,
                     BLOCKS, NUM_GROUPS, NUM_STAGES, KIND, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
                     EXPERTS_PER_TOKEN, ITEM_FIELDS,
                 ),
@@ -468,8 +451,9 @@ def hopper_w4_kernel(
             (
                 _load,
                 (
-                    x_desc, words_desc, items_ptr, num_rows, num_tiles, part_tiles, x_smem, words_smem, full, free,
-                    TILES, STRIPS, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, GROUPED, ITEM_FIELDS,
+                    x_desc, words_desc, scales_desc, items_ptr, num_rows, num_tiles, part_tiles, x_smem, words_smem,
+                    scales_smem, full, free, TILES, STRIPS, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, GROUPED,
+                    ITEM_FIELDS,
                 ),
             ),
         ],
