@@ -35,7 +35,7 @@ class HopperLaunch(NamedTuple):
     """How the kernel for Hopper GPUs (`hopper_w4.py`) is launched."""
 
     row_tile: int
-    """Rows of activations, 64 or 128."""
+    """Rows of activations: 16, 32, 64 or 128."""
     blocks: int
     """Blocks of 64 rows of a weight that each of a program's two groups of warps multiplies: 1 to 3."""
     num_parts: int = 1
