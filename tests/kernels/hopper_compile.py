@@ -120,9 +120,9 @@ def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:
     return {"kept": active.launches[:half], "through_triton": active.launches[half:], "names": names}
 
 
-def assemble() -> str:
-    """Return ptxas's report on the kernel that was compiled."""
-    (kernel,) = hopper_prefill_kernel.device_caches[0][0].values()
+def assemble(function: Any) -> str:
+    """Return ptxas's report on the kernel that was compiled of a function."""
+    (kernel,) = function.device_caches[0][0].values()
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
@@ -133,4 +133,4 @@ def assemble() -> str:
 
 if __name__ == "__main__":
     launched = launch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
-    print(json.dumps(launched | {"report": assemble()}))
+    print(json.dumps(launched | {"report": assemble(hopper_prefill_kernel)}))
