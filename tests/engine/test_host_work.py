@@ -17,8 +17,8 @@ from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.step_recorder import StepRecorder
-from nvcli.messages import StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
+from scheduler_engine import InstantExecutor
 
 LIMITS = SchedulerLimits(
     max_num_seqs=300,
@@ -28,19 +28,6 @@ LIMITS = SchedulerLimits(
     segment_costs=SegmentCosts(),
     plans_admission=True,
 )
-
-
-class LastTokens:
-    """An executor that gives token 7 for every row."""
-
-    def submit(self, step: StepInput) -> None:
-        self._output = StepOutput(step_id=step.step_id, token_ids=pack([7] * sum(unpack(step.num_logits))))
-
-    def collect(self) -> StepOutput:
-        return self._output
-
-    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        raise NotImplementedError
 
 
 def count_calls(work: Callable[[], object]) -> int:
@@ -61,7 +48,7 @@ def count_calls(work: Callable[[], object]) -> int:
 def calls_of_an_admitting_step(num_shared: int, num_requests: int = 64) -> float:
     """Count the calls for each of the requests that a step admits, which share so many cached tokens."""
     recorder = StepRecorder(LIMITS)
-    core = EngineCore(Scheduler(LIMITS, BlockManager(4000)), LastTokens(), max_in_flight=1, recorder=recorder)
+    core = EngineCore(Scheduler(LIMITS, BlockManager(4000)), InstantExecutor(), max_in_flight=1, recorder=recorder)
     prefix = [index % 97 for index in range(num_shared)]
     core.add([make_request(0, [*prefix, 5], 100)])
     core.step()

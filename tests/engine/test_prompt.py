@@ -50,7 +50,7 @@ def test_many_samples_of_a_long_prompt_take_little_memory_and_a_short_message() 
     finally:
         tracemalloc.stop()
     assert scheduler.stats.num_running == 16
-    assert peak < 24 * 4 * length
+    assert peak < 20 * 4 * length
     scheduler.check_integrity()
 
 

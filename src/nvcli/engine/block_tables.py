@@ -239,6 +239,11 @@ class BlockTables:
         found = [self.block_manager.find(block_hash, group) for block_hash in hashes for group in groups]
         self.block_manager.unregister(block for block in found if block is not None)
 
+    def forget_prefixes(self) -> None:
+        """Make all blocks unfindable; held blocks stay with their holders."""
+        self.block_manager.forget_prefixes()
+        self._prompt_hashes = PromptHashes(self.block_size)
+
     def release(self, state: RequestState) -> None:
         """Give all of a request's blocks back."""
         if state.slot is not None:

@@ -12,10 +12,11 @@ from collections import OrderedDict
 from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
 
 _MAX_BYTES = 16 * 1024 * 1024
-"""The most memory that runs take, about; the oldest are dropped. That is four million tokens, less where runs are
-short."""
+"""The most memory that runs take, about; the oldest are dropped. In blocks of 64 that is three million tokens, less
+where runs are short."""
 _RUN_BYTES = 512
-"""What a run takes beside its tokens, about."""
+_HASH_BYTES = 64
+"""What a run takes beside its tokens and hashes, and what a hash takes, about."""
 
 _Run = tuple[bytes, list[BlockHash]]
 """The packed tokens of some consecutive blocks, and their hashes."""
@@ -60,16 +61,20 @@ class PromptHashes:
         tokens, known = run
         block_bytes = self.block_size * TOKEN_BYTES
         at = count * block_bytes
-        self._runs[key] = tokens[:at], known[:count]
-        self._num_bytes -= len(tokens) - at
+        self._num_bytes -= _size(run)
+        self._keep(key, (tokens[:at], known[:count]))
         self._keep((known[count - 1], tokens[at : at + block_bytes]), (tokens[at:], known[count:]))
 
     def _keep(self, key: tuple[BlockHash, bytes], run: _Run) -> None:
         self._runs[key] = run
-        self._num_bytes += len(run[0]) + _RUN_BYTES
+        self._num_bytes += _size(run)
         while self._num_bytes > self._max_bytes:
-            _, (tokens, _) = self._runs.popitem(last=False)
-            self._num_bytes -= len(tokens) + _RUN_BYTES
+            self._num_bytes -= _size(self._runs.popitem(last=False)[1])
+
+
+def _size(run: _Run) -> int:
+    tokens, hashes = run
+    return len(tokens) + _HASH_BYTES * len(hashes) + _RUN_BYTES
 
 
 def _num_equal_blocks(left: bytes, right: bytes, block_bytes: int) -> int:

@@ -90,8 +90,7 @@ class Scheduler:
             prompt = Prompt(request)
             for sample in request.samples():
                 state = RequestState(sample, prompt, needs_last_token=self.limits.num_micro_batches > 1)
-                assert state.num_prompt > 0
-                assert state.max_len <= self.limits.max_model_len
+                assert 0 < state.num_prompt < state.max_len <= self.limits.max_model_len
                 assert sample.request_id not in self._by_id
                 self._by_id[sample.request_id] = state
                 self._waiting.append(state)
@@ -104,6 +103,10 @@ class Scheduler:
             state = self._by_id.get(request_id)
             if state is not None:
                 self._finish(state, "abort")
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, and forget all that is known of prompts that are not here."""
+        self._tables.forget_prefixes()
 
     @property
     def has_unfinished(self) -> bool:

@@ -11,7 +11,7 @@ from nvcli.engine.prompt import Prompt
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.prompt_reads import PromptReads
 from nvcli.engine.request import FinishReason, Request, RequestOutput
-from nvcli.messages import TokenLogprobs
+from nvcli.messages import TokenLogprobs, unpack
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +78,13 @@ class RequestState:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.num_prompt = len(self.prompt.token_ids)
+        self.num_prompt = self.prompt.num_tokens
         self.max_len = self.num_prompt + request.max_tokens
         self.watch = watch_of(request)
         self._set_parks_at()
         self.stop_ids = self.prompt.stop_ids
         self.stream = request.stream
-        self.reads = None if request.read is None else PromptReads(request.read, self.prompt.token_ids)
+        self.reads = None if request.read is None else PromptReads(request.read, unpack(request.prompt_ids))
 
     def _set_parks_at(self) -> None:
         self.parks_at = 0 if self.needs_last_token else min(self.max_len, self.barrier) - 1
@@ -124,15 +124,15 @@ class RequestState:
         """Return the known tokens at positions `start` to `end`, without `end`."""
         num_prompt = self.num_prompt
         if end <= num_prompt:
-            return self.prompt.token_ids[start:end]
+            return self.prompt.tokens(start, end)
         if start >= num_prompt:
             return self.generated[start - num_prompt : end - num_prompt]
-        return self.prompt.token_ids[start:] + self.generated[: end - num_prompt]
+        return self.prompt.tokens(start, num_prompt) + self.generated[: end - num_prompt]
 
     @property
     def last_token(self) -> int:
         """The last known token."""
-        return self.generated[-1] if self.generated else self.prompt.token_ids[-1]
+        return self.generated[-1] if self.generated else self.prompt.tokens(self.num_prompt - 1, self.num_prompt)[0]
 
     @property
     def needs_prefix_ids(self) -> bool:
