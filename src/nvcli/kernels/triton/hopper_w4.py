@@ -100,14 +100,13 @@ def linear(
     x: Tensor, words: Tensor, scales: Tensor, format: W4Format, launch: HopperLaunch, out: Tensor | None = None
 ) -> Tensor:
     """x Wᵀ: [T, in] → [T, out], in `out` (contiguous) if that is given; or with several parts [P, T, out] float32."""
-    launch = launch._replace(num_parts=triton.cdiv(triton.cdiv(x.shape[1], _TILE), _tiles_of_part(x.shape[1], launch)))
-    if launch.num_parts > 1:
-        out = torch.empty(launch.num_parts, len(x), len(words), dtype=torch.float32, device=x.device)
+    num_parts = -(-x.shape[1] // (_TILE * _tiles_of_part(x.shape[1], launch)))
+    if num_parts > 1:
+        out = torch.empty(num_parts, len(x), len(words), dtype=torch.float32, device=x.device)
     elif out is None:
         out = torch.empty(len(x), len(words), dtype=x.dtype, device=x.device)
-    strips = triton.cdiv(len(words), _BLOCK * _GROUPS * launch.blocks)
-    tiles = triton.cdiv(len(x), launch.row_tile) * strips * launch.num_parts
-    _launch(x, words[None], scales, format, out, launch, tiles, len(x), len(words), is_gated=False)
+    row_tiles = num_parts * triton.cdiv(len(x), launch.row_tile)
+    _launch(x, words[None], scales, format, out, launch, row_tiles, len(x), is_gated=False)
     return out
 
 
@@ -115,12 +114,10 @@ def gated_linear(
     x: Tensor, words: Tensor, scales: Tensor, format: W4Format, launch: HopperLaunch, *, is_gelu: bool = False
 ) -> Tensor:
     """See `nvcli.kernels.w4.w4_gated_linear`."""
-    out_features = len(words) // 2
-    out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
-    strips = triton.cdiv(out_features, _BLOCK // 2 * _GROUPS * launch.blocks)
-    tiles = triton.cdiv(len(x), launch.row_tile) * strips
+    out = torch.empty(len(x), len(words) // 2, dtype=x.dtype, device=x.device)
+    row_tiles = triton.cdiv(len(x), launch.row_tile)
     activation = GatedActivation(kind="gelu_tanh" if is_gelu else "silu")
-    _launch(x, words[None], scales, format, out, launch, tiles, len(x), out_features, activation=activation)
+    _launch(x, words[None], scales, format, out, launch, row_tiles, len(x), is_gated=True, activation=activation)
     return out
 
 
@@ -135,26 +132,22 @@ def apply_w4_experts(
     down: HopperLaunch,
 ) -> None:
     """See `nvcli.kernels.w4_experts.apply_w4_experts`, for at least one token. All tensors are contiguous."""
+    assert gate_up.row_tile == down.row_tile
     num_held, hidden_size = weights.gate_up.shape[0], x.shape[1]
-    size = weights.gate_up.shape[1] // 2
     work = group_by_expert(
         routes.experts, num_held, gate_up.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
     )
     # The rows of x, sorted by expert, are where the results will be, which are as large.
-    sorted_rows = _sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, hidden_size))
-    hidden = torch.empty(len(work.order), size, dtype=x.dtype, device=x.device)
-    strips = triton.cdiv(size, _BLOCK // 2 * _GROUPS * gate_up.blocks)
+    rows = _sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, hidden_size))
+    hidden = torch.empty(len(rows), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
     _launch(
-        sorted_rows, weights.gate_up, scales.gate_up, scales.gate_up_format, hidden, gate_up,
-        strips * len(work.items), len(sorted_rows), size,
-        activation=activation, bias=weights.gate_up_bias, work=work, routes=routes,
+        rows, weights.gate_up, scales.gate_up, scales.gate_up_format, hidden, gate_up, len(work.items), len(rows),
+        is_gated=True, activation=activation, bias=weights.gate_up_bias, work=work, routes=routes,
     )  # fmt: skip
     if weights.num_others:
         out.zero_()
-    strips = triton.cdiv(hidden_size, _BLOCK * _GROUPS * down.blocks)
     _launch(
-        hidden, weights.down, scales.down, scales.down_format, out, down,
-        strips * len(work.items), len(x), hidden_size,
+        hidden, weights.down, scales.down, scales.down_format, out, down, len(work.items), len(x),
         is_gated=False, bias=weights.down_bias, work=work, routes=routes,
     )  # fmt: skip
 
@@ -194,22 +187,23 @@ def _launch(
     format: W4Format,
     out: Tensor,
     launch: HopperLaunch,
-    num_tiles: int,
+    row_tiles: int,
     num_rows: int,
-    out_features: int,
     *,
-    is_gated: bool = True,
+    is_gated: bool,
     activation: GatedActivation = GatedActivation(),  # noqa: B008
     bias: Tensor | None = None,
     work: WorkList | None = None,
     routes: Routes | None = None,
 ) -> None:
-    """words: [E, rows, words of a row]."""
+    """Multiply rows of words [E, rows, words of a row]. `row_tiles` are those of all parts."""
     assert x.is_contiguous()
     assert words.is_contiguous()
     assert scales.is_contiguous()
     assert out.is_contiguous()
-    in_features = x.shape[1]
+    in_features, out_features = x.shape[1], out.shape[-1]
+    features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
+    strips = triton.cdiv(out_features, features)
     panel = NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8 * x.element_size(), rank=2)
     x_desc = TensorDescriptor(x, list(x.shape), [in_features, 1], [launch.row_tile, _PART], panel)
     rows, size = words.shape[1:]
@@ -229,7 +223,7 @@ def _launch(
         [1, _BLOCK // 16, 2, 8],
         NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=4),
     )
-    hopper_w4_kernel[(min(num_tiles, _num_programs(x.device)),)](
+    hopper_w4_kernel[(min(row_tiles * strips, _num_programs(x.device)),)](
         x_desc,
         words_desc,
         scales_desc,
@@ -239,10 +233,11 @@ def _launch(
         x if routes is None else routes.weights,
         out,
         num_rows,
-        num_tiles,
+        row_tiles * strips,
         _tiles_of_part(in_features, launch),
-        IN_FEATURES=in_features,
-        OUT_FEATURES=out_features,
+        strips,
+        triton.cdiv(in_features, _TILE),
+        out_features,
         OUT_BYTES=out.element_size(),
         ROW_TILE=launch.row_tile,
         BLOCKS=launch.blocks,

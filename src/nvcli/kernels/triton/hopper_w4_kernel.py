@@ -68,7 +68,7 @@ def _tile(
     tile,
     num_rows,
     items_ptr,
-    STRIPS: gl.constexpr,
+    strips,
     ROW_TILE: gl.constexpr,
     GROUPED: gl.constexpr,
     ITEM_FIELDS: gl.constexpr,
@@ -76,19 +76,19 @@ def _tile(
     """Return the expert, the first row, the number of rows from there on, the strip of features and the part that a
     tile has."""
     if GROUPED:
-        item_ptr = items_ptr + tile // STRIPS * ITEM_FIELDS
+        item_ptr = items_ptr + tile // strips * ITEM_FIELDS
         expert = gl.load(item_ptr)
         row = gl.load(item_ptr + 1)
         rows = gl.load(item_ptr + 2)
-        strip = tile % STRIPS
+        strip = tile % strips
         part = 0
     else:
         row_tiles = gl.cdiv(num_rows, ROW_TILE)
         expert = 0
         row = tile % row_tiles * ROW_TILE
         rows = num_rows - row
-        strip = tile // row_tiles % STRIPS
-        part = tile // row_tiles // STRIPS
+        strip = tile // row_tiles % strips
+        part = tile // row_tiles // strips
     return expert, row, rows, strip, part
 
 
@@ -101,13 +101,13 @@ def _load(
     num_rows,
     num_tiles,
     part_tiles,
+    strips,
+    in_tiles,
     x_smem,
     words_smem,
     scales_smem,
     full,
     free,
-    TILES: gl.constexpr,
-    STRIPS: gl.constexpr,
     ROW_TILE: gl.constexpr,
     BLOCKS: gl.constexpr,
     NUM_GROUPS: gl.constexpr,
@@ -126,9 +126,9 @@ def _load(
     )
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, row, rows, strip, part = _tile(tile, num_rows, items_ptr, STRIPS, ROW_TILE, GROUPED, ITEM_FIELDS)
+        expert, row, rows, strip, part = _tile(tile, num_rows, items_ptr, strips, ROW_TILE, GROUPED, ITEM_FIELDS)
         first = part * part_tiles
-        end = gl.minimum(first + part_tiles, TILES)
+        end = gl.minimum(first + part_tiles, in_tiles)
         if rows <= 0:
             end = first
         for inner in range(first, end):
@@ -147,7 +147,7 @@ def _load(
                 words = words_parts.index(at)
                 tma.async_copy_global_to_shared(words_desc, [expert, sixteen, 0, 0, inner * PART], bar, words)
                 scales = scales_parts.index(at)
-                tma.async_copy_global_to_shared(scales_desc, [expert * TILES + inner, sixteen, 0, 0], bar, scales)
+                tma.async_copy_global_to_shared(scales_desc, [expert * in_tiles + inner, sixteen, 0, 0], bar, scales)
 
 
 @gluon.jit
@@ -258,7 +258,7 @@ def _finish(
     rows,
     block,
     part,
-    OUT_FEATURES: gl.constexpr,
+    out_features,
     OUT_BYTES: gl.constexpr,  # of a number of the result
     ROW_TILE: gl.constexpr,
     GATED: gl.constexpr,
@@ -278,9 +278,9 @@ def _finish(
         feature = block * BLOCK + inner
         if GATED:
             feature = block * (BLOCK // 2) + inner // 16 * 8 + inner % 8
-        place = expert * (OUT_FEATURES * 2 if GATED else OUT_FEATURES) + gl.minimum(feature, OUT_FEATURES - 1)
+        place = expert * (out_features * 2 if GATED else out_features) + gl.minimum(feature, out_features - 1)
         if GATED:
-            place += inner // 8 % 2 * OUT_FEATURES
+            place += inner // 8 % 2 * out_features
         total += gl.load(bias_ptr + place).to(gl.float32)[:, None]
     if GATED:
         # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
@@ -305,8 +305,8 @@ def _finish(
         out_rows = pair % EXPERTS_PER_TOKEN * num_rows + pair // EXPERTS_PER_TOKEN
     else:
         out_rows = part * num_rows + row + inner_rows
-    places = out_rows.to(gl.int64)[:, None] * OUT_FEATURES + features[None, :]
-    gl.store(out_ptr + places, out_smem.load(in_memory), mask=is_row[:, None] & (features < OUT_FEATURES)[None, :])
+    places = out_rows.to(gl.int64)[:, None] * out_features + features[None, :]
+    gl.store(out_ptr + places, out_smem.load(in_memory), mask=is_row[:, None] & (features < out_features)[None, :])
 
 
 @gluon.jit
@@ -319,6 +319,9 @@ def _multiply(
     num_rows,
     num_tiles,
     part_tiles,
+    strips,
+    in_tiles,
+    out_features,
     x_smem,
     words_smem,
     scales_smem,
@@ -326,10 +329,7 @@ def _multiply(
     full,
     free,
     SELF: gl.constexpr,
-    TILES: gl.constexpr,
-    OUT_FEATURES: gl.constexpr,
     OUT_BYTES: gl.constexpr,  # of a number of the result
-    STRIPS: gl.constexpr,
     ROW_TILE: gl.constexpr,
     BLOCKS: gl.constexpr,
     NUM_GROUPS: gl.constexpr,
@@ -352,11 +352,11 @@ def _multiply(
     out_smem = all_out_smem.index(SELF)
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, row, rows, strip, part = _tile(tile, num_rows, items_ptr, STRIPS, ROW_TILE, GROUPED, ITEM_FIELDS)
+        expert, row, rows, strip, part = _tile(tile, num_rows, items_ptr, strips, ROW_TILE, GROUPED, ITEM_FIELDS)
         if rows > 0:
             block = strip * ALL_BLOCKS + SELF * BLOCKS
             first = part * part_tiles
-            end = gl.minimum(first + part_tiles, TILES)
+            end = gl.minimum(first + part_tiles, in_tiles)
             totals = (gl.zeros([BLOCK, ROW_TILE], gl.float32, of_sums),) * BLOCKS
             for _ in range(first, end):
                 stage = i % NUM_STAGES
@@ -376,12 +376,12 @@ def _multiply(
             for n in gl.static_range(BLOCKS):
                 _finish(
                     totals[n], bias_ptr, order_ptr, weights_ptr, out_ptr, out_smem, num_rows, expert, row, rows,
-                    block + n, part, OUT_FEATURES, OUT_BYTES, ROW_TILE, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA,
+                    block + n, part, out_features, OUT_BYTES, ROW_TILE, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA,
                     LIMIT, EXPERTS_PER_TOKEN, of_sums,
                 )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "part_tiles"])
+@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "part_tiles", "strips", "in_tiles"])
 def hopper_w4_kernel(
     x_desc,  # of [T, in]; tiles [ROW_TILE, PART]
     words_desc,  # of [E, rows / 16, 2, 8, words] int16; tiles [1, BLOCK / 16, 2, 8, PART]
@@ -394,8 +394,9 @@ def hopper_w4_kernel(
     num_rows,  # T; of a result by pair the tokens
     num_tiles,
     part_tiles,  # of 128 input features, of every part but the last
-    IN_FEATURES: gl.constexpr,
-    OUT_FEATURES: gl.constexpr,
+    strips,  # of features
+    in_tiles,
+    out_features,
     OUT_BYTES: gl.constexpr,  # of a number of the result
     ROW_TILE: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -411,9 +412,7 @@ def hopper_w4_kernel(
     ITEM_FIELDS: gl.constexpr,
 ):
     NUM_GROUPS: gl.constexpr = GROUPS
-    TILES: gl.constexpr = (IN_FEATURES + _PARTS * PART - 1) // (_PARTS * PART)
     FEATURES: gl.constexpr = BLOCK // 2 if GATED else BLOCK
-    STRIPS: gl.constexpr = (OUT_FEATURES + FEATURES * BLOCKS * NUM_GROUPS - 1) // (FEATURES * BLOCKS * NUM_GROUPS)
     out_dtype: gl.constexpr = out_ptr.dtype.element_ty
     in_panels: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     of_scales: gl.constexpr = gl.NVMMASharedLayout(32, 32, 2)
@@ -433,26 +432,26 @@ def hopper_w4_kernel(
             (
                 _multiply,
                 (
-                    bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles, x_smem,
-                    words_smem, scales_smem, out_smem, full, free, 0, TILES, OUT_FEATURES, OUT_BYTES, STRIPS, ROW_TILE,
-                    BLOCKS, NUM_GROUPS, NUM_STAGES, KIND, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
+                    bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles, strips,
+                    in_tiles, out_features, x_smem, words_smem, scales_smem, out_smem, full, free, 0, OUT_BYTES,
+                    ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, KIND, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
                     EXPERTS_PER_TOKEN, ITEM_FIELDS,
                 ),
             ),
             (
                 _multiply,
                 (
-                    bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles, x_smem,
-                    words_smem, scales_smem, out_smem, full, free, 1, TILES, OUT_FEATURES, OUT_BYTES, STRIPS, ROW_TILE,
-                    BLOCKS, NUM_GROUPS, NUM_STAGES, KIND, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
+                    bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles, strips,
+                    in_tiles, out_features, x_smem, words_smem, scales_smem, out_smem, full, free, 1, OUT_BYTES,
+                    ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, KIND, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
                     EXPERTS_PER_TOKEN, ITEM_FIELDS,
                 ),
             ),
             (
                 _load,
                 (
-                    x_desc, words_desc, scales_desc, items_ptr, num_rows, num_tiles, part_tiles, x_smem, words_smem,
-                    scales_smem, full, free, TILES, STRIPS, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, GROUPED,
+                    x_desc, words_desc, scales_desc, items_ptr, num_rows, num_tiles, part_tiles, strips, in_tiles,
+                    x_smem, words_smem, scales_smem, full, free, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, GROUPED,
                     ITEM_FIELDS,
                 ),
             ),
