@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,6 +23,7 @@ from triton.runtime.driver import driver
 
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
+from nvcli.kernels.triton.prefill_tiles import TilePart
 
 KV_HEADS, BLOCK_SIZE = 8, 64
 
@@ -68,7 +70,8 @@ def described(argument: object) -> object:
 
 
 def launch(head_dim: int, group: int, soft_cap: float) -> list[list[object]]:
-    """Launch for two layers, and once more for the first with other queries."""
+    """Launch for two layers, once more for the first with other queries, and for the rest behind a prefix, where the
+    kernel holds the most at a time."""
     torch.manual_seed(0)
     active = FakeDriver()
     driver.set_active(active)
@@ -82,24 +85,32 @@ def launch(head_dim: int, group: int, soft_cap: float) -> list[list[object]]:
         )
     pool = torch.zeros(2, 2, 3, BLOCK_SIZE, KV_HEADS, head_dim, dtype=torch.bfloat16)
     tables, tiles = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(10, 8, dtype=torch.int32)
-    planned = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=torch.zeros(1, dtype=torch.int32))
+    planned = {
+        part: SimpleNamespace(capacity=10, tiles=tiles, num_tiles=torch.zeros(1, dtype=torch.int32), part=part)
+        for part in (TilePart.WHOLE, TilePart.REST)
+    }
     queries = torch.zeros(2, 20, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
     out, sinks = torch.zeros_like(queries[0]), torch.zeros(KV_HEADS * group)
+    options: dict[str, Any] = {"scale": 0.1, "window": None, "soft_cap": soft_cap, "sinks": sinks}
     for layer, q in ((0, queries[0]), (1, queries[0]), (0, queries[1])):
         caches = pool[layer]
-        attention.run(q, *caches, tables, planned, out, scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks)  # type: ignore[arg-type]
+        attention.run(q, *caches, tables, planned[TilePart.WHOLE], out, **options)
+    log_sums = torch.zeros(20, KV_HEADS * group)
+    attention.run(queries[0], *pool[0], tables, planned[TilePart.REST], out, log_sums=log_sums, **options)
     return active.launches
 
 
 def assemble() -> str:
-    """Return ptxas's report on the kernel that was compiled."""
-    (kernel,) = hopper_prefill_kernel.device_caches[0][0].values()
+    """Return ptxas's report on the kernels that were compiled."""
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    report = ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
-        path.write_text(kernel.asm["ptx"])
-        command = [ptxas, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for kernel in hopper_prefill_kernel.device_caches[0][0].values():
+            path.write_text(kernel.asm["ptx"])
+            command = [ptxas, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
+            report += subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return report
 
 
 if __name__ == "__main__":

@@ -57,6 +57,10 @@ class AttentionBackend(ABC):
     """Whether it reads the segments of keys that decode rows share (`ForwardBatch.segments`) once for all of them. The
     others ignore segments, and compute the same."""
 
+    prefix_tile_tokens: int = 0
+    """The tokens of a tile, which may be several chunks', where the backend reads the prefixes that chunks share
+    (`ForwardBatch.prefixes`) once for each tile of tokens; 0: it ignores these prefixes, and computes the same."""
+
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
 

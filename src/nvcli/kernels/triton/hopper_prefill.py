@@ -21,7 +21,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.triton.hopper_prefill_kernel import PART, ROWS, hopper_prefill_kernel
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles, TilePart
 
 _LOG2_E = 1.4426950408889634
 
@@ -54,9 +54,11 @@ class HopperPrefillAttention:
         window: int | None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        log_sums: Tensor | None = None,
     ) -> None:
         """Attend the tiles, as `PrefillAttention.run` does; `window` is None."""
         assert window is None
+        assert (log_sums is None) == (tiles.part is TilePart.WHOLE)
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         assert k_cache.stride() == v_cache.stride()
@@ -76,6 +78,7 @@ class HopperPrefillAttention:
             tiles.tiles,
             tiles.num_tiles,
             out if sinks is None else sinks,
+            log_sums,
             scale * _LOG2_E,
             q.stride(0),
             block_tables.stride(0),
@@ -86,6 +89,8 @@ class HopperPrefillAttention:
             BLOCK_ROWS=block_rows,
             SOFT_CAP=0.0 if soft_cap is None else soft_cap * _LOG2_E,
             HAS_SINKS=sinks is not None,
+            IS_PREFIX=tiles.part is TilePart.PREFIX,
+            IS_REST=tiles.part is TilePart.REST,
             TILE_FIELDS=TILE_FIELDS,
             num_warps=4,
         )

@@ -6,6 +6,9 @@ in the tile: short chunks fill tiles better, and keys are read once for all. Key
 without masks, the others with them: those at the diagonal and, with a window, those that hold a row's first key. Tiles
 with masks may be smaller, so that less of them is computed in vain.
 
+Where chunks share a prefix, a launch over its keys is followed by one over the rest. The first leaves its results in
+the place of the output, with the log-sum-exp of their scores beside them, and the second goes on from there.
+
 Launch parameters are the same for all lengths, so nothing is compiled twice, and the grid depends on the batch's shape
 alone: programs behind the list's end leave at once.
 
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from nvcli.kernels.triton.decode_attention import float16_query, log2_scores, soft_capped
 from nvcli.kernels.triton.fp8_kv import load_scales
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles, TilePart
 
 _LOG2_E = 1.4426950408889634
 
@@ -151,6 +154,7 @@ def prefill_attention_kernel(
     tiles,  # [capacity, TILE_FIELDS] int32
     num_tiles,  # [1] int32
     sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
+    log_sums,  # [T, H] float32, log-sum-exp over the prefixes, base 2; written with IS_PREFIX, read with IS_REST
     window,  # keys that a row sees at most, where HAS_WINDOW
     scale_log2,  # scale × log2(e); positive
     q_stride,
@@ -163,6 +167,8 @@ def prefill_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,  # soft cap × log2(e); 0: none
     HAS_SINKS: tl.constexpr,
+    IS_PREFIX: tl.constexpr,  # every row sees all keys
+    IS_REST: tl.constexpr,  # `out` holds the result over the keys before those of the tile, if there are any
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,  # of a tile without masks
     MASKED_KEYS: tl.constexpr,  # of a tile with masks; divides KEYS
@@ -201,8 +207,14 @@ def prefill_attention_kernel(
 
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
     # Keys up to here are before the diagonal of every row, and up to there of any row.
-    seen_by_all = tl.maximum(prefix + first_row // GROUP + 1, 0)
-    seen_by_any = prefix + last_token + 1
+    if IS_PREFIX:
+        position = tl.full([ROWS], 0, tl.int32) + (num_keys - 1)
+        seen_by_all = num_keys
+        seen_by_any = num_keys
+    else:
+        position = prefix + token
+        seen_by_all = tl.maximum(prefix + first_row // GROUP + 1, 0)
+        seen_by_any = prefix + last_token + 1
     last_key = tl.maximum(num_keys - 1, 0)
     table = block_tables + slot.to(tl.int64) * block_table_stride
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -212,6 +224,17 @@ def prefill_attention_kernel(
     if HAS_SINKS:
         highest = log2_scores(tl.load(sinks + head))
         weight_sum += 1.0
+    out_offset = (flat_token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
+    log_sum_place = flat_token * (NUM_KV_HEADS * GROUP) + head
+    if IS_REST:
+        first_key = tl.load(tile + 5)
+        goes_on = in_chunk & (first_key > 0)  # from a prefix, whose result has the sink in it
+        highest = tl.where(goes_on, tl.load(log_sums + log_sum_place, mask=goes_on, other=0.0), highest)
+        weight_sum = tl.where(goes_on, 1.0, weight_sum)
+        acc = tl.load(out + out_offset, mask=goes_on[:, None], other=0.0).to(tl.float32)
+        if IS_FP8:
+            acc_unit = tl.max(tl.abs(acc), 1) / 448.0  # as if the largest code had stood there with all of the weight
+            acc = acc / tl.maximum(acc_unit, 1e-30)[:, None]
     if HAS_WINDOW:
         # Where blocks hold whole tiles the first tile is rounded down within its block; else it begins where the first
         # row's window does, for what is before may lie in a block that was given back.
@@ -223,28 +246,32 @@ def prefill_attention_kernel(
         diagonal = tl.maximum(begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS, middle)
         highest, weight_sum, acc, acc_unit = _attend(
             query, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin,
-            tl.minimum(middle, seen_by_any), last_key, prefix + token, window, scale_log2, True, True, SOFT_CAP,
+            tl.minimum(middle, seen_by_any), last_key, position, window, scale_log2, True, True, SOFT_CAP,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, MASKED_KEYS, MASKED_STAGES,
         )  # fmt: skip
+    elif IS_REST:
+        middle = first_key
+        diagonal = middle + (seen_by_all - middle) // KEYS * KEYS
     else:
         middle = 0
         diagonal = seen_by_all // KEYS * KEYS
     highest, weight_sum, acc, acc_unit = _attend(
         query, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, middle, diagonal,
-        last_key, prefix + token, window, scale_log2, False, HAS_WINDOW, SOFT_CAP,
+        last_key, position, window, scale_log2, False, HAS_WINDOW, SOFT_CAP,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, KEYS, NUM_STAGES,
     )  # fmt: skip
     highest, weight_sum, acc, acc_unit = _attend(
         query, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
-        last_key, prefix + token, window, scale_log2, True, HAS_WINDOW, SOFT_CAP,
+        last_key, position, window, scale_log2, True, HAS_WINDOW, SOFT_CAP,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, MASKED_KEYS, MASKED_STAGES,
     )  # fmt: skip
     if IS_FP8:
         acc = acc * acc_unit[:, None]
     # Tokens that attend to nothing get zeros.
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
-    out_offset = (flat_token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=in_chunk[:, None])
+    if IS_PREFIX:
+        tl.store(log_sums + log_sum_place, highest + tl.log2(weight_sum), mask=in_chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,9 +368,16 @@ class PrefillAttention:
         window: int | None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        log_sums: Tensor | None = None,
     ) -> None:
         """Attend the tiles. q, out: [T, H, D], the chunks' tokens; q's may be strided, out is contiguous.
-        block_tables: [slots, ...] int32, of the layer's KV group; sinks: [H] float32."""
+        block_tables: [slots, ...] int32, of the layer's KV group; sinks: [H] float32.
+
+        log_sums: [at least T, H] float32, which tiles of prefixes write, beside their results in `out`; those of the
+        rest read both. Neither kind has windows.
+        """
+        assert (log_sums is None) == (tiles.part is TilePart.WHOLE)
+        assert log_sums is None or window is None
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         assert k_cache.stride() == v_cache.stride()
@@ -358,6 +392,7 @@ class PrefillAttention:
             tiles.tiles,
             tiles.num_tiles,
             out if sinks is None else sinks,
+            log_sums,
             window or 0,
             scale * _LOG2_E,
             q.stride(0),
@@ -370,6 +405,8 @@ class PrefillAttention:
             HAS_WINDOW=window is not None,
             SOFT_CAP=0.0 if soft_cap is None else soft_cap * _LOG2_E,
             HAS_SINKS=sinks is not None,
+            IS_PREFIX=tiles.part is TilePart.PREFIX,
+            IS_REST=tiles.part is TilePart.REST,
             ROWS=launch.rows,
             KEYS=launch.keys,
             MASKED_KEYS=launch.masked_keys,
