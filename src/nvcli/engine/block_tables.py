@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
+from nvcli.engine.chunk_groups import ChunkGroups, PrefixCosts
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
@@ -62,8 +63,9 @@ class BlockTables:
         *,
         max_num_seqs: int = 0,
         segment_costs: SegmentCosts | None = None,
+        prefix_costs: PrefixCosts | None = None,
     ) -> None:
-        """`segment_costs`: see `SharedSegments`."""
+        """`segment_costs`: see `SharedSegments`; `prefix_costs`: see `ChunkGroups`."""
         self.block_manager = block_manager
         self.block_size = block_size
         self._groups = tuple(groups)
@@ -79,6 +81,8 @@ class BlockTables:
             max_num_seqs=max_num_seqs,
             costs=segment_costs,
         )
+        without_window = [number for number in self._of_keys if groups[number].window is None]
+        self.chunk_groups = ChunkGroups(without_window, block_size, prefix_costs)
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk which the step after it does not attend to."""
 

@@ -165,6 +165,7 @@ class Scheduler:
             freed_slots=self._freed_slots,
             restarts=self._restarts,
             segments=self._tables.segments,
+            chunk_groups=self._tables.chunk_groups,
         )
         if step is None:
             return None

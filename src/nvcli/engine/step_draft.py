@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from nvcli.engine.chunk_groups import Chunk, ChunkGroups
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
@@ -67,6 +68,8 @@ class StepDraft:
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
         """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
+        self._groupable: list[Chunk] = []
+        """The same chunks, with their requests' blocks."""
         self._reads: list[PromptRead] = []
         """What is read of the chunks; rows are counted from the first chunk."""
         self.reading: list[RequestState] = []
@@ -153,6 +156,7 @@ class StepDraft:
                 self._reads.append(read)
                 self.reading.append(state)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
+        self._groupable.append(Chunk(state.blocks, start, num_tokens))
 
     def finish(
         self,
@@ -164,6 +168,7 @@ class StepDraft:
         freed_slots: Sequence[int],
         restarts: bool,
         segments: SharedSegments,
+        chunk_groups: ChunkGroups,
     ) -> StepInput | None:
         """Return the step's input, or None if nothing is to be computed.
 
@@ -176,6 +181,7 @@ class StepDraft:
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
         changes = segments.take_changes(num_decodes)
+        groups = chunk_groups.find(self._groupable)
         return StepInput(
             step_id=step_id,
             freed_slots=pack(freed_slots),
@@ -198,6 +204,7 @@ class StepDraft:
             segments=pack(number for segment in changes.segments for number in segment),
             slot_segments=pack(number for slot in changes.slots for number in slot),
             shares_segments=changes.is_used,
+            shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 

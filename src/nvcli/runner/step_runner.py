@@ -150,7 +150,7 @@ class StepRunner:
         shape = exact_shape(step)
         reads = self._reader.plan(step) if step.reads else None
         padded = None if self._graphs is None or reads is not None else self._graphs.padded_shape(shape)
-        if padded is not None and padded.shares_segments:
+        if padded is not None and (padded.shares_segments or padded.shares_prefixes):
             assert self._graphs is not None
             self._graphs.capture_missing(padded)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
