@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from nvcli.engine.segment_forest import num_equal
@@ -63,7 +64,7 @@ class _Run:
 
     first: int
     num_blocks: int
-    """Blocks that all of them begin with; of a lone chunk, all before it."""
+    """Blocks that all of them begin with."""
     count: int = 0
     tiles_saved: float = 0.0
     """Tiles of the chunks alone, less their part of full tiles."""
@@ -81,60 +82,64 @@ class ChunkGroups:
 
     def find(self, chunks: Sequence[Chunk]) -> list[ChunkGroup]:
         """Return the groups that are worth it in a step with these chunks."""
-        costs = self._costs
-        if costs is None or len(chunks) < 2:
+        if self._costs is None:
             return []
         groups: list[ChunkGroup] = []
         total = 0.0
-        run = self._begin(chunks, 0)
-        for number in range(1, len(chunks) + 1):
-            if number < len(chunks) and self._extend(run, chunks, number):
-                continue
-            # A group's last tile may be nearly empty.
-            gain = self._value(run, run.num_blocks) - run.num_blocks * self._block_size
-            if run.count > 1 and gain >= costs.least_gain:
-                groups.append(ChunkGroup(run.first, run.count, run.num_blocks * self._block_size))
-                total += gain
-            if number < len(chunks):
-                run = self._begin(chunks, number)
-        return groups if total >= costs.least_gain_in_step else []
+        run: _Run | None = None
+        for number, pair in enumerate(pairwise(chunks), 1):
+            num_common = self._num_common(*pair)
+            if run is None:
+                if num_common:
+                    run = _Run(number - 1, num_common)
+                    self._extend(run, num_common, pair[0])
+                    self._extend(run, num_common, pair[1])
+            elif not self._extend(run, num_common, pair[1]):
+                total += self._close(run, groups)
+                run = None
+        if run is not None:
+            total += self._close(run, groups)
+        return groups if total >= self._costs.least_gain_in_step else []
 
-    def _begin(self, chunks: Sequence[Chunk], number: int) -> _Run:
-        run = _Run(number, chunks[number].num_before // self._block_size)
-        self._add(run, chunks[number])
-        return run
-
-    def _add(self, run: _Run, chunk: Chunk) -> None:
+    def _extend(self, run: _Run, num_common: int, chunk: Chunk) -> bool:
+        """Add a chunk that shares so many blocks with the one before it, unless the run is worth more without it: where
+        it shares less than the others do, or gains nothing. Return whether it was added."""
         assert self._costs is not None
         tile_tokens, num_tokens = self._costs.tile_tokens, chunk.num_tokens
+        num_blocks = min(run.num_blocks, num_common)
+        tiles_saved = run.tiles_saved + -(-num_tokens // tile_tokens) - num_tokens / tile_tokens
+        cost = run.cost + self._costs.chunk + self._costs.token * num_tokens
+        if run.count > 1:
+            # A run that begins with the chunk has a tile of its own that is nearly empty.
+            least = self._value(run) - num_blocks * self._block_size
+            if num_blocks == 0 or tiles_saved * num_blocks * self._block_size - cost < least:
+                return False
+        run.num_blocks, run.tiles_saved, run.cost = num_blocks, tiles_saved, cost
         run.count += 1
-        run.tiles_saved += -(-num_tokens // tile_tokens) - num_tokens / tile_tokens
-        run.cost += self._costs.chunk + self._costs.token * num_tokens
-
-    def _extend(self, run: _Run, chunks: Sequence[Chunk], number: int) -> bool:
-        """Add a chunk to a run, unless the run is worth more without it: where it shares less than the others do, or
-        gains nothing. Return whether it was added."""
-        num_blocks = min(run.num_blocks, self._num_common(chunks[number - 1], chunks[number]))
-        if num_blocks == 0:
-            return False
-        longer = _Run(run.first, num_blocks, run.count, run.tiles_saved, run.cost)
-        self._add(longer, chunks[number])
-        # What comes behind a run needs a tile more.
-        least = self._value(run, run.num_blocks) - num_blocks * self._block_size
-        if run.count > 1 and self._value(longer, num_blocks) < least:
-            return False
-        run.num_blocks, run.count, run.tiles_saved, run.cost = num_blocks, longer.count, longer.tiles_saved, longer.cost
         return True
 
-    def _value(self, run: _Run, num_blocks: int) -> float:
-        return run.tiles_saved * num_blocks * self._block_size - run.cost
+    def _close(self, run: _Run, groups: list[ChunkGroup]) -> float:
+        """Take a run for a group if it is worth it; return what it gains, but for its last tile, which may be nearly
+        empty."""
+        assert self._costs is not None
+        num_keys = run.num_blocks * self._block_size
+        gain = self._value(run) - num_keys
+        if gain < self._costs.least_gain:
+            return 0.0
+        groups.append(ChunkGroup(run.first, run.count, num_keys))
+        return gain
+
+    def _value(self, run: _Run) -> float:
+        return run.tiles_saved * run.num_blocks * self._block_size - run.cost
 
     def _num_common(self, left: Chunk, right: Chunk) -> int:
         """Count the blocks that two requests begin with, up to those of the chunks' own tokens."""
-        num_blocks = min(left.num_before, right.num_before) // self._block_size
+        num_blocks: int | None = None
         for group in self._kv_groups:
             one, other = left.tables[group], right.tables[group]
-            if num_blocks == 0 or one[0] != other[0]:
+            if one[0] != other[0]:
                 return 0
+            if num_blocks is None:
+                num_blocks = min(left.num_before, right.num_before) // self._block_size
             num_blocks = num_equal(one[:num_blocks], other[:num_blocks])
-        return num_blocks
+        return num_blocks or 0

@@ -224,14 +224,14 @@ def prefill_attention_kernel(
     if HAS_SINKS:
         highest = log2_scores(tl.load(sinks + head))
         weight_sum += 1.0
-    out_offset = (flat_token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
-    log_sum_place = flat_token * (NUM_KV_HEADS * GROUP) + head
     if IS_REST:
         first_key = tl.load(tile + 5)
         goes_on = in_chunk & (first_key > 0)  # from a prefix, whose result has the sink in it
-        highest = tl.where(goes_on, tl.load(log_sums + log_sum_place, mask=goes_on, other=0.0), highest)
+        place = flat_token * (NUM_KV_HEADS * GROUP) + head
+        highest = tl.where(goes_on, tl.load(log_sums + place, mask=goes_on, other=0.0), highest)
         weight_sum = tl.where(goes_on, 1.0, weight_sum)
-        acc = tl.load(out + out_offset, mask=goes_on[:, None], other=0.0).to(tl.float32)
+        before = tl.load(out + place[:, None] * HEAD_DIM + dims[None, :], mask=goes_on[:, None], other=0.0)
+        acc = before.to(tl.float32)
         if IS_FP8:
             acc_unit = tl.max(tl.abs(acc), 1) / 448.0  # as if the largest code had stood there with all of the weight
             acc = acc / tl.maximum(acc_unit, 1e-30)[:, None]
@@ -269,9 +269,11 @@ def prefill_attention_kernel(
         acc = acc * acc_unit[:, None]
     # Tokens that attend to nothing get zeros.
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+    out_offset = (flat_token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=in_chunk[:, None])
     if IS_PREFIX:
-        tl.store(log_sums + log_sum_place, highest + tl.log2(weight_sum), mask=in_chunk)
+        place = flat_token * (NUM_KV_HEADS * GROUP) + head
+        tl.store(log_sums + place, highest + tl.log2(weight_sum), mask=in_chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
