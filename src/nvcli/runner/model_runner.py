@@ -227,8 +227,9 @@ class ModelRunner:
         self._shared_shapes = [
             replace(shape, shares_segments=True) for shape in self._graph_shapes if shares and shape.decode_rows > 1
         ]
+        # Chunks that share prefixes are short, so there may be many of them.
         self._shared_shapes += [
-            replace(shape, shares_prefixes=True)
+            replace(shape, shares_prefixes=True, prefill_rows=min(config.max_num_seqs, shape.prefill_tokens))
             for shape in self._graph_shapes + self._shared_shapes
             if self._prefix_tile_tokens and shape.prefill_rows > 1
         ]
