@@ -42,7 +42,6 @@ def make_scheduler(
 ) -> Scheduler:
     """`num_blocks`: fewer than the rank has. `segment_costs` and `prefix_costs`: see `SchedulerLimits`."""
     assert segment_costs is None or runner.ready.reads_segments
-    assert prefix_costs is None or runner.ready.prefix_tile_tokens
     config = runner.config
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,

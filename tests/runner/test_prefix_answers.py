@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of_a_tree
@@ -12,8 +13,12 @@ from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of
 from checkpoints import reference_logits_of, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import SHAPES
+from kernel_device import HAS_GPU, INTERPRETED_MARKS
+from nvcli.attention.triton_backend import TritonBackend
 from nvcli.demo import demo_path
 from one_rank import make_runner
+
+pytestmark = INTERPRETED_MARKS
 
 
 def suffixed_prompts(rng: random.Random, number: int, vocab_size: int) -> list[list[int]]:
@@ -69,7 +74,10 @@ def test_answers_of_the_built_in_model_do_not_change() -> None:
     assert num_steps > 2
 
 
-@pytest.mark.parametrize("key", ["enable_cascade_attention", "enable_prefix_caching"])
-def test_a_run_without_it_shares_nothing(key: str) -> None:
-    runner = make_runner(demo_path(), "cpu", kv_cache_memory=1 << 24, **{key: False})
-    assert runner.ready.prefix_tile_tokens == 0
+@pytest.mark.skipif(HAS_GPU, reason="it takes Triton's interpreter")
+@pytest.mark.parametrize("off", [None, "enable_cascade_attention", "enable_prefix_caching"])
+def test_ranks_say_whether_they_gain_by_it(off: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda case: [])
+    options: dict[str, Any] = {} if off is None else {off: False}
+    runner = make_runner(demo_path(), "cpu", attention_backend="triton", kv_cache_memory=1 << 24, **options)
+    assert (runner.ready.prefix_tile_tokens > 0) == (off is None)

@@ -58,8 +58,8 @@ class AttentionBackend(ABC):
     others ignore segments, and compute the same."""
 
     prefix_tile_tokens: int = 0
-    """The tokens of a tile, which may be several chunks', where the backend reads the prefixes that chunks share
-    (`ForwardBatch.prefixes`) once for each tile of tokens; 0: it ignores these prefixes, and computes the same."""
+    """The tokens that fill a tile of the backend's, which may be those of several chunks that share a prefix
+    (`ForwardBatch.prefixes`); 0: it gains nothing by such prefixes, and computes the same with them."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
