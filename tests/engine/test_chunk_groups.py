@@ -27,10 +27,15 @@ class Tables:
         return Chunk([before + self.blocks(-(-num_tokens // BLOCK_SIZE))], len(before) * BLOCK_SIZE, num_tokens)
 
 
-def find(
-    chunks: list[Chunk], costs: PrefixCosts | None = COSTS, kv_groups: list[int] | None = None
-) -> list[ChunkGroup]:
-    return ChunkGroups(kv_groups if kv_groups is not None else [0], BLOCK_SIZE, costs).find(chunks)
+def arrange(
+    chunks: list[Chunk], costs: PrefixCosts | None = COSTS, kv_groups: tuple[int, ...] = (0,)
+) -> tuple[list[int], list[ChunkGroup]]:
+    arrangement = ChunkGroups(kv_groups, BLOCK_SIZE, costs).arrange(chunks)
+    return (list(range(len(chunks))), []) if arrangement is None else arrangement
+
+
+def find(chunks: list[Chunk], costs: PrefixCosts | None = COSTS, kv_groups: tuple[int, ...] = (0,)) -> list[ChunkGroup]:
+    return arrange(chunks, costs, kv_groups)[1]
 
 
 def test_short_chunks_behind_a_prefix_are_a_group() -> None:
@@ -43,11 +48,16 @@ def test_short_chunks_behind_a_prefix_are_a_group() -> None:
 
 
 def test_every_prefix_has_its_group() -> None:
+    """In whatever order the chunks come; those of a group keep theirs."""
     tables = Tables()
     prefixes = [tables.blocks(num) for num in (8, 32, 16)]
-    chunks = [tables.chunk(prefix, 8) for prefix in prefixes for _ in range(60)]
+    chunks = [tables.chunk(prefixes[number % 3], 8) for number in range(180)]
     chunks.insert(60, tables.chunk([], 500))
-    assert find(chunks) == [ChunkGroup(0, 60, 512), ChunkGroup(61, 60, 2048), ChunkGroup(121, 60, 1024)]
+    order, groups = arrange(chunks)
+    assert groups == [ChunkGroup(1, 60, 512), ChunkGroup(61, 60, 2048), ChunkGroup(121, 60, 1024)]
+    assert order[0] == 60
+    assert order[1:61] == [number for number in range(181) if chunks[number].tables[0][0] == prefixes[0][0]]
+    assert sorted(order) == list(range(181))
 
 
 def test_of_a_tree_each_chunk_shares_what_is_worth_most() -> None:
@@ -55,7 +65,7 @@ def test_of_a_tree_each_chunk_shares_what_is_worth_most() -> None:
     tables = Tables()
     root = tables.blocks(32)
     variants = [root + tables.blocks(16) for _ in range(4)]
-    assert find([tables.chunk(variant, 8) for variant in variants for _ in range(64)]) == [
+    assert find([tables.chunk(variant, 8) for _ in range(64) for variant in variants]) == [
         ChunkGroup(first, 64, 3072) for first in (0, 64, 128, 192)
     ]
     variants = [root + tables.blocks(1) for _ in range(100)]
@@ -89,7 +99,7 @@ def test_ranks_that_attend_to_each_chunk_alone_are_told_nothing() -> None:
     tables = Tables()
     prefix = tables.blocks(32)
     chunks = [tables.chunk(prefix, 8) for _ in range(100)]
-    assert find(chunks, None) == find(chunks, COSTS, []) == []
+    assert find(chunks, None) == find(chunks, COSTS, ()) == []
 
 
 def test_a_prefix_is_shared_in_all_kv_groups() -> None:
@@ -97,8 +107,8 @@ def test_a_prefix_is_shared_in_all_kv_groups() -> None:
     tables = Tables()
     one, other = tables.blocks(32), tables.blocks(32)
     chunks = [Chunk([one + tables.blocks(1), other[:20] + tables.blocks(13)], 2048, 8) for _ in range(100)]
-    assert find(chunks, COSTS, [0]) == [ChunkGroup(0, 100, 2048)]
-    assert find(chunks, COSTS, [0, 1]) == [ChunkGroup(0, 100, 20 * BLOCK_SIZE)]
+    assert find(chunks, COSTS, (0,)) == [ChunkGroup(0, 100, 2048)]
+    assert find(chunks, COSTS, (0, 1)) == [ChunkGroup(0, 100, 20 * BLOCK_SIZE)]
 
 
 def test_random_trees() -> None:
@@ -114,13 +124,13 @@ def test_random_trees() -> None:
             tables.chunk(rng.choice(tree[-3:]), rng.choice([1, 8, 32, 100]), own=rng.choice([0, 0, 2]))
             for _ in range(rng.randint(1, 40))
         ]
-        groups = find(chunks, rng.choice([COSTS, EAGER]))
+        order, groups = arrange(chunks, rng.choice([COSTS, EAGER]))
         num_groups += len(groups)
         ends = list(accumulate((group.first + group.num_chunks for group in groups), max, initial=0))
         for group, end in zip(groups, ends, strict=False):
             assert group.first >= end
             assert group.num_chunks > 1
-            members = chunks[group.first : group.first + group.num_chunks]
+            members = [chunks[number] for number in order[group.first : group.first + group.num_chunks]]
             num_blocks = group.num_keys // BLOCK_SIZE
             assert num_blocks > 0
             assert len({tuple(chunk.tables[0][:num_blocks]) for chunk in members}) == 1

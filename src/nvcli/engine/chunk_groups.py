@@ -2,8 +2,8 @@
 
 A tile of the prefill kernel takes tokens of one chunk, and computes as much for a few tokens as for a full tile. Short
 chunks behind the same prefix fill tiles together: over the keys of the prefix, which all of their tokens see, it does
-not matter whose tokens they are. A group is a run of neighbouring chunks whose requests begin with the same blocks.
-Rows that begin alike reach the scheduler one behind the other, so neighbours are all that is looked at.
+not matter whose tokens they are. A group is a run of chunks whose requests begin with the same blocks. The chunks of
+a step are sorted by their blocks, so that those which share most stand side by side.
 
 Groups are chosen anew for each step, from the block tables. Of a tree of prefixes a chunk is in one group at most, with
 which it shares as much as is worth it: tiles need not be fuller than full, so there are no levels as in
@@ -42,7 +42,7 @@ class PrefixCosts:
 class Chunk(NamedTuple):
     """A prefill chunk of a step."""
 
-    tables: Sequence[Sequence[int]]
+    tables: Sequence[list[int]]
     """The request's blocks in each KV group."""
     num_before: int
     """Tokens of the request before the chunk."""
@@ -53,14 +53,23 @@ class ChunkGroup(NamedTuple):
     """Chunks that are attended together to the keys that they share."""
 
     first: int
-    """The number of the first chunk in the step."""
+    """The place of the first chunk among those of the step, in their new order."""
     num_chunks: int
     num_keys: int
 
 
+class Arrangement(NamedTuple):
+    """The chunks of a step in an order in which those of a group stand side by side."""
+
+    order: list[int]
+    """The numbers of the chunks."""
+    groups: list[ChunkGroup]
+    """The groups, at least one."""
+
+
 @dataclass(slots=True)
 class _Run:
-    """Neighbouring chunks, and what attending them together saves and costs."""
+    """Neighbours, and what attending them together saves and costs."""
 
     first: int
     num_blocks: int
@@ -80,10 +89,21 @@ class ChunkGroups:
         self._kv_groups, self._block_size = kv_groups, block_size
         self._costs = costs if kv_groups else None
 
-    def find(self, chunks: Sequence[Chunk]) -> list[ChunkGroup]:
-        """Return the groups that are worth it in a step with these chunks."""
-        if self._costs is None:
-            return []
+    def arrange(self, chunks: Sequence[Chunk]) -> Arrangement | None:
+        """Sort the chunks of a step and find the groups that are worth it; None: there are none."""
+        if self._costs is None or len(chunks) < 2:
+            return None
+        tables = [chunk.tables[self._kv_groups[0]] for chunk in chunks]
+        if len({table[0] for table in tables}) == len(chunks):
+            return None
+        prefixes = [table[: chunk.num_before // self._block_size] for table, chunk in zip(tables, chunks, strict=True)]
+        order = sorted(range(len(chunks)), key=lambda number: prefixes[number])
+        groups = self._find([chunks[number] for number in order])
+        return Arrangement(order, groups) if groups else None
+
+    def _find(self, chunks: Sequence[Chunk]) -> list[ChunkGroup]:
+        """Return the groups of neighbours."""
+        assert self._costs is not None
         groups: list[ChunkGroup] = []
         total = 0.0
         run: _Run | None = None
