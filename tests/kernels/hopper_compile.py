@@ -70,8 +70,8 @@ def described(argument: object) -> object:
 
 
 def launch(head_dim: int, group: int, soft_cap: float) -> list[list[object]]:
-    """Launch for two layers, once more for the first with other queries, and for the rest behind a prefix, where the
-    kernel holds the most at a time."""
+    """Launch for two layers, once more for the first with other queries, and for a prefix that chunks
+    share."""
     torch.manual_seed(0)
     active = FakeDriver()
     driver.set_active(active)
@@ -87,7 +87,7 @@ def launch(head_dim: int, group: int, soft_cap: float) -> list[list[object]]:
     tables, tiles = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(10, 8, dtype=torch.int32)
     planned = {
         part: SimpleNamespace(capacity=10, tiles=tiles, num_tiles=torch.zeros(1, dtype=torch.int32), part=part)
-        for part in (TilePart.WHOLE, TilePart.REST)
+        for part in (TilePart.WHOLE, TilePart.PREFIX)
     }
     queries = torch.zeros(2, 20, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
     out, sinks = torch.zeros_like(queries[0]), torch.zeros(KV_HEADS * group)
@@ -96,7 +96,7 @@ def launch(head_dim: int, group: int, soft_cap: float) -> list[list[object]]:
         caches = pool[layer]
         attention.run(q, *caches, tables, planned[TilePart.WHOLE], out, **options)
     log_sums = torch.zeros(20, KV_HEADS * group)
-    attention.run(queries[0], *pool[0], tables, planned[TilePart.REST], out, log_sums=log_sums, **options)
+    attention.run(queries[0], *pool[0], tables, planned[TilePart.PREFIX], out, log_sums=log_sums, **options)
     return active.launches
 
 

@@ -97,7 +97,6 @@ def simulate(
         SOFT_CAP=soft_cap * math.log2(math.e),
         HAS_SINKS=sinks is not None,
         IS_PREFIX=part is TilePart.PREFIX,
-        IS_REST=part is TilePart.REST,
         TILE_FIELDS=TILE_FIELDS,
     )
 
@@ -145,41 +144,34 @@ def test_attention(
 
 
 @pytest.mark.parametrize(
-    ("block_size", "prefix", "soft_cap", "has_sinks", "chunks"),
-    [(64, 320, 0.0, False, [(2, 322), (40, 700), (1, 321), (30, 350)]), (128, 256, 5.0, True, [(3, 400), (3, 300)])],
+    ("block_size", "prefix", "soft_cap", "has_sinks"), [(64, 320, 0.0, False), (128, 256, 5.0, True)]
 )
-def test_chunks_that_share_a_prefix(
-    block_size: int, prefix: int, soft_cap: float, has_sinks: bool, chunks: list[tuple[int, int]]
-) -> None:
-    """Chunks (tokens, keys) that share `prefix` keys, and one behind them that shares none."""
-    heads, kv_heads, head_dim = 4, 1, 64
+def test_a_prefix_that_chunks_share(block_size: int, prefix: int, soft_cap: float, has_sinks: bool) -> None:
+    """All of 73 tokens see all of the prefix; the log of each sum of weights is kept. Behind the prefix lies NaN."""
+    heads, head_dim, num_tokens = 4, 64, 73
     generator = torch.Generator().manual_seed(0)
-    alone = 7, 200
-    columns = [-(-keys // block_size) for _, keys in (*chunks, alone)]
-    blocks = (torch.randperm(sum(columns), generator=generator) + 1).split(columns)
-    for table in blocks[1:-1]:
-        table[: prefix // block_size] = blocks[0][: prefix // block_size]
-    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).int()
-    caches = torch.randn(2, sum(columns) + 1, block_size, kv_heads, head_dim, generator=generator)
-    for table, (_, keys) in zip(blocks, (*chunks, alone), strict=True):
-        caches[:, table[-1], (keys - 1) % block_size + 1 :] = torch.nan
-    num_shared = sum(tokens for tokens, _ in chunks)
-    q = torch.randn(num_shared + alone[0], heads, head_dim, generator=generator)
+    num_blocks = prefix // block_size
+    blocks = torch.randperm(num_blocks, generator=generator) + 1
+    table = torch.cat([blocks, torch.tensor([num_blocks + 1])])[None].int()
+    caches = torch.randn(2, num_blocks + 2, block_size, 1, head_dim, generator=generator)
+    caches[:, num_blocks + 1] = torch.nan
+    q = torch.randn(num_tokens, heads, head_dim, generator=generator)
     sinks = torch.randn(heads, generator=generator) if has_sinks else None
-    out, log_sums = torch.full_like(q, 7.0), torch.full((len(q), heads), 7.0)
-    of_prefix = list_tiles([(num_shared, prefix)], heads, 0)
-    rest = list_tiles([*chunks, alone], heads, 0)
-    rest[rest[:, 0] < len(chunks), 5] = prefix
-    for part, tiles in (TilePart.PREFIX, of_prefix), (TilePart.REST, rest):
-        simulate(
-            q, caches, tables, tiles, out, programs=3, soft_cap=soft_cap, sinks=sinks, part=part, log_sums=log_sums
-        )
-    start = 0
-    for table, (tokens, num_keys) in zip(blocks, (*chunks, alone), strict=True):
-        keys, values = caches[:, table].flatten(1, 2)[:, :num_keys]
-        expected = attend(q[start : start + tokens], keys, values, soft_cap, sinks)
-        torch.testing.assert_close(out[start : start + tokens], expected, atol=1e-5, rtol=1e-4)
-        start += tokens
+    out, log_sums = torch.full_like(q, 7.0), torch.full((num_tokens, heads), 7.0)
+    tiles = list_tiles([(num_tokens, prefix)], heads, 0)
+    simulate(
+        q, caches, table, tiles, out, programs=2, soft_cap=soft_cap, sinks=sinks, part=TilePart.PREFIX,
+        log_sums=log_sums,
+    )  # fmt: skip
+    keys, values = caches[:, blocks].flatten(1, 2)
+    for token in range(num_tokens):
+        expected = attend(q[token : token + 1], keys, values, soft_cap, sinks)
+        torch.testing.assert_close(out[token : token + 1], expected, atol=1e-5, rtol=1e-4)
+    scores = torch.einsum("thd,kd->thk", q, keys[:, 0]) / math.sqrt(head_dim)
+    scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None].expand(num_tokens, -1, 1)], dim=2)
+    torch.testing.assert_close(log_sums * math.log(2), scores.logsumexp(2), atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

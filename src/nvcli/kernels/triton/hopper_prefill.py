@@ -56,9 +56,9 @@ class HopperPrefillAttention:
         sinks: Tensor | None = None,
         log_sums: Tensor | None = None,
     ) -> None:
-        """Attend the tiles, as `PrefillAttention.run` does; `window` is None."""
+        """Attend the tiles, which are not of rests, as `PrefillAttention.run` does; `window` is None."""
         assert window is None
-        assert (log_sums is None) == (tiles.part is TilePart.WHOLE)
+        assert (log_sums is not None) == (tiles.part is TilePart.PREFIX)
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         assert k_cache.stride() == v_cache.stride()
@@ -90,7 +90,6 @@ class HopperPrefillAttention:
             SOFT_CAP=0.0 if soft_cap is None else soft_cap * _LOG2_E,
             HAS_SINKS=sinks is not None,
             IS_PREFIX=tiles.part is TilePart.PREFIX,
-            IS_REST=tiles.part is TilePart.REST,
             TILE_FIELDS=TILE_FIELDS,
             num_warps=4,
         )

@@ -8,8 +8,7 @@ still are. Rows are laid out as in `prefill_attention.py`, and listed by `prefil
 
 There are as many programs as multiprocessors, and they share out the list, which is sorted by how long a tile takes.
 What a tile's loads, its queries and its result take is hidden behind another tile's work. Of a tile, the keys that not
-all rows see come first, with masks, and then the others without. Prefixes that chunks share, and the rest of their
-keys, are attended in two launches as there.
+all rows see come first, with masks, and then the others without. Of a prefix that chunks share, all rows see all keys.
 
 `hopper_prefill.py` launches it and says what it serves. Gluon has no interpreter: tests simulate it.
 Shapes: T tokens of all chunks, H query heads, KV heads, G = H / KV, D head_dim.
@@ -55,12 +54,11 @@ def _read_tile(
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     IS_PREFIX: gl.constexpr,
-    IS_REST: gl.constexpr,
     TILE_FIELDS: gl.constexpr,
 ):
     """Return the slot, the first row, the chunk's first token and its number of tokens, the tokens before the chunk
-    (below 0 for tokens that attend to nothing), the first key to attend to, the end of those that are attended without
-    masks, a whole number of tiles behind the first, the end of those that any row sees, and the request's keys."""
+    (below 0 for tokens that attend to nothing), how many keys are attended without masks, a whole number of tiles, and
+    how many are seen by any row, and the request's keys."""
     tile = tiles + item // NUM_KV_HEADS * TILE_FIELDS
     slot = gl.load(tile)
     first_row = gl.load(tile + 1)
@@ -68,18 +66,15 @@ def _read_tile(
     num_tokens = gl.load(tile + 3)
     num_keys = gl.load(tile + 4)
     prefix = num_keys - num_tokens
-    begin = 0
-    if IS_REST:
-        begin = gl.load(tile + 5)
     if IS_PREFIX:
         # The last tile takes the masks, which it may need at its end.
         full = gl.maximum(num_keys - 1, 0) // _KEYS * _KEYS
         end = num_keys
     else:
         last_token = gl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
-        full = begin + gl.maximum(prefix + first_row // GROUP - begin, 0) // _KEYS * _KEYS
+        full = gl.maximum(prefix + first_row // GROUP, 0) // _KEYS * _KEYS
         end = gl.maximum(prefix + last_token + 1, 0)
-    return slot, first_row, first_token, num_tokens, prefix, begin, full, end, num_keys
+    return slot, first_row, first_token, num_tokens, prefix, full, end, num_keys
 
 
 @gluon.jit
@@ -113,7 +108,6 @@ def _load(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     IS_PREFIX: gl.constexpr,
-    IS_REST: gl.constexpr,
     TILE_FIELDS: gl.constexpr,
 ):
     """The group that loads: of each tile of rows the keys from `full` to `end`, and then those up to `full`."""
@@ -127,9 +121,7 @@ def _load(
     step = 0
     item = _item(step)
     while item < num_items:
-        slot, _, _, _, _, begin, full, end, num_keys = _read_tile(
-            tiles, item, NUM_KV_HEADS, GROUP, IS_PREFIX, IS_REST, TILE_FIELDS
-        )
+        slot, _, _, _, _, full, end, num_keys = _read_tile(tiles, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS)
         table = block_tables + slot.to(gl.int64) * block_table_stride
         last_key = gl.maximum(num_keys - 1, 0)
         num_masked = gl.maximum(gl.cdiv(end - full, _KEYS), 1)
@@ -137,12 +129,12 @@ def _load(
         # The next blocks' ids are loaded ahead of their use.
         block = gl.load(table + gl.minimum(full, last_key) // BLOCK_SIZE)
         second_block = gl.load(table + gl.minimum(full + PART, last_key) // BLOCK_SIZE)
-        for n in range(num_masked + (full - begin) // _KEYS):
-            start = gl.where(n < num_masked, full + n * _KEYS, begin + (n - num_masked) * _KEYS)
+        for n in range(num_masked + full // _KEYS):
+            start = gl.where(n < num_masked, full + n * _KEYS, (n - num_masked) * _KEYS)
             row = block * BLOCK_ROWS + start % BLOCK_SIZE
             second_row = second_block * BLOCK_ROWS + (start + PART) % BLOCK_SIZE
             m = n + 1
-            next_start = gl.where(m < num_masked, full + m * _KEYS, begin + (m - num_masked) * _KEYS)
+            next_start = gl.where(m < num_masked, full + m * _KEYS, (m - num_masked) * _KEYS)
             block = gl.load(table + gl.minimum(next_start, last_key) // BLOCK_SIZE)
             second_block = gl.load(table + gl.minimum(next_start + PART, last_key) // BLOCK_SIZE)
             stage = i % _STAGES
@@ -231,7 +223,6 @@ def _attend(
     SOFT_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     IS_PREFIX: gl.constexpr,
-    IS_REST: gl.constexpr,
     TILE_FIELDS: gl.constexpr,
 ):
     """A group that attends its half of each tile of rows."""
@@ -250,8 +241,8 @@ def _attend(
     step = 0
     item = _item(step)
     while item < num_items:
-        _, first_row, first_token, num_tokens, prefix, begin, full, end, num_keys = _read_tile(
-            tiles, item, NUM_KV_HEADS, GROUP, IS_PREFIX, IS_REST, TILE_FIELDS
+        _, first_row, first_token, num_tokens, prefix, full, end, num_keys = _read_tile(
+            tiles, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS
         )
         first_head = item % NUM_KV_HEADS * GROUP
         own_row = first_row + SELF * OWN_ROWS
@@ -275,22 +266,6 @@ def _attend(
         if HAS_SINKS:
             highest = gl.load(sinks + first_head + score_row % GROUP) * _LOG2_E
             weight_sum += 1.0
-        score_token = score_row // GROUP
-        log_sum_place = (first_token + score_token).to(gl.int64) * (NUM_KV_HEADS * GROUP)
-        log_sum_place = log_sum_place + first_head + score_row % GROUP
-        if IS_REST:
-            # From a prefix, whose result has the sink in it.
-            goes_on = (score_token < num_tokens) & (begin > 0)
-            highest = gl.where(goes_on, gl.load(log_sums + log_sum_place, mask=goes_on, other=0.0), highest)
-            weight_sum = gl.where(goes_on, 1.0, weight_sum)
-            result_row = own_row + gl.arange(0, OWN_ROWS, result_rows)
-            result_token = result_row // GROUP
-            result_dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, of_result))
-            result_place = (first_token + result_token).to(gl.int64) * (NUM_KV_HEADS * GROUP)
-            result_place = (result_place + first_head + result_row % GROUP) * HEAD_DIM
-            goes_on = ((result_token < num_tokens) & (begin > 0))[:, None]
-            before = gl.load(out + result_place[:, None] + result_dims[None, :], mask=goes_on, other=0.0)
-            acc = before.to(gl.float32)
 
         # With masks: one tile of keys, or two.
         last_start = full + gl.maximum(end - full - 1, 0) // _KEYS * _KEYS
@@ -325,7 +300,7 @@ def _attend(
         weights = gl.convert_layout(weights.to(dtype), of_weights)
 
         # Without masks: the scores of a tile are multiplied together with the values of the one before.
-        num_full = (full - begin) // _KEYS
+        num_full = full // _KEYS
         if num_full > 0:
             mbarrier.wait(k_full.index(i % _STAGES), (i // _STAGES) & 1)
         for n in range(num_full):
@@ -362,7 +337,9 @@ def _attend(
         out_offset = ((first_token + token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
         gl.store(out + out_offset[:, None] + dims[None, :], query.load(in_memory), mask=in_chunk)
         if IS_PREFIX:
-            gl.store(log_sums + log_sum_place, highest + gl.log2(weight_sum), mask=score_token < num_tokens)
+            score_token = score_row // GROUP
+            place = (first_token + score_token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + first_head + score_row % GROUP
+            gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=score_token < num_tokens)
         step += 1
         item = _item(step)
 
@@ -378,7 +355,7 @@ def hopper_prefill_kernel(
     tiles,  # [capacity, TILE_FIELDS] int32
     num_tiles,  # [1] int32
     sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
-    log_sums,  # [T, H] float32, log-sum-exp over the prefixes, base 2; written with IS_PREFIX, read with IS_REST
+    log_sums,  # [T, H] float32, log-sum-exp of the scores, base 2, written with IS_PREFIX
     scale_log2,  # scale × log2(e); positive
     q_stride,
     block_table_stride,
@@ -390,7 +367,6 @@ def hopper_prefill_kernel(
     SOFT_CAP: gl.constexpr,  # soft cap × log2(e); 0: none
     HAS_SINKS: gl.constexpr,
     IS_PREFIX: gl.constexpr,  # every row sees all keys
-    IS_REST: gl.constexpr,  # `out` holds the result over the keys before those of the tile, if there are any
     TILE_FIELDS: gl.constexpr,
 ):
     num_items = gl.load(num_tiles) * NUM_KV_HEADS
@@ -421,7 +397,7 @@ def hopper_prefill_kernel(
                 (
                     q, out, sinks, log_sums, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full,
                     v_full, k_free, v_free, turns, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX,
-                    IS_REST, TILE_FIELDS,
+                    TILE_FIELDS,
                 ),
             ),
             (
@@ -429,7 +405,7 @@ def hopper_prefill_kernel(
                 (
                     q, out, sinks, log_sums, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full,
                     v_full, k_free, v_free, turns, 1, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX,
-                    IS_REST, TILE_FIELDS,
+                    TILE_FIELDS,
                 ),
             ),
             (
@@ -437,7 +413,7 @@ def hopper_prefill_kernel(
                 (
                     k_desc, v_desc, v_cache, block_tables, block_table_stride, tiles, num_items, k_smem, v_smem,
                     k_full, v_full, k_free, v_free, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, IS_PREFIX,
-                    IS_REST, TILE_FIELDS,
+                    TILE_FIELDS,
                 ),
             ),
         ],

@@ -5,9 +5,9 @@ r // G. Tiles of longer requests come first, and within a chunk the last tile, w
 reads, the next finds in the L2 cache. Nothing depends on host values but the batch's shape, so that a launch captured
 in a CUDA graph serves any chunks. Tokens behind the last chunk's, which pad a graph, are listed as tiles without keys.
 
-In a step whose chunks share prefixes there are two more lists. That of the prefixes takes the chunks of a group for one
-chunk: their tokens stand side by side in the batch, so a tile has rows of several requests. That of the rest has every
-chunk's own tiles, with the keys that are behind its prefix.
+In a step whose chunks share prefixes there are three lists more. That of the prefixes takes the chunks of a group for
+one chunk: their tokens stand side by side in the batch, so a tile has rows of several requests. That of the rests has
+these chunks' own tiles, with the keys behind the prefixes. The last one has the other chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 
 TILE_FIELDS = 8
 """int32 of a list entry: the request's slot, the tile's first row in the chunk, the chunk's first token, its number of
-tokens, keys of the request (0: attend to nothing), first key to attend to (in a list of the rest); 2 unused, so that an
+tokens, keys of the request (0: attend to nothing), first key to attend to (in a list of rests); 2 unused, so that an
 entry lies in one sector of memory."""
 _COLUMNS = 256
 """A program of the planning kernel compares its chunk with so many others at a time."""
@@ -39,7 +39,9 @@ class TilePart(Enum):
     PREFIX = 1
     """The prefix that a group of chunks shares, all of it for each token."""
     REST = 2
-    """What is behind the prefix that a chunk shares, or all, where it shares none."""
+    """What is behind the prefix that a chunk shares."""
+    OTHERS = 3
+    """All that each token of a chunk sees that shares no prefix."""
 
 
 @triton.jit(
@@ -52,11 +54,12 @@ def plan_prefill_kernel(
     slots,  # [R] int64
     tiles,  # [capacity, TILE_FIELDS] int32, written
     num_tiles,  # [1] int32, written
-    prefix_ends,  # [R] int32, keys of the prefix that each row shares; None: the list is of the whole
+    prefix_ends,  # [R] int32, keys of the prefix that each row shares; None: the list is of all chunks
     group_ends,  # [R] int32, `ChunkPrefixes.group_ends`; None: the list is not of prefixes
     first_chunk,  # the row of the batch that is the first chunk
     num_chunks,
     num_tokens,  # of all chunks, padding included
+    IS_REST: tl.constexpr,  # the list is of rests
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -64,8 +67,8 @@ def plan_prefill_kernel(
     TILE_FIELDS: tl.constexpr,
 ):
     """Program i lists the tiles of chunk i, behind those of all chunks of longer requests, ties by number; the program
-    behind the last chunk's lists the padding tokens. In a list of prefixes a chunk is a group, and there is no padding;
-    chunks that are not the first of a group have no tokens."""
+    behind the last chunk's lists the padding tokens, in lists of the whole and of others. In a list of prefixes a group
+    stands in the place of its first chunk. Chunks that are not listed have no tokens."""
     chunk = tl.program_id(0)
     is_chunk = chunk < num_chunks
     query_start_loc += first_chunk
@@ -85,8 +88,12 @@ def plan_prefill_kernel(
     length = tl.load(seq_lens + chunk, mask=is_chunk, other=0)
     slot = tl.load(slots + chunk, mask=is_chunk, other=0).to(tl.int32)
     own_tokens = tl.where(is_chunk, end, num_tokens) - start
-    if group_ends is not None:
-        own_tokens = tl.where(is_chunk, own_tokens, 0)
+    if prefix_ends is not None:
+        prefix_end = tl.load(prefix_ends + chunk, mask=is_chunk, other=0)
+        if group_ends is not None:
+            own_tokens = tl.where(is_chunk, own_tokens, 0)
+        else:
+            own_tokens = tl.where((prefix_end > 0) == IS_REST, own_tokens, 0)
 
     columns = tl.arange(0, COLUMNS)
     tiles_before = tl.zeros([COLUMNS], tl.int32)
@@ -99,6 +106,8 @@ def plan_prefill_kernel(
         if group_ends is not None:
             end_chunks = tl.load(group_ends + others, mask=is_other, other=0) - first_chunk
         other_end = tl.load(query_start_loc + end_chunks, mask=is_other, other=0)
+        if prefix_ends is not None and group_ends is None:
+            is_other &= (tl.load(prefix_ends + others, mask=is_other, other=0) > 0) == IS_REST
         is_before = is_other & ((other_length > length) | ((other_length == length) & (others < chunk)))
         tiles_before += tl.where(is_before, tl.cdiv((other_end - other_start) * GROUP, ROWS), 0)
     first_tile = tl.sum(tiles_before, 0)
@@ -118,9 +127,8 @@ def plan_prefill_kernel(
         tl.store(tile + 2, zeros + start, mask=is_mine)
         tl.store(tile + 3, zeros + own_tokens, mask=is_mine)
         tl.store(tile + 4, zeros + num_keys, mask=is_mine)
-        if prefix_ends is not None:
-            begin = tl.load(prefix_ends + chunk, mask=is_chunk, other=0)
-            tl.store(tile + 5, zeros + begin, mask=is_mine)
+        if IS_REST:
+            tl.store(tile + 5, zeros + prefix_end, mask=is_mine)
     if chunk == num_chunks:
         tl.store(num_tiles, first_tile + own_tiles)  # nothing comes behind a length of 0 and the highest number
 
@@ -165,7 +173,7 @@ class PrefillTiles:
         """List the tiles of the rows from `first_chunk` on, which have `num_tokens` tokens, padding included.
 
         query_start_loc: [R + 1] int32, seq_lens: [R] int32, slots: [R] int64, of all rows of the batch. `prefixes`:
-        what the rows share, unless the list is of the whole.
+        what the rows share; None for a list of the whole.
         """
         assert (prefixes is None) == (self.part is TilePart.WHOLE)
         num_chunks = seq_lens.shape[0] - first_chunk
@@ -182,6 +190,7 @@ class PrefillTiles:
             first_chunk,
             num_chunks,
             num_tokens,
+            IS_REST=self.part is TilePart.REST,
             GROUP=self._group,
             ROWS=self._rows,
             COLUMNS=_COLUMNS,
