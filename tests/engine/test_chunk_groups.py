@@ -8,7 +8,7 @@ from itertools import accumulate, count
 from nvcli.engine.chunk_groups import Chunk, ChunkGroup, ChunkGroups, PrefixCosts
 
 COSTS = PrefixCosts(tile_tokens=32)
-EAGER = PrefixCosts(tile_tokens=32, token=0, chunk=0, least_gain=1, least_gain_in_step=1)
+EAGER = PrefixCosts(tile_tokens=32, token=0, least_gain=1, least_gain_in_step=1)
 BLOCK_SIZE = 64
 
 

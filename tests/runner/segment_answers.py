@@ -15,7 +15,7 @@ from requests_factory import make_request
 
 EAGER_COSTS = SegmentCosts(tile=1, partial_result=0, least_gain=1, least_saved_in_step=1)
 """Whatever two requests share is read once."""
-EAGER_PREFIX_COSTS = PrefixCosts(tile_tokens=64, token=0, chunk=0, least_gain=1, least_gain_in_step=1)
+EAGER_PREFIX_COSTS = PrefixCosts(tile_tokens=64, token=0, least_gain=1, least_gain_in_step=1)
 """Whatever short chunks share they are attended to together."""
 
 

@@ -53,7 +53,7 @@ from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
-from nvcli.sizing.graph_sizes import step_graph_sizes
+from nvcli.sizing.graph_sizes import launch_bound_tokens, step_graph_sizes
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
@@ -227,11 +227,12 @@ class ModelRunner:
         self._shared_shapes = [
             replace(shape, shares_segments=True) for shape in self._graph_shapes if shares and shape.decode_rows > 1
         ]
-        # Chunks that share prefixes are short, so there may be many of them.
+        # Chunks that share prefixes are short, so there may be many. Larger steps are launched in less time than run.
+        most = launch_bound_tokens(self.model_config, config.tensor_parallel_size) if self._prefix_tile_tokens else 0
         self._shared_shapes += [
             replace(shape, shares_prefixes=True, prefill_rows=min(config.max_num_seqs, shape.prefill_tokens))
             for shape in self._graph_shapes + self._shared_shapes
-            if self._prefix_tile_tokens and shape.prefill_rows > 1
+            if shape.prefill_rows > 1 and shape.prefill_tokens <= most
         ]
 
     def _make_slots(self) -> None:
