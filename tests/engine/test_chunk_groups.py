@@ -102,6 +102,18 @@ def test_ranks_that_attend_to_each_chunk_alone_are_told_nothing() -> None:
     assert find(chunks, None) == find(chunks, COSTS, ()) == []
 
 
+def test_what_is_not_read_is_counted() -> None:
+    """100 chunks of 8 tokens fill 25 tiles and not 100."""
+    tables = Tables()
+    prefix = tables.blocks(32)
+    groups = ChunkGroups((0,), BLOCK_SIZE, COSTS, token_bytes=10)
+    for steps in 1, 2:
+        groups.arrange([tables.chunk(prefix, 8) for _ in range(100)])
+        assert groups.num_bytes_saved == steps * 75 * 2048 * 10
+    groups.arrange([tables.chunk(prefix, 8) for _ in range(5)])
+    assert groups.num_bytes_saved == 2 * 75 * 2048 * 10
+
+
 def test_a_prefix_is_shared_in_all_kv_groups() -> None:
     """Where two requests hold different copies of a block in one of them, they share what is before it."""
     tables = Tables()

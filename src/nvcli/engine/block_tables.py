@@ -82,9 +82,19 @@ class BlockTables:
             costs=segment_costs,
         )
         without_window = [number for number in self._of_keys if groups[number].window is None]
-        self.chunk_groups = ChunkGroups(without_window, block_size, prefix_costs)
+        self.chunk_groups = ChunkGroups(
+            without_window,
+            block_size,
+            prefix_costs,
+            token_bytes=sum(groups[number].token_bytes for number in without_window),
+        )
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk which the step after it does not attend to."""
+
+    @property
+    def num_bytes_saved(self) -> int:
+        """The bytes of keys and values that steps did not read, because they had read them for another row."""
+        return self.segments.num_bytes_saved + self.chunk_groups.num_bytes_saved
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""

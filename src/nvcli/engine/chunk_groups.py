@@ -83,11 +83,15 @@ class _Run:
 class ChunkGroups:
     """Finds groups among the chunks of steps."""
 
-    def __init__(self, kv_groups: Sequence[int], block_size: int, costs: PrefixCosts | None) -> None:
-        """`kv_groups`: the numbers of the KV groups of full attention. `costs`: None where the ranks attend to every
-        chunk by itself; then there are no groups."""
-        self._kv_groups, self._block_size = kv_groups, block_size
+    def __init__(
+        self, kv_groups: Sequence[int], block_size: int, costs: PrefixCosts | None, *, token_bytes: int = 0
+    ) -> None:
+        """`kv_groups`: the numbers of the KV groups of full attention; `token_bytes`: what a token takes in all of
+        them. `costs`: None where the ranks attend to every chunk by itself; then there are no groups."""
+        self._kv_groups, self._block_size, self._token_bytes = kv_groups, block_size, token_bytes
         self._costs = costs if kv_groups else None
+        self.num_bytes_saved = 0
+        """The bytes of keys and values that steps did not read, because a tile had tokens of several chunks."""
 
     def arrange(self, chunks: Sequence[Chunk]) -> Arrangement | None:
         """Sort the chunks of a step and find the groups that are worth it; None: there are none."""
@@ -98,13 +102,17 @@ class ChunkGroups:
             return None
         prefixes = [table[: chunk.num_before // self._block_size] for table, chunk in zip(tables, chunks, strict=True)]
         order = sorted(range(len(chunks)), key=lambda number: prefixes[number])
-        groups = self._find([chunks[number] for number in order])
-        return Arrangement(order, groups) if groups else None
+        runs = self._find([chunks[number] for number in order])
+        if not runs:
+            return None
+        saved = sum(int(run.tiles_saved) * run.num_blocks for run in runs) * self._block_size
+        self.num_bytes_saved += saved * self._token_bytes
+        return Arrangement(order, [ChunkGroup(run.first, run.count, run.num_blocks * self._block_size) for run in runs])
 
-    def _find(self, chunks: Sequence[Chunk]) -> list[ChunkGroup]:
-        """Return the groups of neighbours."""
+    def _find(self, chunks: Sequence[Chunk]) -> list[_Run]:
+        """Return the runs of neighbours that are worth it."""
         assert self._costs is not None
-        groups: list[ChunkGroup] = []
+        worthy: list[_Run] = []
         total = 0.0
         run: _Run | None = None
         for number, pair in enumerate(pairwise(chunks), 1):
@@ -115,11 +123,11 @@ class ChunkGroups:
                     self._extend(run, num_common, pair[0])
                     self._extend(run, num_common, pair[1])
             elif not self._extend(run, num_common, pair[1]):
-                total += self._close(run, groups)
+                total += self._close(run, worthy)
                 run = None
         if run is not None:
-            total += self._close(run, groups)
-        return groups if total >= self._costs.least_gain_in_step else []
+            total += self._close(run, worthy)
+        return worthy if total >= self._costs.least_gain_in_step else []
 
     def _extend(self, run: _Run, num_common: int, chunk: Chunk) -> bool:
         """Add a chunk that shares so many blocks with the one before it, unless the run is worth more without it: where
@@ -138,15 +146,14 @@ class ChunkGroups:
         run.count += 1
         return True
 
-    def _close(self, run: _Run, groups: list[ChunkGroup]) -> float:
-        """Take a run for a group if it is worth it; return what it gains, but for its last tile, which may be nearly
+    def _close(self, run: _Run, worthy: list[_Run]) -> float:
+        """Add a run that is worth it to `worthy`; return what it gains, but for its last tile, which may be nearly
         empty."""
         assert self._costs is not None
-        num_keys = run.num_blocks * self._block_size
-        gain = self._value(run) - num_keys
+        gain = self._value(run) - run.num_blocks * self._block_size
         if gain < self._costs.least_gain:
             return 0.0
-        groups.append(ChunkGroup(run.first, run.count, num_keys))
+        worthy.append(run)
         return gain
 
     def _value(self, run: _Run) -> float:

@@ -122,7 +122,7 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
-            kv_bytes_saved=self._tables.segments.num_bytes_saved,
+            kv_bytes_saved=self._tables.num_bytes_saved,
         )
 
     def running_lengths(self) -> bytes:
@@ -284,7 +284,7 @@ class Scheduler:
         """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._running
         blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
-        saved = self._tables.segments.num_bytes_saved
+        saved = self._tables.num_bytes_saved
         self._tables = self.limits.empty_tables(blocks)
         self._tables.segments.num_bytes_saved = saved
         self._freed_slots = []
