@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-import triton
 
 from nvcli.kernels.triton import invariant_attention, prefill_attention
+from nvcli.kernels.triton.gluon_version import has_known_gluon
 
 if TYPE_CHECKING:
     from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
@@ -17,8 +17,6 @@ PrefillKernel: TypeAlias = (
     "prefill_attention.PrefillAttention | invariant_attention.PrefillAttention | HopperPrefillAttention"
 )
 
-_GLUON_VERSION = "3.6"
-"""The version of Triton with whose Gluon, an experimental language, the kernel for Hopper ran on a GPU."""
 HOPPER_NOTE = "prefill attention: the kernel for Hopper GPUs"
 """What the log says where that kernel was chosen."""
 
@@ -49,7 +47,7 @@ def prefill_kernel(
         and dtype.itemsize == 2
         and kv_dtype == dtype
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and triton.__version__.startswith(f"{_GLUON_VERSION}.")
+        and has_known_gluon()
     )
     if is_for_hopper:
         from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
