@@ -9,8 +9,10 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,10 +23,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nvcli.kernels.triton import hopper_prefill_kernel
+from nvcli.kernels.triton import hopper_prefill, hopper_prefill_kernel
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, prefill_kernel
+from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE, prefill_kernel
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TilePart
+from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
 
 ROWS = 128
 
@@ -176,7 +179,7 @@ def test_a_prefix_that_chunks_share(block_size: int, prefix: int, soft_cap: floa
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
-    """What launches of two layers, of the first once more, and of parts of the keys made of the kernel."""
+    """What launches made of the kernel: of two layers, of the first once more, and of other caches."""
     script = Path(__file__).with_name("hopper_compile.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, script, "128", "4", "30.0"]
@@ -195,46 +198,122 @@ def test_products_run_beside_other_work(compiled: dict[str, Any]) -> None:
     assert max(map(int, spilled)) <= 300, "some are spilled around the loop, and none in it"
 
 
-def test_launches_differ_in_the_layer_and_the_queries_alone(compiled: dict[str, Any]) -> None:
-    first, second, third, *_ = compiled["launches"]
+def test_launches_by_what_is_kept_are_those_that_triton_would_make(compiled: dict[str, Any]) -> None:
+    """Also where a smaller cache lies in the place of another, and where hooks are set, as profilers do."""
+    launches = compiled["kept"]
+    assert launches == compiled["through_triton"]
+    assert compiled["names"] == ["hopper_prefill_kernel"] * 2 * len(launches)
+    first, second, third, smaller, elsewhere, of_prefix = launches
     q, k, v, v_cache = range(3, 7)
     assert [k, v, v_cache] == [place for place in range(len(first)) if first[place] != second[place]]
     assert [q] == [place for place in range(len(first)) if first[place] != third[place]]
-    for launch in (first, second):
+    for launch, blocks in ((first, 3), (second, 3), (smaller, 2), (elsewhere, 3), (of_prefix, 3)):
         assert launch[v][0] == launch[v_cache]
         for described in (launch[k], launch[v]):
-            assert described[1:] == [[3 * 64, 8 * 128], [8 * 128, 1], [64, 64]]
-    assert second[k][0] - first[k][0] == second[v][0] - first[v][0] == 2 * 3 * 64 * 8 * 128 * 2
+            assert described[1:] == [[blocks * 64, 8 * 128], [8 * 128, 1], [64, 64]]
+    layer_bytes = 2 * 3 * 64 * 8 * 128 * 2
+    assert [launch[k][0] - first[k][0] for launch in launches] == [0, layer_bytes, 0, 0, 2 * layer_bytes, 0]
+
+
+class FakeKernel:
+    """What is asked of a Triton kernel that only compiles: the arguments of each compilation and each launch."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: Any, num_warps: int) -> FakeKernel:
+        self.compiled.append(arguments)
+        return self
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *arguments: self.launched.append(arguments)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    fake = FakeKernel()
+    monkeypatch.setattr(hopper_prefill, "hopper_prefill_kernel", fake)
+    return fake
+
+
+def attend_in(cache: Tensor, attention: HopperPrefillAttention, q: Tensor, **kind: Any) -> None:
+    planned: Any = SimpleNamespace(capacity=10, tiles=torch.zeros(10, 8), num_tiles=torch.zeros(1), part=TilePart.WHOLE)
+    tables = torch.zeros(4, 8, dtype=torch.int32)
+    attention.run(q, cache, cache, tables, planned, torch.zeros_like(q), scale=0.1, window=None, **kind)
+
+
+@pytest.fixture
+def attention() -> HopperPrefillAttention:
+    with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)):
+        return HopperPrefillAttention(
+            num_heads=8, num_kv_heads=2, head_dim=64, block_size=64, device=torch.device("cuda")
+        )
+
+
+def test_other_kinds_of_arguments_are_compiled_anew(kernel: FakeKernel, attention: HopperPrefillAttention) -> None:
+    """Above all addresses that are not aligned: what is compiled for those that are would read them wrongly."""
+    numbers, sinks = torch.zeros(8 * 512 + 8, dtype=torch.bfloat16), torch.zeros(12)
+    kinds: list[tuple[int, dict[str, Any]]] = [
+        (0, {}), (1, {}), (0, {"soft_cap": 20.0}), (0, {"soft_cap": 30.0}), (0, {"sinks": sinks[:8]}),
+        (0, {"sinks": sinks[1:9]}),
+    ]  # fmt: skip
+    for count, (first, kind) in enumerate(kinds, start=1):
+        for tokens in (8, 5):
+            q = numbers[first : first + tokens * 512].view(tokens, 8, 64)
+            attend_in(torch.zeros(3, 64, 2, 64, dtype=torch.bfloat16), attention, q, **kind)
+        assert len(kernel.compiled) == count
+    assert len(kernel.launched) == 2 * len(kinds)
+
+
+def test_what_is_kept_does_not_hold_the_memory_of_a_cache(
+    kernel: FakeKernel, attention: HopperPrefillAttention
+) -> None:
+    """The warm-up has a cache of its own, whose memory the run's takes."""
+    cache = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
+    attend_in(cache, attention, torch.zeros(3, 8, 64, dtype=torch.bfloat16))
+    kernel.compiled.clear()
+    kernel.launched.clear()
+    known = weakref.ref(cache)
+    del cache
+    assert known() is None
+
+
+FP8 = torch.float8_e4m3fn
+COPIES = ScratchPrefillAttention
 
 
 @pytest.mark.parametrize(
-    ("change", "is_for_hopper"),
+    ("change", "wanted"),
     [
-        ({}, True),
-        ({"head_dim": 64, "block_size": 256, "dtype": torch.float16, "kv_dtype": torch.float16}, True),
-        ({"head_dim": 256}, False),
-        ({"block_size": 32}, False),
-        ({"kv_dtype": torch.float8_e4m3fn}, False),
-        ({"has_window": True}, False),
-        ({"batch_invariant": True}, False),
-        ({"has_plain_blocks": False}, False),
+        ({}, HopperPrefillAttention),
+        (
+            {"head_dim": 64, "block_size": 256, "dtype": torch.float16, "kv_dtype": torch.float16},
+            HopperPrefillAttention,
+        ),
+        ({"head_dim": 256}, None),
+        ({"block_size": 32}, None),
+        ({"kv_dtype": FP8}, COPIES),
+        ({"kv_dtype": FP8, "head_dim": 64, "block_size": 192}, COPIES),
+        ({"kv_dtype": FP8, "block_size": 32}, None),
+        ({"kv_dtype": FP8, "dtype": torch.float16}, None),
+        ({"kv_dtype": FP8, "has_window": True}, None),
+        ({"has_window": True}, None),
+        ({"batch_invariant": True}, None),
+        ({"has_plain_blocks": False}, None),
     ],
 )
-def test_choice(change: dict[str, Any], is_for_hopper: bool) -> None:
-    device = torch.device("cuda")
-    arguments = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": device}
-    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+def test_choice(change: dict[str, Any], wanted: type | None) -> None:
+    cpu = torch.device("cpu")  # it makes tensors
+    arguments = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": cpu}
+    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "scratch_tokens": 128}
     arguments |= {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
-    for capability, version, wanted in (
-        ((9, 0), "3.6.0", is_for_hopper),
-        ((9, 0), "3.7.1", False),
-        ((10, 0), "3.6.0", False),
-    ):
+    for capability, version, kind in (((9, 0), "3.6.0", wanted), ((9, 0), "3.7.1", None), ((10, 0), "3.6.0", None)):
         with (
             patch.object(torch.cuda, "get_device_capability", return_value=capability),
             patch("triton.__version__", version),
             patch.object(torch.cuda, "get_device_properties"),
         ):
             kernel, notes = prefill_kernel(**(arguments | change))
-        assert isinstance(kernel, HopperPrefillAttention) == wanted
-        assert notes == [HOPPER_NOTE] * wanted
+        assert (type(kernel) if isinstance(kernel, HopperPrefillAttention | COPIES) else None) == kind
+        assert notes == {None: [], HopperPrefillAttention: [HOPPER_NOTE], COPIES: [SCRATCH_NOTE]}[kind]

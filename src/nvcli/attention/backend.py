@@ -77,8 +77,8 @@ class AttentionBackend(ABC):
     # ------------------------------------------------------------------ what the runner and the layers call
 
     def prepare_capture(self, batch: ForwardBatch) -> None:  # noqa: B027  (most need nothing)
-        """Set aside what a graph of this batch will use. It is called outside the graph, before `plan` and the first
-        warm-up run; calling it again does no harm."""
+        """Set aside what a graph of this batch will use. It is called outside the graph and before `plan`; calling it
+        again does no harm."""
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the host, from host values alone; called outside CUDA graphs."""

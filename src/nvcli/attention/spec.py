@@ -67,6 +67,8 @@ class AttentionCase:
     """The most rows of a step, padding included; workspaces are sized by it."""
     max_num_batched_tokens: int = 8192
     """The most tokens of a step, padding included."""
+    max_model_len: int = 8192
+    """The most tokens of a request."""
     batch_invariant: bool = False
     """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
     has_states: bool = False

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.kv_layout import scratch_tokens
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
 
@@ -30,8 +31,9 @@ class TritonBackend(AttentionBackend):
         from nvcli.attention.triton_prefixes import PrefixedPrefill
         from nvcli.attention.triton_segments import SegmentedDecode
         from nvcli.kernels.triton import decode_attention, invariant_attention
-        from nvcli.kernels.triton.prefill_choice import PrefillKernel, prefill_kernel
-        from nvcli.kernels.triton.prefill_tiles import PrefillTiles
+        from nvcli.kernels.triton.prefill_choice import PrefillKernel, attends_prefixes, prefill_kernel
+        from nvcli.kernels.triton.prefill_scratch import ScratchTiles
+        from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
         decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
         decode_type = invariant_attention.DecodeAttention if case.batch_invariant else decode_attention.DecodeAttention
@@ -41,7 +43,7 @@ class TritonBackend(AttentionBackend):
             windows.setdefault(spec.geometry, set()).add(spec.window)
         self._decodes: dict[Geometry, decode_attention.DecodeAttention | invariant_attention.DecodeAttention] = {}
         self._prefills: dict[tuple[Geometry, bool], PrefillKernel] = {}
-        self._tiles: dict[tuple[int, int], PrefillTiles] = {}
+        self._tiles: dict[TileKey, PrefillTiles] = {}
         notes: list[str] = []
         has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in windows}) == 1
         for geometry, kinds in windows.items():
@@ -69,14 +71,14 @@ class TritonBackend(AttentionBackend):
                     has_window=has_window,
                     batch_invariant=case.batch_invariant,
                     has_plain_blocks=has_plain_blocks,
+                    scratch_tokens=scratch_tokens(case.max_model_len, case.max_num_seqs),
                 )
                 notes += notes_of_kernel
                 self._prefills[geometry, has_window] = prefill
-                if prefill.tile_key not in self._tiles:
-                    group, rows = prefill.tile_key
-                    self._tiles[prefill.tile_key] = PrefillTiles(
-                        group=group,
-                        rows=rows,
+                key = prefill.tile_key
+                if key not in self._tiles:
+                    self._tiles[key] = (ScratchTiles if key.scratch_units else PrefillTiles)(
+                        key,
                         max_tokens=case.max_num_batched_tokens,
                         max_chunks=case.max_num_seqs,
                         device=case.device,
@@ -95,7 +97,7 @@ class TritonBackend(AttentionBackend):
         prefills = {
             geometry: prefill
             for (geometry, has_window), prefill in self._prefills.items()
-            if case.max_shared_rows and not has_window and not isinstance(prefill, invariant_attention.PrefillAttention)
+            if case.max_shared_rows and not has_window and attends_prefixes(prefill)
         }
         if prefills:
             self._prefixed = PrefixedPrefill(case, prefills)

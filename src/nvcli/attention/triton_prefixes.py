@@ -7,7 +7,7 @@ attention without a window. Like the rest of the backend it plans on the GPU, so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,12 +15,11 @@ from torch import Tensor
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
 from nvcli.kernels.triton.prefill_attention import PrefillAttention
-from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TilePart
+from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey, TilePart
 
 if TYPE_CHECKING:
-    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+    from nvcli.kernels.triton.prefill_choice import PrefixKernel
 
-_Kernel: TypeAlias = "PrefillAttention | HopperPrefillAttention"
 _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 """In this order: a rest goes on from its prefix."""
 
@@ -28,14 +27,13 @@ _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 class PrefixedPrefill:
     """The kernels and work lists for steps whose chunks share prefixes."""
 
-    def __init__(self, case: AttentionCase, prefills: dict[Geometry, _Kernel]) -> None:
+    def __init__(self, case: AttentionCase, prefills: dict[Geometry, PrefixKernel]) -> None:
         """`prefills`: the kernel of each geometry that has kinds of attention without a window, at least one."""
-        self.tile_tokens = min(
-            max(1, rows // group) for group, rows in (kernel.tile_key for kernel in prefills.values())
-        )
+        keys = [prefill.tile_key for prefill in prefills.values()]
+        self.tile_tokens = min(max(1, key.rows // key.group) for key in keys)
         """The tokens that fill a tile, of the kernel whose tiles hold the fewest."""
-        self._parts: dict[Geometry, list[tuple[_Kernel, PrefillTiles]]] = {}
-        self._tiles: dict[tuple[TilePart, tuple[int, int]], PrefillTiles] = {}
+        self._parts: dict[Geometry, list[tuple[PrefixKernel, PrefillTiles]]] = {}
+        self._tiles: dict[tuple[TilePart, TileKey], PrefillTiles] = {}
         for geometry, prefill in prefills.items():
             num_heads, num_kv_heads, head_dim = geometry
             for_rests = PrefillAttention(
@@ -55,14 +53,14 @@ class PrefixedPrefill:
         most_heads = max(num_heads for num_heads, _, _ in prefills)
         self._log_sums = torch.empty(case.max_num_batched_tokens * most_heads, dtype=torch.float32, device=case.device)
 
-    def _tiles_of(self, case: AttentionCase, part: TilePart, kernel: _Kernel) -> PrefillTiles:
+    def _tiles_of(self, case: AttentionCase, part: TilePart, kernel: PrefixKernel) -> PrefillTiles:
         """Return the list of a part, which kernels with equal tiles have in common."""
-        key = part, kernel.tile_key
+        # Tiles of prefixes are sorted by their keys as they are.
+        tile_key = kernel.tile_key._replace(is_sorted=kernel.tile_key.is_sorted and part is TilePart.OTHERS)
+        key = part, tile_key
         if key not in self._tiles:
-            group, rows = kernel.tile_key
             self._tiles[key] = PrefillTiles(
-                group=group,
-                rows=rows,
+                tile_key,
                 max_tokens=case.max_num_batched_tokens,
                 max_chunks=case.max_num_seqs,
                 device=case.device,

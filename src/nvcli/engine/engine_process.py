@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _STATS_SECONDS = 0.2
 _IDLE_CHECK_SECONDS = 0.5
+_MOST_ADDED = 256
+"""Once so many requests were added, the next step is not kept waiting for more of them."""
 
 
 def main(start: EngineStart, control: Connection) -> None:
@@ -167,8 +169,12 @@ def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
 
 
 def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, executor: Executor) -> bool:
-    """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine."""
-    while True:
+    """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine.
+
+    Messages with many requests are left for the time when the ranks run the next step.
+    """
+    num_added = 0
+    while num_added < _MOST_ADDED:
         try:
             message = inbox.get(block=not core.has_work, timeout=_IDLE_CHECK_SECONDS)
         except queue.Empty:
@@ -178,6 +184,7 @@ def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, 
             continue
         if isinstance(message, AddRequests):
             core.add(message.requests)
+            num_added += sum(request.n for request in message.requests)
         elif isinstance(message, AbortRequests):
             core.abort(message.request_ids)
         elif isinstance(message, ForgetPrefixes):
@@ -185,3 +192,4 @@ def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, 
         else:
             assert message is None or isinstance(message, CloseEngine)
             return False
+    return True

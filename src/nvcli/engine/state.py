@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
 from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.prompt import Prompt
+from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.prompt_reads import PromptReads
 from nvcli.engine.request import FinishReason, Request, RequestOutput
 from nvcli.messages import TokenLogprobs
@@ -168,13 +169,18 @@ class RequestState:
         if self.watch is not None:
             self.checked_at = min(self.checked_at, self.watch.due_at)
 
-    def hash_blocks(self, first: int, end: int, block_size: int) -> list[BlockHash]:
-        """Return the hashes of the blocks `first` to `end`, without `end`, which must be full of known tokens."""
-        num_shared = self.num_prompt // block_size
-        shared = self.prompt.hash_leading_blocks(min(end, num_shared), block_size)
+    def hash_blocks(self, first: int, end: int, hashes: PromptHashes) -> list[BlockHash]:
+        """Return the hashes of the blocks `first` to `end`, without `end`, which must be full of known tokens.
+
+        `hashes` is the same in every call.
+        """
+        if end <= first:
+            return []
+        shared = self.prompt.hash_blocks(hashes)
+        num_shared = len(shared)
         if end <= num_shared:
             return shared[first:end]
-        own = self.block_hashes
+        own, block_size = self.block_hashes, hashes.block_size
         if (num_known := num_shared + len(own)) < end:
             parent = own[-1] if own else shared[-1] if shared else b""
             own += hash_blocks(

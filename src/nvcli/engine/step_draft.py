@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -59,8 +60,8 @@ class StepDraft:
         self._grammars: dict[str, int] = {}
         """The grammars of requests that enter slots, with their places in the step."""
         self._grammar_bytes = 0
-        self._blocks: list[tuple[int, int, int, int]] = []
-        """(KV group, slot, column, block) for each block that a slot was given."""
+        self._blocks: list[tuple[int, int, int, Sequence[int]]] = []
+        """(KV group, slot, first column, blocks) for each run of blocks that a slot was given."""
         self._span_slots: list[int] = []
         """This list and the next three hold spans of tokens, as in `StepInput`."""
         self._span_starts: list[int] = []
@@ -124,9 +125,13 @@ class StepDraft:
             stop_ids=state.request.stop_ids if state.request.sampling.min_tokens else [],
         )
 
-    def add_blocks(self, group: int, slot: int, first_column: int, blocks: Iterable[int]) -> None:
+    def add_blocks(self, group: int, slot: int, first_column: int, blocks: Sequence[int]) -> None:
         """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none."""
-        self._blocks += [(group, slot, column, block) for column, block in enumerate(blocks, first_column) if block]
+        if all(blocks):
+            self._blocks.append((group, slot, first_column, blocks))
+        else:
+            columns = enumerate(blocks, first_column)
+            self._blocks += [(group, slot, column, [block]) for column, block in columns if block]
 
     def keep_blocks_of(self, slots: set[int | None]) -> None:
         """Forget the blocks of all other slots."""
@@ -197,7 +202,7 @@ class StepDraft:
         if arrangement is not None:
             self._arrange(arrangement)
         groups = arrangement.groups if arrangement is not None else []
-        block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks)
+        block_groups, block_slots, block_columns, block_ids = _pack_blocks(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
         changes = segments.take_changes(num_decodes)
@@ -226,6 +231,20 @@ class StepDraft:
             shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
+
+
+def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:
+    """Return the packed KV groups, slots, columns and ids of the blocks in some runs."""
+    groups, slots, columns = array("i"), array("i"), array("i")
+    ids: list[int] = []
+    all_columns = array("i", range(max((first + len(blocks) for _, _, first, blocks in runs), default=0)))
+    for group, slot, first_column, blocks in runs:
+        count = len(blocks)
+        groups += array("i", (group,)) * count
+        slots += array("i", (slot,)) * count
+        columns += all_columns[first_column : first_column + count]
+        ids += blocks
+    return [groups.tobytes(), slots.tobytes(), columns.tobytes(), pack(ids)]
 
 
 def _pack_columns(rows: Sequence[tuple[int, int, int, int]]) -> list[bytes]:

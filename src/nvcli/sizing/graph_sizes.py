@@ -73,6 +73,19 @@ def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize
     )
 
 
+def may_share(decode_rows: int, max_shared_rows: int) -> bool:
+    """Whether a size has a second graph, for steps in which decode rows share segments of keys. A run in which up to
+    `max_shared_rows` rows may share (0: none) captures it when it is first used."""
+    return max_shared_rows > 0 and decode_rows > 1
+
+
+def may_share_prefixes(size: GraphSize, max_shared_rows: int, launch_bound_tokens: int) -> bool:
+    """Whether a size has graphs for steps in which prefill chunks share prefixes, captured likewise. Larger steps than
+    `launch_bound_tokens` are launched in less time than they take, and most such steps are large."""
+    _, prefill_rows, prefill_tokens = size
+    return max_shared_rows > 0 and prefill_rows > 1 and prefill_tokens <= launch_bound_tokens
+
+
 def graph_sizes(
     *, max_num_seqs: int, max_num_decodes: int, max_num_batched_tokens: int, launch_bound_tokens: int
 ) -> list[GraphSize]:

@@ -27,9 +27,11 @@ from torch import Tensor
 
 from nvcli.kernels.triton.decode_attention import float16_query, log2_scores, soft_capped
 from nvcli.kernels.triton.fp8_kv import load_scales
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles, TilePart
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList, TilePart
 
 _LOG2_E = 1.4426950408889634
+_PROGRAMS_FOR_THE_REST = 264
+"""Programs that share out the tiles that another kernel has left: two for each multiprocessor of an H200."""
 
 
 @triton.jit
@@ -141,18 +143,27 @@ def _attend(
     return highest, weight_sum, acc, acc_unit
 
 
-@triton.jit(
-    do_not_specialize=["block_table_stride", "window"],
-    do_not_specialize_on_alignment=["block_tables"],
-)
-def prefill_attention_kernel(
+@triton.jit
+def _read_tile(tiles, index, TILE_FIELDS: tl.constexpr):
+    """Return the slot, the first row, the chunk's first token and its number of tokens, and the request's keys."""
+    tile = tiles + index * TILE_FIELDS
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+
+
+@triton.jit
+def _attend_tile(
+    slot,
+    first_row,
+    first_token,
+    num_tokens,
+    num_keys,
+    first_key,  # the first key to attend to, with IS_REST
+    kv_head,
     q,  # [T, H, D], tokens q_stride apart
     k_cache,  # [num_blocks, BLOCK_SIZE, KV, D]; in FP8 each block's scales stand behind it
     v_cache,
     out,  # [T, H, D], contiguous
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
-    tiles,  # [capacity, TILE_FIELDS] int32
-    num_tiles,  # [1] int32
     sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
     log_sums,  # [T, H] float32, log-sum-exp over prefixes, base 2; written with IS_PREFIX, read with IS_REST
     window,  # keys that a row sees at most, where HAS_WINDOW
@@ -172,20 +183,10 @@ def prefill_attention_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,  # of a tile without masks
     MASKED_KEYS: tl.constexpr,  # of a tile with masks; divides KEYS
-    TILE_FIELDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
 ):
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
-    index = tl.program_id(0) // NUM_KV_HEADS
-    tile = tiles + index * TILE_FIELDS
-    slot = tl.load(tile)
-    first_row = tl.load(tile + 1)
-    first_token = tl.load(tile + 2)
-    num_tokens = tl.load(tile + 3)
-    num_keys = tl.load(tile + 4)
-    if index >= tl.load(num_tiles):
-        return
+    """Attend the rows of one tile in the query heads of one KV head."""
     prefix = num_keys - num_tokens  # below 0 for tokens that attend to nothing
 
     rows = first_row + tl.arange(0, ROWS)
@@ -225,7 +226,6 @@ def prefill_attention_kernel(
         highest = log2_scores(tl.load(sinks + head))
         weight_sum += 1.0
     if IS_REST:
-        first_key = tl.load(tile + 5)
         place = flat_token * (NUM_KV_HEADS * GROUP) + head
         highest = tl.load(log_sums + place, mask=in_chunk, other=0.0)
         weight_sum += 1.0
@@ -273,6 +273,71 @@ def prefill_attention_kernel(
     if IS_PREFIX:
         place = flat_token * (NUM_KV_HEADS * GROUP) + head
         tl.store(log_sums + place, highest + tl.log2(weight_sum), mask=in_chunk)
+
+
+@triton.jit(
+    do_not_specialize=["block_table_stride", "window"],
+    do_not_specialize_on_alignment=["block_tables"],
+)
+def prefill_attention_kernel(
+    q,  # the arguments that are not explained here are those of `_attend_tile`
+    k_cache,
+    v_cache,
+    out,
+    block_tables,
+    tiles,  # [capacity, TILE_FIELDS] int32
+    num_tiles,  # [1] int32
+    num_before,  # [1] int32, tiles at the head of the list that another kernel attends; None: there are none
+    sinks,
+    log_sums,
+    window,
+    scale_log2,
+    q_stride,
+    block_table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_PREFIX: tl.constexpr,
+    IS_REST: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED_KEYS: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
+):
+    """A program has one tile and KV head. Where another kernel attends most of the list, a few programs share out what
+    is left, as a program for each tile would take longer to see that nothing is."""
+    program = tl.program_id(0)
+    if num_before is None:
+        item = program
+        slot, first_row, first_token, num_tokens, num_keys = _read_tile(tiles, item // NUM_KV_HEADS, TILE_FIELDS)
+        if item // NUM_KV_HEADS >= tl.load(num_tiles):
+            return
+        first_key = 0
+        if IS_REST:
+            first_key = tl.load(tiles + item // NUM_KV_HEADS * TILE_FIELDS + 5)
+        _attend_tile(
+            slot, first_row, first_token, num_tokens, num_keys, first_key, item % NUM_KV_HEADS, q, k_cache, v_cache,
+            out, block_tables, sinks, log_sums, window, scale_log2, q_stride, block_table_stride, NUM_KV_HEADS, GROUP,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, HAS_WINDOW, SOFT_CAP, HAS_SINKS, IS_PREFIX, IS_REST, ROWS, KEYS,
+            MASKED_KEYS, NUM_STAGES, MASKED_STAGES,
+        )  # fmt: skip
+    else:
+        end = tl.load(num_tiles) * NUM_KV_HEADS
+        for item in range(tl.load(num_before) * NUM_KV_HEADS + program, end, tl.num_programs(0)):
+            slot, first_row, first_token, num_tokens, num_keys = _read_tile(tiles, item // NUM_KV_HEADS, TILE_FIELDS)
+            _attend_tile(
+                slot, first_row, first_token, num_tokens, num_keys, 0, item % NUM_KV_HEADS, q, k_cache, v_cache, out,
+                block_tables, sinks, log_sums, window, scale_log2, q_stride, block_table_stride, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, HAS_WINDOW, SOFT_CAP, HAS_SINKS, False, False, ROWS, KEYS,
+                MASKED_KEYS, NUM_STAGES, MASKED_STAGES,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,9 +432,9 @@ class PrefillAttention:
         self._launch = choose(head_dim, dtype, kv_dtype, device)
 
     @property
-    def tile_key(self) -> tuple[int, int]:
-        """(query heads for each KV head, rows of a tile)."""
-        return self._group, self._launch.rows
+    def tile_key(self) -> TileKey:
+        """What its tiles are."""
+        return TileKey(self._group, self._launch.rows)
 
     def run(
         self,
@@ -377,7 +442,7 @@ class PrefillAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         block_tables: Tensor,
-        tiles: PrefillTiles,
+        tiles: TileList,
         out: Tensor,
         *,
         scale: float,
@@ -399,7 +464,10 @@ class PrefillAttention:
         assert k_cache.stride() == v_cache.stride()
         assert k_cache.stride()[1:] == (self._num_kv_heads * self._head_dim, self._head_dim, 1)
         launch = self._launch
-        prefill_attention_kernel[(self._num_kv_heads * tiles.capacity,)](
+        num_programs = self._num_kv_heads * tiles.capacity
+        if tiles.num_before is not None:
+            num_programs = min(num_programs, _PROGRAMS_FOR_THE_REST)
+        prefill_attention_kernel[(num_programs,)](
             q,
             k_cache,
             v_cache,
@@ -407,6 +475,7 @@ class PrefillAttention:
             block_tables,
             tiles.tiles,
             tiles.num_tiles,
+            tiles.num_before,
             out if sinks is None else sinks,
             log_sums,
             window or 0,
