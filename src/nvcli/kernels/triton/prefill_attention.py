@@ -271,8 +271,7 @@ def _attend_tile(
     out_offset = (flat_token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=in_chunk[:, None])
     if IS_PREFIX:
-        place = flat_token * (NUM_KV_HEADS * GROUP) + head
-        tl.store(log_sums + place, highest + tl.log2(weight_sum), mask=in_chunk)
+        tl.store(log_sums + flat_token * (NUM_KV_HEADS * GROUP) + head, highest + tl.log2(weight_sum), mask=in_chunk)
 
 
 @triton.jit(
@@ -452,13 +451,10 @@ class PrefillAttention:
         log_sums: Tensor | None = None,
     ) -> None:
         """Attend the tiles. q, out: [T, H, D], the chunks' tokens; q's may be strided, out is contiguous.
-        block_tables: [slots, ...] int32, of the layer's KV group; sinks: [H] float32.
-
-        log_sums: [at least T, H] float32, which tiles of prefixes write, beside their results in `out`; those of rests
-        read both. Neither has windows.
-        """
+        block_tables: [slots, ...] int32, of the layer's KV group; sinks: [H] float32. log_sums: [at least T, H]
+        float32, written by tiles of prefixes, beside their results in `out`, and read by those of rests; neither has
+        windows."""
         assert (log_sums is not None) == (tiles.part in (TilePart.PREFIX, TilePart.REST))
-        assert log_sums is None or window is None
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         assert k_cache.stride() == v_cache.stride()
