@@ -25,6 +25,7 @@ from triton.runtime.driver import driver
 
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
+from nvcli.kernels.triton.prefill_tiles import TilePart
 
 KV_HEADS, BLOCK_SIZE = 8, 64
 
@@ -97,12 +98,16 @@ def make_attention(head_dim: int, group: int) -> HopperPrefillAttention:
 
 def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:
     """Launch for two layers, once more for the first with other queries, for a smaller cache in the place of the
-    first, and for one elsewhere; then all that through Triton. Return both, and the names that a hook was told."""
+    first, for one elsewhere, and for a prefix that chunks share; then all that through Triton. Return both, and the
+    names that a hook was told."""
     active = FakeDriver()
     driver.set_active(active)
     pool = torch.zeros(3, 2, 3, BLOCK_SIZE, KV_HEADS, head_dim, dtype=torch.bfloat16)
     tables, tiles = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(10, 8, dtype=torch.int32)
-    planned: Any = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=torch.zeros(1, dtype=torch.int32))
+    num_tiles = torch.zeros(1, dtype=torch.int32)
+    planned: Any = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=num_tiles, part=TilePart.WHOLE)
+    prefixes: Any = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=num_tiles, part=TilePart.PREFIX)
+    log_sums = torch.zeros(20 * KV_HEADS * group)
     queries = torch.zeros(2, 20, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
     out, sinks = torch.zeros_like(queries[0]), torch.zeros(KV_HEADS * group)
     keeping, through_triton = make_attention(head_dim, group), make_attention(head_dim, group)
@@ -116,19 +121,25 @@ def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:
                 queries[number], k_cache, v_cache, tables, planned, out,
                 scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks,
             )  # fmt: skip
+        attention.run(
+            queries[0], *pool[0], tables, prefixes, out,
+            scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks, log_sums=log_sums,
+        )  # fmt: skip
     half = len(active.launches) // 2
     return {"kept": active.launches[:half], "through_triton": active.launches[half:], "names": names}
 
 
 def assemble(function: Any) -> str:
-    """Return ptxas's report on the kernel that was compiled of a function."""
-    (kernel,) = function.device_caches[0][0].values()
+    """Return ptxas's report on the kernels that were compiled of a function."""
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    report = ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
-        path.write_text(kernel.asm["ptx"])
-        command = [ptxas, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for kernel in function.device_caches[0][0].values():
+            path.write_text(kernel.asm["ptx"])
+            command = [ptxas, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
+            report += subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return report
 
 
 if __name__ == "__main__":

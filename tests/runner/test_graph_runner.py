@@ -17,6 +17,7 @@ import torch
 from checkpoints import write_tiny_model
 from family_shapes import SHAPES
 from nvcli.attention.forward_batch import BatchShape
+from nvcli.demo import demo_path
 from nvcli.messages import StepInput
 from nvcli.runner.graph_runner import GraphRunner
 from nvcli.runner.input_buffers import StepBatch
@@ -104,6 +105,29 @@ def test_padded_steps_answer_like_exact_ones(path: Path) -> None:
     found, expected_blocks = (one.kv_cache.data.movedim(blocks_dim, 0) for one in (padded, runner))
     torch.testing.assert_close(found[1:], expected_blocks[1:], atol=1e-4, rtol=1e-4)
     assert found[0].isfinite().all()
+
+
+def test_padded_steps_whose_chunks_share_prefixes() -> None:
+    """With decode rows before them, and rows of padding between and behind."""
+    options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 12, "block_size": 16, "max_model_len": 256}
+    prompts = [[5] * 96 + [i] * (1 + i % 7) for i in range(40)]
+    runner = make_runner(demo_path(), **options)
+    expected, _, _ = segment_answers.answers(runner, prompts, 3, num_blocks=100, costs=None)
+    graphs = LaunchedGraphs(
+        [
+            BatchShape(decode_rows=12, prefill_rows=rows, prefill_tokens=tokens, shares_prefixes=shares)
+            for rows, tokens in ((6, 40), (12, 300))
+            for shares in (False, True)
+        ],
+        runner.steps,
+    )
+    graphs.captured += graphs.shapes
+    runner.steps.use_graphs(graphs)
+    found, num_steps, _ = segment_answers.answers(
+        runner, prompts, 3, num_blocks=100, costs=None, prefix_costs=segment_answers.EAGER_PREFIX_COSTS
+    )
+    assert found == expected
+    assert num_steps == sum(shape.shares_prefixes for shape in graphs.replayed) > 3
 
 
 def test_steps_that_share_segments_have_graphs_of_their_own(tmp_path: Path) -> None:

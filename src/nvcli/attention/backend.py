@@ -57,6 +57,10 @@ class AttentionBackend(ABC):
     """Whether it reads the segments of keys that decode rows share (`ForwardBatch.segments`) once for all of them. The
     others ignore segments, and compute the same."""
 
+    prefix_tile_tokens: int = 0
+    """The tokens that fill a tile of the backend's, which may be those of several chunks that share a prefix
+    (`ForwardBatch.prefixes`); 0: it gains nothing by such prefixes, and computes the same with them."""
+
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
+from nvcli.engine.chunk_groups import ChunkGroups, PrefixCosts
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
@@ -63,8 +64,9 @@ class BlockTables:
         *,
         max_num_seqs: int = 0,
         segment_costs: SegmentCosts | None = None,
+        prefix_costs: PrefixCosts | None = None,
     ) -> None:
-        """`segment_costs`: see `SharedSegments`."""
+        """`segment_costs`: see `SharedSegments`; `prefix_costs`: see `ChunkGroups`."""
         self.block_manager = block_manager
         self.block_size = block_size
         self._prompt_hashes = PromptHashes(block_size)
@@ -83,8 +85,20 @@ class BlockTables:
             max_num_seqs=max_num_seqs,
             costs=segment_costs,
         )
+        without_window = [number for number in self._of_keys if groups[number].window is None]
+        self.chunk_groups = ChunkGroups(
+            without_window,
+            block_size,
+            prefix_costs,
+            token_bytes=sum(groups[number].token_bytes for number in without_window),
+        )
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk which the step after it does not attend to."""
+
+    @property
+    def num_bytes_saved(self) -> int:
+        """The bytes of keys and values that steps did not read, because they had read them for another row."""
+        return self.segments.num_bytes_saved + self.chunk_groups.num_bytes_saved
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""

@@ -18,6 +18,7 @@ import msgspec
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.protocol import (
@@ -79,11 +80,13 @@ def scheduler_limits(
     state_groups: Container[int] = (),
     *,
     reads_segments: bool = False,
+    prefix_tile_tokens: int = 0,
     group_token_bytes: Sequence[int] = (),
 ) -> SchedulerLimits:
     """Return the limits that a configuration sets. The ranks report the rest: `windows` are those of the KV groups,
     `state_groups` the numbers of the groups that hold recurrent states, `reads_segments` whether they read blocks that
-    requests share once for all of them, `group_token_bytes` what a token takes in each group on a rank."""
+    requests share once for all of them, `prefix_tile_tokens` how many tokens a tile of theirs takes of chunks that
+    share prefixes (0: of one chunk only), `group_token_bytes` what a token takes in each group on a rank."""
     token_bytes = dict(enumerate(group_token_bytes))
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -96,6 +99,7 @@ def scheduler_limits(
             for number, window in enumerate(windows)
         ),
         segment_costs=SegmentCosts() if reads_segments else None,
+        prefix_costs=PrefixCosts(tile_tokens=prefix_tile_tokens) if prefix_tile_tokens else None,
         plans_admission=config.plan_admission,
     )
 
@@ -114,6 +118,7 @@ def _serve(
         ready.group_windows,
         ready.state_groups,
         reads_segments=ready.reads_segments,
+        prefix_tile_tokens=ready.prefix_tile_tokens,
         group_token_bytes=ready.group_token_bytes,
     )
     blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)

@@ -125,7 +125,7 @@ class SegmentForest:
                 segment = self._cut(segment, column)[1]
             elif segment.parent is not path[-1] or segment.begin != column:
                 break  # equal tokens whose blocks stand twice: the request goes on from the other one
-            segment = self._cut(segment, column + _num_equal(segment.blocks, rest))[0]
+            segment = self._cut(segment, column + num_equal(segment.blocks, rest))[0]
             path.append(segment)
             column = segment.end
         return path
@@ -332,7 +332,7 @@ class SegmentForest:
             )
 
 
-def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     """Count the leading blocks that two tables have in common."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from nvcli.engine.chunk_groups import Arrangement, Chunk, ChunkGroups
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
@@ -68,6 +69,10 @@ class StepDraft:
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
         """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
+        self._groupable: list[Chunk] = []
+        """The same chunks, with their requests' blocks."""
+        self._states: list[RequestState] = []
+        """The request of each chunk."""
         self._reads: list[PromptRead] = []
         """What is read of the chunks; rows are counted from the first chunk."""
         self.reading: list[RequestState] = []
@@ -158,6 +163,21 @@ class StepDraft:
                 self._reads.append(read)
                 self.reading.append(state)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
+        self._groupable.append(Chunk(state.blocks, start, num_tokens))
+        self._states.append(state)
+
+    def _arrange(self, arrangement: Arrangement) -> None:
+        """Put the chunks into another order."""
+        order = arrangement.order
+        self._chunks = [self._chunks[number] for number in order]
+        self._states = [self._states[number] for number in order]
+        row_of = {number: row for row, number in enumerate(order)}
+        self._reads = [msgspec.structs.replace(read, row=row_of[read.row]) for read in self._reads]
+
+    @property
+    def sampling(self) -> list[RequestState]:
+        """The requests of the chunks that have logits, in batch order once the step is finished."""
+        return [state for state, (_, _, num_logits, _) in zip(self._states, self._chunks, strict=True) if num_logits]
 
     def finish(
         self,
@@ -169,6 +189,7 @@ class StepDraft:
         freed_slots: Sequence[int],
         restarts: bool,
         segments: SharedSegments,
+        chunk_groups: ChunkGroups,
     ) -> StepInput | None:
         """Return the step's input, or None if nothing is to be computed.
 
@@ -177,6 +198,10 @@ class StepDraft:
         num_decodes = len(decode_slots) // 4
         if not num_decodes and not self._chunks:
             return None
+        arrangement = chunk_groups.arrange(self._groupable)
+        if arrangement is not None:
+            self._arrange(arrangement)
+        groups = arrangement.groups if arrangement is not None else []
         block_groups, block_slots, block_columns, block_ids = _pack_blocks(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
@@ -203,6 +228,7 @@ class StepDraft:
             segments=pack(number for segment in changes.segments for number in segment),
             slot_segments=pack(number for slot in changes.slots for number in slot),
             shares_segments=changes.is_used,
+            shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 

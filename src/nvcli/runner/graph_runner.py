@@ -84,6 +84,7 @@ class GraphRunner(Generic[T]):
                 and candidate.prefill_tokens >= shape.prefill_tokens
                 and (shape.decode_rows == 0 or candidate.tokens_per_row == shape.tokens_per_row)
                 and candidate.shares_segments == shape.shares_segments
+                and candidate.shares_prefixes == shape.shares_prefixes
             ):
                 return candidate
         return None

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.triton.hopper_prefill_kernel import PART, ROWS, hopper_prefill_kernel
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList, TilePart
 
 _LOG2_E = 1.4426950408889634
 
@@ -61,9 +61,11 @@ class HopperPrefillAttention:
         window: int | None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        log_sums: Tensor | None = None,
     ) -> None:
-        """Attend the tiles, as `PrefillAttention.run` does; `window` is None."""
+        """Attend the tiles, which are not of rests, as `PrefillAttention.run` does; `window` is None."""
         assert window is None
+        assert (log_sums is not None) == (tiles.part is TilePart.PREFIX)
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         assert k_cache.stride() == v_cache.stride()
@@ -80,6 +82,7 @@ class HopperPrefillAttention:
             block_rows,
             0.0 if soft_cap is None else soft_cap * _LOG2_E,
             sinks is not None,
+            tiles.part is TilePart.PREFIX,
             TILE_FIELDS,
         )
         arguments = (
@@ -92,6 +95,7 @@ class HopperPrefillAttention:
             tiles.tiles,
             tiles.num_tiles,
             out if sinks is None else sinks,
+            log_sums,
             scale * _LOG2_E,
             q.stride(0),
             block_tables.stride(0),
