@@ -1,4 +1,4 @@
-"""Runs a Gluon kernel on the CPU, as far as the prefill kernel for Hopper needs it: Gluon has no interpreter.
+"""Runs a Gluon kernel on the CPU, as far as the kernels for Hopper need it: Gluon has no interpreter.
 
 Groups of warps are threads, and mbarriers block them. A matrix product reads its operands in shared memory when it is
 waited for, and a TMA load arrives when the loading group has gone on, so that what is released too early or read too
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ class Memory:
     def permute(self, order: tuple[int, int]) -> Memory:
         return Memory(self.data.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Parts:
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Parts:
+        if len(shape) > 3:  # the same rows in more dimensions
+            return Memory(self.data.view(shape))
         assert shape[0] * shape[1] * shape[2] == self.data.numel()
         return Parts(self.data, shape[1])
 
@@ -111,7 +113,10 @@ class Product:
 class Simulator:
     """Runs the programs of a launch one after another, on kernels of one module."""
 
-    def __init__(self, module: types.ModuleType, seed: int = 0) -> None:
+    def __init__(
+        self, module: types.ModuleType, seed: int = 0, functions: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
+        """`functions` take the place of functions of the module that only a GPU can run."""
         self._rng = random.Random(seed)
         self._changed = threading.Condition()
         self._products = threading.local()
@@ -131,6 +136,7 @@ class Simulator:
                 names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
             elif hasattr(value, "value"):  # a constexpr
                 names[name] = value.value
+        names |= functions or {}
         self._names = names
 
     def launch(self, kernel: str, num_programs: int, *args: Any, **constants: Any) -> None:
@@ -155,7 +161,7 @@ class Simulator:
         def allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Barriers:
             if layout == "barriers":
                 return Barriers(shape[0], self._changed)
-            return Memory(torch.full(shape, torch.nan, dtype=dtype))
+            return Memory(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
 
         def layout(*args: object, **options: object) -> str:
             return "layout"
@@ -164,11 +170,13 @@ class Simulator:
             return x.amax(axis)
 
         return types.SimpleNamespace(
-            constexpr=object, int64=torch.int64, float32=torch.float32, load=load, store=store,
+            constexpr=object, int32=torch.int32, int64=torch.int64, float32=torch.float32, load=load, store=store,
             BlockedLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout, DotOperandLayout=layout,
             SliceLayout=layout, allocate_shared_memory=allocate, warp_specialize=self._specialise,
-            static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, sum=torch.sum, max=maximum_of,
-            minimum=either(torch.minimum), maximum=either(torch.maximum),
+            DistributedLinearLayout=layout, int16=torch.int16, exp=torch.exp,
+            split=lambda x: x.unbind(-1),
+            static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, log2=torch.log2,
+            sum=torch.sum, max=maximum_of, minimum=either(torch.minimum), maximum=either(torch.maximum),
             where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
             arange=lambda first, end, layout: torch.arange(first, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
@@ -197,13 +205,16 @@ class Simulator:
         )
 
     def _load_part(self, source: Tensor, coord: Sequence[Any], barrier: Barrier, part: Memory) -> None:
-        """`source` is the matrix that the descriptor describes. The bytes come later, in any order."""
-        row, column = (int(place) for place in coord)
-        rows, columns = part.data.shape
+        """`source` is what the descriptor describes. The bytes come later, in any order, and zeros for what is behind
+        its end."""
+        ends = [int(place) + size for place, size in zip(coord, part.data.shape, strict=True)]
 
         def arrive() -> None:
-            part.data.copy_(source[row : row + rows, column : column + columns])
-            barrier.update(0, -rows * columns * 2)
+            there = source[tuple(slice(int(first), end) for first, end in zip(coord, ends, strict=True))]
+            part.data.zero_()
+            part.data[tuple(slice(size) for size in there.shape)] = there
+            # Numbers stand for ones of 16 bits.
+            barrier.update(0, -part.data.numel() * (2 if part.data.is_floating_point() else part.data.element_size()))
 
         self._loads.append(arrive)
 
@@ -214,24 +225,29 @@ class Simulator:
         for arrive in loads:
             arrive()
 
-    def _multiply(self, a: Tensor | Memory, b: Memory, acc: Tensor, *, use_acc: bool = True, is_async: bool) -> Product:
+    def _multiply(
+        self, a: Tensor | Memory, b: Memory, acc: Tensor | Product, *, use_acc: bool = True, is_async: bool
+    ) -> Product:
         def compute() -> Tensor:
             left = a.data if isinstance(a, Memory) else a
             product = left.float() @ b.data.float()
-            return acc + product if use_acc else product
+            before = acc.finish() if isinstance(acc, Product) else acc
+            return before + product if use_acc else product
 
         self._products.pending = [*getattr(self._products, "pending", []), Product(compute)]
         product: Product = self._products.pending[-1]
         return product
 
-    def _wait_for_products(self, num_outstanding: int, deps: list[Product]) -> Tensor:
+    def _wait_for_products(self, num_outstanding: int, deps: list[Product | Tensor]) -> Tensor | tuple[Tensor, ...]:
         pending = self._products.pending
-        ended = len(pending) - num_outstanding
+        ended = max(len(pending) - num_outstanding, 0)
         for product in pending[:ended]:
             product.finish()
         self._products.pending = pending[ended:]
-        assert deps[0].result is not None, "it was not waited for"
-        return deps[0].result
+        results = [dep.result if isinstance(dep, Product) else dep for dep in deps]
+        done = tuple(result for result in results if result is not None)
+        assert len(done) == len(deps), "it was not waited for"
+        return done[0] if len(done) == 1 else done
 
     def _specialise(self, groups: Sequence[tuple[Any, tuple[Any, ...]]], warps: object, registers: object) -> None:
         failures: list[BaseException] = []

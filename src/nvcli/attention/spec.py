@@ -74,7 +74,8 @@ class AttentionCase:
     has_states: bool = False
     """Whether some layers of this rank keep recurrent states in the pool's blocks."""
     max_shared_rows: int = 0
-    """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none."""
+    """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none, and no
+    shared prefixes of chunks either."""
 
     @property
     def cache_dtype(self) -> torch.dtype:

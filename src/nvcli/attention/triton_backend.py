@@ -28,9 +28,10 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
+        from nvcli.attention.triton_prefixes import PrefixedPrefill
         from nvcli.attention.triton_segments import SegmentedDecode
         from nvcli.kernels.triton import decode_attention, invariant_attention
-        from nvcli.kernels.triton.prefill_choice import PrefillKernel, prefill_kernel
+        from nvcli.kernels.triton.prefill_choice import PrefillKernel, attends_prefixes, prefill_kernel
         from nvcli.kernels.triton.prefill_scratch import ScratchTiles
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
@@ -92,6 +93,15 @@ class TritonBackend(AttentionBackend):
                 if isinstance(decode, decode_attention.DecodeAttention)
             }
             self._segmented = SegmentedDecode(case, decodes)
+        self._prefixed: PrefixedPrefill | None = None
+        prefills = {
+            geometry: prefill
+            for (geometry, has_window), prefill in self._prefills.items()
+            if case.max_shared_rows and not has_window and attends_prefixes(prefill)
+        }
+        if prefills:
+            self._prefixed = PrefixedPrefill(case, prefills)
+            self.prefix_tile_tokens = self._prefixed.tile_tokens
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -132,6 +142,9 @@ class TritonBackend(AttentionBackend):
                 first_chunk=first,
                 num_tokens=batch.num_tokens - first,
             )
+        if batch.prefixes is not None:
+            assert self._prefixed is not None
+            self._prefixed.plan(batch)
 
     def decode(
         self,
@@ -174,6 +187,10 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
+        if batch.prefixes is not None and spec.window is None:
+            assert self._prefixed is not None
+            self._prefixed.run(spec, layer, q, batch, out, sinks)
+            return out
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
         prefill = self._prefills[spec.geometry, spec.window is not None]

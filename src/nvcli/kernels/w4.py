@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
 from nvcli.kernels.weight_formats import W4_PARTS, W4Format
 
@@ -83,39 +84,39 @@ def w4_linear(
 ) -> Tensor:
     """x Wᵀ + b for a weight of integers. x: [T, in]; bias: [out] → [T, out], in `out` (contiguous) if that is given."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_linear as kernels
+        from nvcli.kernels.triton import w4_choice
 
-        launch = kernels.choose_launch("plain", len(x))
-        if launch is not None:
-            result = kernels.w4_linear(x, words, scales, format, launch, out)
+        result = w4_choice.linear(x, words, scales, format, out)
+        if result is not None:
             return result if bias is None else result.add_(bias)
-    weight = values_for(x, words, scales, format)
-    if out is None:
-        return F.linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    return linear(x, values_for(x, words, scales, format), bias, out)
 
 
-def w4_linear_for_sum(x: Tensor, words: Tensor, scales: Tensor, format: W4Format) -> Tensor:
-    """x Wᵀ, for the residual sum behind it: [T, out], or float32 parts [P, T, out] that add up to it, as `add_rms_norm`
-    takes them."""
+def w4_linear_for_sum(
+    x: Tensor, words: Tensor, scales: Tensor, format: W4Format, residual: Tensor | None
+) -> Tensor | None:
+    """x Wᵀ, for the residual sum behind it, as `linear_for_sum` gives it."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_linear as kernels
+        from nvcli.kernels.triton import w4_choice
 
-        launch = kernels.choose_launch("sum", len(x))
-        if launch is not None:
-            return kernels.w4_linear_parts(x, words, scales, format, launch)
-    return w4_linear(x, words, scales, format)
+        result = w4_choice.linear_for_sum(x, words, scales, format)
+        if result is not None:
+            return result
+    return linear_for_sum(x, values_for(x, words, scales, format), residual)
 
 
 def w4_gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, activation: Activation) -> Tensor:
     """activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. [T, in] → [T, out / 2]."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_linear as kernels
+        from nvcli.kernels.triton import w4_choice
 
-        launch = kernels.choose_launch("gated", len(x))
-        if launch is not None:
-            return kernels.w4_gated_linear(x, words, scales, format, launch, is_gelu=activation == "gelu_tanh")
-    return ACTIVATE_AND_MUL[activation](w4_linear(x, words, scales, format))
+        result = w4_choice.gated_linear(x, words, scales, format, is_gelu=activation == "gelu_tanh")
+        if result is None:
+            result = w4_choice.linear(x, words, scales, format, None)
+            result = None if result is None else ACTIVATE_AND_MUL[activation](result)
+        if result is not None:
+            return result
+    return gated_linear(x, values_for(x, words, scales, format), activation)
 
 
 def values_for(x: Tensor, words: Tensor, scales: Tensor, format: W4Format) -> Tensor:

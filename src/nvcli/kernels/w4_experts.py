@@ -21,9 +21,9 @@ def apply_w4_experts(
     if len(x) == 0:
         return
     if x.is_cuda:
-        from nvcli.kernels.triton import w4_experts as kernels
+        from nvcli.kernels.triton import w4_choice
 
-        kernels.apply_w4_experts(x, routes, weights, scales, activation, out)
+        w4_choice.apply_w4_experts(x, routes, weights, scales, activation, out)
         return
     if weights.num_others:
         out.zero_()

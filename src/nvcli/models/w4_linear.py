@@ -73,7 +73,7 @@ class W4LinearMethod(PlainLinearMethod):
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
         if layer.bias is not None:
             return self.apply(layer, x, with_bias=True)
-        return w4_linear_for_sum(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format)
+        return w4_linear_for_sum(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format, residual)
 
     def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
         bias = layer.bias if with_bias else None

@@ -14,7 +14,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.layer_config import AttentionConfig, DeltaNetConfig, ExpertsConfig, MLPConfig
-from nvcli.sizing.graph_sizes import step_graph_sizes
+from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
@@ -157,13 +157,19 @@ def _sampling(config: EngineConfig, model: ModelConfig) -> int:
 
 def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     """All graphs share the memory of the largest, and each has some of its own. Logits find room among activations that
-    are larger than they are."""
+    are larger than they are. Graphs of steps that share segments or prefixes count, as memory is set aside for them."""
     sizes = step_graph_sizes(config, model)
     decode_rows, _, prefill_tokens = sizes[0]
     activations = _activations(config, model, decode_rows + prefill_tokens)
     sampling = _sampling(config, model) if samples else 0
     shared = activations if activations > sampling else activations + sampling
-    return shared + len(sizes) * _BYTES_PER_GRAPH
+    most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
+    num_graphs = sum(
+        (1 + may_share(size[0], config.max_shared_rows))
+        * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
+        for size in sizes
+    )
+    return shared + num_graphs * _BYTES_PER_GRAPH
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:

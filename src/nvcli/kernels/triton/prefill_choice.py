@@ -4,7 +4,7 @@ for all GPUs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 
@@ -21,10 +21,18 @@ PrefillKernel: TypeAlias = (
     " | ScratchPrefillAttention"
 )
 
+PrefixKernel: TypeAlias = "prefill_attention.PrefillAttention | HopperPrefillAttention"
+"""Those of them that attend to prefixes which chunks share."""
+
 HOPPER_NOTE = "prefill attention: the kernel for Hopper GPUs"
 """What the log says where that kernel was chosen."""
 SCRATCH_NOTE = f"{HOPPER_NOTE}, over copies of FP8 keys and values in bfloat16"
 """What it says where that kernel attends to copies."""
+
+
+def attends_prefixes(kernel: PrefillKernel) -> TypeGuard[PrefixKernel]:
+    """Tell whether a kernel attends to prefixes that chunks share."""
+    return kernel.tile_key.scratch_units == 0 and not isinstance(kernel, invariant_attention.PrefillAttention)
 
 
 def prefill_kernel(

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.triton.fp8_kv import scale_pointers
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles, TileKey, TileList
 
@@ -166,8 +167,16 @@ class ScratchTiles(PrefillTiles):
         self._copied_by_chunks = torch.zeros_like(self.tiles)
 
     def plan(
-        self, query_start_loc: Tensor, seq_lens: Tensor, slots: Tensor, *, first_chunk: int, num_tokens: int
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        slots: Tensor,
+        *,
+        first_chunk: int,
+        num_tokens: int,
+        prefixes: ChunkPrefixes | None = None,
     ) -> None:
+        assert prefixes is None, "copies have no lists of prefixes"
         super().plan(query_start_loc, seq_lens, slots, first_chunk=first_chunk, num_tokens=num_tokens)
         self.copied.capacity = self.capacity
         plan_scratch_kernel[(1,)](

@@ -1,7 +1,8 @@
 """How products with weights of 4 bits are launched: a table for each kind of product, as measured on an H200.
 
-`w4_linear.py` and `w4_experts.py` choose from these tables: the launch for a number of rows is that of the first range
-that holds it. On other GPUs, and for numbers of more than 16 bits, tiles are made as small as memory asks for.
+`w4_linear.py` and `w4_experts.py` choose from the tables of `Launch`: the launch for a number of rows is that of the
+first range that holds it. On other GPUs, and for numbers of more than 16 bits, tiles are made as small as memory asks
+for. `w4_choice.py` says where the launches for Hopper GPUs take their place.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ class ExpertLaunch(NamedTuple):
 
     gate_up: Launch
     down: Launch
+
+
+class HopperLaunch(NamedTuple):
+    """How the kernel for Hopper GPUs (`hopper_w4.py`) is launched."""
+
+    row_tile: int
+    """Rows of activations: 16, 32, 64 or 128."""
+    blocks: int
+    """Blocks of 64 rows of a weight that each of a program's two groups of warps multiplies: 1 to 3."""
+    num_parts: int = 1
+    """Into how many parts the input features are cut, which are multiplied by programs of their own."""
 
 
 Kind = Literal["plain", "sum", "gated"]
@@ -57,3 +69,10 @@ EXPERTS: ExpertRanges = (
     (64, ExpertLaunch(Launch(64, 64, 3, 4), Launch(64, 64, 3, 4))),
     (128, ExpertLaunch(Launch(128, 64, 3, 4), Launch(128, 128, 3, 8))),
 )
+HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 512), "sum": (64, 512), "gated": (64, 512)}
+"""The kernel for Hopper GPUs multiplies more rows than the first number, up to the second one."""
+HOPPER_EXPERTS: tuple[tuple[int, tuple[HopperLaunch, HopperLaunch]], ...] = (
+    (16, (HopperLaunch(64, 3), HopperLaunch(64, 3))),
+    (64, (HopperLaunch(128, 3), HopperLaunch(128, 3))),
+)
+"""Launches of that kernel for gate and up, and down projection, for more rows of an expert on average, ascending."""

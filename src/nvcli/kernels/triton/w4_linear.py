@@ -185,18 +185,26 @@ def w4_linear(
     x: Tensor, words: Tensor, scales: Tensor, format: W4Format, launch: Launch, out: Tensor | None = None
 ) -> Tensor:
     """See `nvcli.kernels.w4.w4_linear`, without a bias."""
+    launch = fit(launch, x, format)
+    num_parts = choose_parts(len(x), len(words), words.shape[1] // format.part, launch)
+    if num_parts > 1:
+        parts = torch.empty(num_parts, len(x), len(words), dtype=torch.float32, device=x.device)
+        _launch(x, words, scales, format, parts, launch, num_parts=num_parts)
+        return add_parts(parts, x.dtype, out)
     if out is None:
         out = torch.empty(len(x), len(words), dtype=x.dtype, device=x.device)
     assert out.is_contiguous()
-    launch = fit(launch, x, format)
-    num_parts = choose_parts(len(x), len(words), words.shape[1] // format.part, launch)
-    if num_parts == 1:
-        _launch(x, words, scales, format, out, launch, num_parts=1)
-        return out
-    parts = torch.empty(num_parts, len(x), len(words), dtype=torch.float32, device=x.device)
-    _launch(x, words, scales, format, parts, launch, num_parts=num_parts)
+    _launch(x, words, scales, format, out, launch, num_parts=1)
+    return out
+
+
+def add_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Add up parts [P, T, out] float32: [T, out] of `dtype`, in `out` (contiguous) if that is given."""
+    if out is None:
+        out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    assert out.is_contiguous()
     _add_parts_kernel[(triton.cdiv(out.numel(), _SUMMED),)](
-        parts, out, out.numel(), NUM_PARTS=num_parts, SUMMED=_SUMMED
+        parts, out, out.numel(), NUM_PARTS=len(parts), SUMMED=_SUMMED
     )
     return out
 

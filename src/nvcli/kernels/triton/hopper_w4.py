@@ -1,0 +1,255 @@
+"""The launches of the products of many rows with weights of 4 bits on Hopper GPUs (`hopper_w4_kernel.py`).
+
+They serve weights of integers in groups of 128, and MXFP4 with activations in bfloat16. Everything else, and every
+other GPU, is for `w4_linear.py` and `w4_experts.py` (`w4_choice.py`). Shapes: T rows, `in` and `out` features, P parts,
+H hidden, k experts per token.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
+from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
+from nvcli.kernels.triton.hopper_w4_kernel import BLOCK, GROUPS, PART, hopper_w4_kernel
+from nvcli.kernels.triton.w4_launches import HopperLaunch, Kind
+from nvcli.kernels.weight_formats import W4Format
+
+_BLOCK: int = BLOCK.value
+_GROUPS: int = GROUPS.value
+_PART: int = PART.value
+_SHARED_BYTES = 227 << 10
+_BARRIER_BYTES = 1 << 10
+_MOST_STAGES = 6
+_TILE = 4 * _PART
+"""The input features of a tile."""
+_ROW_TILES = (16, 32, 64, 128)
+_MOST_PARTS = 8
+_CYCLES_OF_ROW = 4.0
+"""The matrix units multiply a tile of 64 features by a row of activations in so many cycles."""
+_CYCLES_OF_BLOCK = 220.0
+"""So many it takes to turn the codes of a tile of 64 features into numbers."""
+_BYTES_PER_CYCLE = 26.0
+"""What a multiprocessor reads from the L2 cache while all of them do."""
+_START_CYCLES, _END_CYCLES, _LAUNCH_CYCLES = 3000.0, 1500.0, 3000.0
+"""What goes by before a program's first product, behind its last one for each block, and before another kernel runs."""
+_COPIED = 1024
+"""The columns of a row that a program copies."""
+
+
+def num_stages(launch: HopperLaunch, out_bytes: int, *, is_gated: bool) -> int:
+    """Count the tiles that shared memory has room for. `out_bytes` are those of a number of the result."""
+    features = _BLOCK // 2 if is_gated else _BLOCK
+    of_result = _GROUPS * launch.row_tile * features * out_bytes
+    of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * (2 * _PART + 4)
+    return min(_MOST_STAGES, (_SHARED_BYTES - _BARRIER_BYTES - of_result) // of_stage)
+
+
+@lru_cache(maxsize=1024)
+def choose_launch(kind: Kind, num_rows: int, out_features: int, in_features: int, device: torch.device) -> HopperLaunch:
+    """Choose the launch that takes the least time, as `cycles` estimates it. `out_features` are those of the result."""
+    row_tiles = [tile for tile in _ROW_TILES if tile < 2 * num_rows or tile == _ROW_TILES[0]][-2:]
+    most_parts = 1 if kind == "gated" else max(1, min(_MOST_PARTS, in_features // (2 * _TILE)))
+    launches = [
+        HopperLaunch(row_tile, blocks, num_parts)
+        for num_parts in range(1, most_parts + 1)
+        for row_tile in row_tiles
+        for blocks in (1, 2, 3)
+    ]
+    programs = _num_programs(device)
+    return min(launches, key=lambda launch: cycles(launch, kind, num_rows, out_features, in_features, programs))
+
+
+def cycles(
+    launch: HopperLaunch, kind: Kind, num_rows: int, out_features: int, in_features: int, num_programs: int
+) -> float:
+    """Estimate the cycles that a product takes: tile by tile what one of `num_programs` multiprocessors multiplies,
+    turns into numbers or reads from the L2 cache, whichever takes longest, and what adding up parts takes."""
+    features = _GROUPS * launch.blocks * (_BLOCK // 2 if kind == "gated" else _BLOCK)
+    programs = -(-num_rows // launch.row_tile) * -(-out_features // features) * launch.num_parts
+    computed = _GROUPS * launch.blocks * max(launch.row_tile * _CYCLES_OF_ROW, _CYCLES_OF_BLOCK)
+    read = 2 * _PART * (4 * launch.row_tile + _GROUPS * launch.blocks * _BLOCK) / _BYTES_PER_CYCLE
+    of_program = _tiles_of_part(in_features, launch) * max(computed, read)
+    of_program += _START_CYCLES + launch.blocks * _END_CYCLES * launch.row_tile / 128
+    added = 0.0
+    if launch.num_parts > 1:
+        added = launch.num_parts * num_rows * out_features * 8 / (num_programs * _BYTES_PER_CYCLE)
+        added += _LAUNCH_CYCLES if kind == "plain" else 0
+    return -(-programs // num_programs) * of_program + added
+
+
+@lru_cache(maxsize=64)
+def _num_programs(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _tiles_of_part(in_features: int, launch: HopperLaunch) -> int:
+    return -(-in_features // (_TILE * launch.num_parts))
+
+
+def linear(
+    x: Tensor, words: Tensor, scales: Tensor, format: W4Format, launch: HopperLaunch, out: Tensor | None = None
+) -> Tensor:
+    """x Wᵀ: [T, in] → [T, out], in `out` (contiguous) if that is given; or with several parts [P, T, out] float32."""
+    num_parts = -(-x.shape[1] // (_TILE * _tiles_of_part(x.shape[1], launch)))
+    if num_parts > 1:
+        out = torch.empty(num_parts, len(x), len(words), dtype=torch.float32, device=x.device)
+    elif out is None:
+        out = torch.empty(len(x), len(words), dtype=x.dtype, device=x.device)
+    row_tiles = num_parts * triton.cdiv(len(x), launch.row_tile)
+    _launch(x, words[None], scales, format, out, launch, row_tiles, len(x), is_gated=False)
+    return out
+
+
+def gated_linear(
+    x: Tensor, words: Tensor, scales: Tensor, format: W4Format, launch: HopperLaunch, *, is_gelu: bool = False
+) -> Tensor:
+    """See `nvcli.kernels.w4.w4_gated_linear`."""
+    out = torch.empty(len(x), len(words) // 2, dtype=x.dtype, device=x.device)
+    row_tiles = triton.cdiv(len(x), launch.row_tile)
+    activation = GatedActivation(kind="gelu_tanh" if is_gelu else "silu")
+    _launch(x, words[None], scales, format, out, launch, row_tiles, len(x), is_gated=True, activation=activation)
+    return out
+
+
+def apply_w4_experts(
+    x: Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    scales: W4Scales,
+    activation: GatedActivation,
+    out: Tensor,
+    gate_up: HopperLaunch,
+    down: HopperLaunch,
+) -> None:
+    """See `nvcli.kernels.w4_experts.apply_w4_experts`, for at least one token. All tensors are contiguous."""
+    assert gate_up.row_tile == down.row_tile
+    num_held, hidden_size = weights.gate_up.shape[0], x.shape[1]
+    work = group_by_expert(
+        routes.experts, num_held, gate_up.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
+    )
+    # The rows of x, sorted by expert, are where the results will be, which are as large.
+    rows = _sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, hidden_size))
+    hidden = torch.empty(len(rows), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
+    _launch(
+        rows, weights.gate_up, scales.gate_up, scales.gate_up_format, hidden, gate_up, len(work.items), len(rows),
+        is_gated=True, activation=activation, bias=weights.gate_up_bias, work=work, routes=routes,
+    )  # fmt: skip
+    if weights.num_others:
+        out.zero_()
+    _launch(
+        hidden, weights.down, scales.down, scales.down_format, out, down, len(work.items), len(x),
+        is_gated=False, bias=weights.down_bias, work=work, routes=routes,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sort_rows_kernel(
+    x_ptr,  # [T, SIZE]
+    order_ptr,  # [pairs] int32
+    out_ptr,  # [pairs, SIZE], written
+    num_rows,
+    SIZE: tl.constexpr,
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """Program (pair, stretch of columns). What is behind the last pair of the order is some row."""
+    pair = tl.program_id(0).to(tl.int64)
+    token = tl.load(order_ptr + pair) // EXPERTS_PER_TOKEN
+    token = tl.minimum(tl.maximum(token, 0), num_rows - 1).to(tl.int64)
+    columns = tl.program_id(1) * COPIED + tl.arange(0, COPIED)
+    values = tl.load(x_ptr + token * SIZE + columns, mask=columns < SIZE)
+    tl.store(out_ptr + pair * SIZE + columns, values, mask=columns < SIZE)
+
+
+def _sort_rows(x: Tensor, order: Tensor, experts_per_token: int, out: Tensor) -> Tensor:
+    """Return the row of each pair, in the order of experts: [T, H] → `out` [T × k, H]."""
+    assert out.is_contiguous()
+    _sort_rows_kernel[(len(order), triton.cdiv(x.shape[1], _COPIED))](
+        x, order, out, len(x), SIZE=x.shape[1], EXPERTS_PER_TOKEN=experts_per_token, COPIED=_COPIED, num_warps=4
+    )
+    return out
+
+
+def _launch(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    format: W4Format,
+    out: Tensor,
+    launch: HopperLaunch,
+    row_tiles: int,
+    num_rows: int,
+    *,
+    is_gated: bool,
+    activation: GatedActivation = GatedActivation(),  # noqa: B008
+    bias: Tensor | None = None,
+    work: WorkList | None = None,
+    routes: Routes | None = None,
+) -> None:
+    """Multiply rows of words [E, rows, words of a row]. `row_tiles` are those of all parts."""
+    assert x.is_contiguous()
+    assert words.is_contiguous()
+    assert scales.is_contiguous()
+    assert out.is_contiguous()
+    in_features, out_features = x.shape[1], out.shape[-1]
+    features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
+    strips = triton.cdiv(out_features, features)
+    panel = NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8 * x.element_size(), rank=2)
+    x_desc = TensorDescriptor(x, list(x.shape), [in_features, 1], [launch.row_tile, _PART], panel)
+    rows, size = words.shape[1:]
+    half = out_features * size if is_gated else 8 * size
+    words_desc = TensorDescriptor(
+        words,
+        [len(words), rows // 16, 2, 8, size],
+        [rows * size, 8 * size if is_gated else 16 * size, half, size, 1],
+        [1, _BLOCK // 16, 2, 8, _PART],
+        NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=5),
+    )
+    # A group's words of scales follow the rows of the weight, and are brought in the same order.
+    scales_desc = TensorDescriptor(
+        scales,
+        [scales.numel() // rows, rows // 16, 2, 8],
+        [rows, 8 if is_gated else 16, out_features if is_gated else 8, 1],
+        [1, _BLOCK // 16, 2, 8],
+        NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=4),
+    )
+    hopper_w4_kernel[(min(row_tiles * strips, _num_programs(x.device)),)](
+        x_desc,
+        words_desc,
+        scales_desc,
+        x if bias is None else bias,
+        x if work is None else work.items,
+        x if work is None else work.order,
+        x if routes is None else routes.weights,
+        out,
+        num_rows,
+        row_tiles * strips,
+        _tiles_of_part(in_features, launch),
+        strips,
+        triton.cdiv(in_features, _TILE),
+        out_features,
+        OUT_BYTES=out.element_size(),
+        ROW_TILE=launch.row_tile,
+        BLOCKS=launch.blocks,
+        NUM_STAGES=num_stages(launch, out.element_size(), is_gated=is_gated),
+        KIND=format.kind,
+        GATED=is_gated,
+        GROUPED=work is not None,
+        HAS_BIAS=bias is not None,
+        ACTIVATION=activation.kind,
+        ALPHA=activation.alpha,
+        LIMIT=activation.limit,
+        EXPERTS_PER_TOKEN=1 if routes is None else routes.experts.shape[1],
+        ITEM_FIELDS=ITEM_FIELDS,
+        num_warps=4,
+    )
