@@ -13,6 +13,7 @@ On an H200 a layer of 32 query heads and 8 KV heads of 128 in bfloat16 takes, in
 4,755 against 6,916 for 8,192 tokens that end at 24,576, 136 against 156 for 20 of 200 to 600, 97 against 98 for 150 of
 50. With 16 query heads it takes 928 against 1,313, 1,679 against 2,684, 2,337 against 3,253, 74 against 82, and 58
 against 55: nowhere much more. cuDNN takes 1,738 and 3,855 for the first two, from contiguous tensors of 32 KV heads.
+Lists were then in the order of prompts (`prefill_tiles.py` says what sorting them is for).
 """
 
 from __future__ import annotations
