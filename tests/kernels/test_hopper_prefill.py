@@ -238,7 +238,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
 
 
 def attend_in(cache: Tensor, attention: HopperPrefillAttention, q: Tensor, **kind: Any) -> None:
-    planned: Any = SimpleNamespace(capacity=10, tiles=torch.zeros(10, 8), num_tiles=torch.zeros(1), part=TilePart.WHOLE)
+    part = TilePart.PREFIX if "log_sums" in kind else TilePart.WHOLE
+    planned: Any = SimpleNamespace(capacity=10, tiles=torch.zeros(10, 8), num_tiles=torch.zeros(1), part=part)
     tables = torch.zeros(4, 8, dtype=torch.int32)
     attention.run(q, cache, cache, tables, planned, torch.zeros_like(q), scale=0.1, window=None, **kind)
 
@@ -256,7 +257,7 @@ def test_other_kinds_of_arguments_are_compiled_anew(kernel: FakeKernel, attentio
     numbers, sinks = torch.zeros(8 * 512 + 8, dtype=torch.bfloat16), torch.zeros(12)
     kinds: list[tuple[int, dict[str, Any]]] = [
         (0, {}), (1, {}), (0, {"soft_cap": 20.0}), (0, {"soft_cap": 30.0}), (0, {"sinks": sinks[:8]}),
-        (0, {"sinks": sinks[1:9]}),
+        (0, {"sinks": sinks[1:9]}), (0, {"log_sums": torch.zeros(64)}), (0, {"log_sums": torch.zeros(65)[1:]}),
     ]  # fmt: skip
     for count, (first, kind) in enumerate(kinds, start=1):
         for tokens in (8, 5):

@@ -105,9 +105,8 @@ class HopperPrefillAttention:
         grid = (min(self._num_kv_heads * tiles.capacity, self._num_programs), 1, 1)
         # Triton would look at every argument to find what it compiled for its kind. Beside the constants these may
         # differ between launches: whether addresses and strides are multiples of 16. Caches and lists are aligned.
-        sinks_address = 0 if sinks is None else sinks.data_ptr()
-        numbers = q.data_ptr(), out.data_ptr(), sinks_address, q.stride(0)
-        kind = q.dtype, *(number % 16 for number in numbers), *constants
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (q, out, sinks, log_sums))
+        kind = q.dtype, q.stride(0) % 16, *(address % 16 for address in addresses), *constants
         compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = hopper_prefill_kernel.warmup(*arguments, grid=grid, num_warps=4)
