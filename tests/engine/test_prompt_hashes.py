@@ -30,6 +30,7 @@ def test_hashes_are_those_of_each_prompt_alone(max_bytes: int) -> None:
         packed = pack(prompts[-1])
         assert hashes.of(packed) == hash_blocks(packed, BLOCK_SIZE)
         hashes.of(packed).clear()  # the caller's own
+        assert hashes._num_bytes == sum(map(prompt_hashes._size, hashes._runs.values()))
 
 
 @pytest.fixture

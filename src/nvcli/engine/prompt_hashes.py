@@ -61,13 +61,13 @@ class PromptHashes:
         tokens, known = run
         block_bytes = self.block_size * TOKEN_BYTES
         at = count * block_bytes
-        self._num_bytes -= _size(run)
         self._keep(key, (tokens[:at], known[:count]))
         self._keep((known[count - 1], tokens[at : at + block_bytes]), (tokens[at:], known[count:]))
 
     def _keep(self, key: tuple[BlockHash, bytes], run: _Run) -> None:
+        before = self._runs.pop(key, None)
+        self._num_bytes += _size(run) - (0 if before is None else _size(before))
         self._runs[key] = run
-        self._num_bytes += _size(run)
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(self._runs.popitem(last=False)[1])
 
