@@ -153,7 +153,7 @@ def compare(
         "chunks": (
             "eagerly in chunks", {"enforce_eager": True, "max_num_batched_tokens": config.max_num_seqs + 77}, 1
         ),
-        "preempted": ("preempted", {"kv_cache_memory": little}, 1),
+        "preempted": ("preempted", {"kv_cache_memory": little, "plan_admission": False}, 1),
         "copies": (f"by {dp} copies", {}, dp),
     }  # fmt: skip
     for name in (*circumstances, *(("copies",) if dp > 1 else ())):

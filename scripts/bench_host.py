@@ -1,10 +1,14 @@
 """What the host itself costs per step: scheduler, channel and output handling, with a runner that does nothing.
 
     python scripts/bench_host.py [--running 256 1024] [--steps 2000]
+    python scripts/bench_host.py --start 0 2048 [--requests 1024]    # how a job starts
 
 Everything is real but the model: a rank's process answers each step at once with token 0 for every request. Steps are
 not overlapped here, so that each part is timed alone; `round trip` is a step's way through shared memory and both
 processes, `collect` waits for it.
+
+With `--start` an engine in its own process is timed, from the sending of many requests that share so many tokens, and
+have 64 of their own, until the rank gets the first step, and until it gets the step that admits the last requests.
 """
 
 from __future__ import annotations
@@ -18,14 +22,16 @@ from typing import Any
 
 import msgspec
 
+from nvcli.bench.workload import PrefixLevel, Workload
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.client import EngineClient
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.protocol import OutputBatch
 from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
 from nvcli.executor.executor import Executor
-from nvcli.messages import EngineReady, StepInput, StepOutput, pack
+from nvcli.messages import EngineReady, StepInput, StepOutput, pack, unpack
 from nvcli.runner.interface import RankContext
 from nvcli.sampling_params import SamplingParams
 
@@ -34,8 +40,9 @@ BLOCK_SIZE = 64
 
 class NullOutput:
     def __init__(self, step: StepInput) -> None:
-        num_logits = step.num_decodes + sum(step.num_logits[4 * step.num_decodes :: 4])
-        self._output = StepOutput(step_id=step.step_id, token_ids=bytes(4 * num_logits))
+        num_logits = sum(unpack(step.num_logits))
+        # In the place of the time that a step takes stands when the rank got it.
+        self._output = StepOutput(step_id=step.step_id, token_ids=bytes(4 * num_logits), seconds=time.monotonic())
 
     def result(self) -> StepOutput:
         return self._output
@@ -45,7 +52,7 @@ class NullRunner:
     """Answers at once."""
 
     ready = EngineReady(
-        num_blocks=1,
+        num_blocks=20_000,
         block_size=BLOCK_SIZE,
         kv_cache_bytes=0,
         kv_cache_tokens=BLOCK_SIZE,
@@ -57,21 +64,23 @@ class NullRunner:
     def launch(self, step: StepInput) -> NullOutput:
         return NullOutput(step)
 
+    def peak_bytes(self) -> int:
+        return 0
+
 
 def create_null_runner(config: EngineConfig, context: RankContext) -> NullRunner:
     return NullRunner()
 
 
-def measure(num_running: int, num_steps: int) -> dict[str, float]:
-    """Median milliseconds of each part of a decode step with `num_running` requests."""
-    config = EngineConfig(
+def make_config(*, max_num_seqs: int, max_num_batched_tokens: int, record_steps: bool = False) -> EngineConfig:
+    return EngineConfig(
         model_path=Path(),
         device="cpu",
         dtype="float32",
         tensor_parallel_size=1,
         max_model_len=8192,
-        max_num_seqs=num_running,
-        max_num_batched_tokens=8192,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=0.9,
         kv_cache_memory=None,
         block_size=BLOCK_SIZE,
@@ -79,7 +88,13 @@ def measure(num_running: int, num_steps: int) -> dict[str, float]:
         enable_prefix_caching=True,
         enforce_eager=False,
         step_timeout=60,
+        record_steps=record_steps,
     )
+
+
+def measure(num_running: int, num_steps: int) -> dict[str, float]:
+    """Median milliseconds of each part of a decode step with `num_running` requests."""
+    config = make_config(max_num_seqs=num_running, max_num_batched_tokens=8192)
     limits = scheduler_limits(config)
     scheduler = Scheduler(limits, BlockManager(num_running * (config.max_blocks_per_seq + 1)))
     executor = Executor(config, runner="bench_host:create_null_runner")
@@ -126,11 +141,50 @@ def measure(num_running: int, num_steps: int) -> dict[str, float]:
     return {part: statistics.median(values) * 1e3 for part, values in samples.items()}
 
 
+def measure_start(num_requests: int, num_shared: int, *, num_passes: int = 9) -> tuple[float, float]:
+    """Median milliseconds until the rank gets the first step, and the step that admits the last of the requests."""
+    config = make_config(max_num_seqs=num_requests, max_num_batched_tokens=16_384, record_steps=True)
+    client = EngineClient.start(config, runner="bench_host:create_null_runner")
+    workload = Workload(
+        num_requests=num_requests,
+        input_len=(64, 64),
+        output_len=(8, 8),
+        shared_prefix=(PrefixLevel(num_tokens=num_shared),) if num_shared else (),
+    )
+    requests = workload.requests(10_000)
+    samples = []
+    try:
+        client.wait_ready()
+        for number in range(num_passes):
+            first_id = number * num_requests
+            numbered = [msgspec.structs.replace(each, request_id=first_id + each.request_id) for each in requests]
+            client.forget_prefixes()
+            client.take_steps()
+            start = time.monotonic()
+            client.add(numbered)
+            num_answers = 0
+            while num_answers < num_requests:
+                num_answers += len(client.poll(60))
+            got_at = [step.seconds - start for step in client.take_steps() if step.num_chunks]
+            samples.append((got_at[0], got_at[-1]))
+    finally:
+        client.close()
+    first, last = (statistics.median(times) * 1e3 for times in zip(*samples, strict=True))
+    return first, last
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--start", type=int, nargs="+", metavar="SHARED", help="time the start of a job instead")
+    parser.add_argument("--requests", type=int, default=1024, help="requests that the job of --start sends")
     args = parser.parse_args()
+    for num_shared in args.start or ():
+        first, last = measure_start(args.requests, num_shared)
+        print(f"{args.requests} requests, {num_shared} tokens shared: steps from {first:.1f} to {last:.1f} ms")
+    if args.start:
+        return
     for num_running in args.running:
         parts = measure(num_running, args.steps)
         total = sum(parts[part] for part in ("schedule", "round trip", "process", "outputs"))

@@ -5,7 +5,8 @@
 
 A row has a context of about `--context-tokens` tokens and four choices of several tokens. Both sides have the model
 loaded before the clock starts, and get the same texts; lm-eval is `HFLM.loglikelihood` as its tasks call it, with
-`--batch-size` texts at a time. The sides take turns, `--repeat` times. The log-probabilities are compared too.
+`--batch-size` texts at a time. The sides take turns, `--repeat` times. The log-probabilities are compared too. On a GPU
+the time is also given as a share of the least that the matrix products of the layers and the LM head need there.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from demo_tasks import WORDS
 from nvcli import LLM
+from nvcli.bench.ceilings import measure_ceilings
+from nvcli.config import RunConfig
 from nvcli.demo import demo_path
+from nvcli.job_run.resolve import load_model, resolve_engine_config
+from nvcli.sizing.costs import model_costs
 
 NUM_CHOICES = 4
 CHOICE_WORDS = 8
@@ -64,13 +70,30 @@ def lm_eval_scorer(
     return score
 
 
-def nvcli_scorer(llm: LLM) -> Callable[[Sequence[dict[str, Any]]], list[list[float]]]:
-    """Return what scores rows with a loaded model."""
+class NvcliScorer:
+    """Scores rows with a loaded model, and counts the work."""
 
-    def score(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
-        return [[choice["logprob"] for choice in answer["choices"]] for answer in llm.score(rows, order="input")]
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.num_prompt_tokens = 0
+        """Of the last rows, each row's context once."""
+        self.num_scored_tokens = 0
 
-    return score
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+        answers = list(self._llm.score(rows, order="input"))
+        self.num_prompt_tokens = sum(answer["usage"]["prompt_tokens"] for answer in answers)
+        self.num_scored_tokens = sum(choice["num_tokens"] for answer in answers for choice in answer["choices"])
+        return [[choice["logprob"] for choice in answer["choices"]] for answer in answers]
+
+    def least_seconds(self, model_path: str, device: str) -> float:
+        """Return the time that the last rows' products with matrices need on this device, at its measured rate."""
+        run = RunConfig(model=model_path, device=device)
+        model = load_model(run, Path(model_path))
+        config = resolve_engine_config(run, Path(model_path), model)
+        costs = model_costs(model, config.dtype)
+        operations = self.num_prompt_tokens * costs.operations_per_token
+        operations += self.num_scored_tokens * costs.lm_head.operations_per_row
+        return operations / measure_ceilings(config).flops_per_second
 
 
 def main() -> None:
@@ -84,7 +107,8 @@ def main() -> None:
     parser.add_argument("--no-lm-eval", action="store_true")
     arguments = parser.parse_args()
     with LLM(arguments.model, device=arguments.device) as llm:
-        scorers = {"nvcli": nvcli_scorer(llm)}
+        nvcli_scorer = NvcliScorer(llm)
+        scorers: dict[str, Callable[[Sequence[dict[str, Any]]], list[list[float]]]] = {"nvcli": nvcli_scorer}
         if not arguments.no_lm_eval:
             scorers["lm-eval"] = lm_eval_scorer(arguments.model, arguments.device, arguments.batch_size)
         for scorer in scorers.values():
@@ -104,6 +128,9 @@ def main() -> None:
     for name, times in seconds.items():
         shown = ", ".join(f"{one:.1f}" for one in times)
         print(f"{name:8} {arguments.rows / min(times):8.2f} rows/s (seconds: {shown})")
+    if arguments.device == "cuda":
+        least = nvcli_scorer.least_seconds(arguments.model, arguments.device)
+        print(f"nvcli    {least / min(seconds['nvcli']):8.0%} of the limit")
     if len(seconds) > 1:
         print(f"ratio    {min(seconds['lm-eval']) / min(seconds['nvcli']):8.2f}")
 

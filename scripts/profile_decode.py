@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """Where the time of a decode step goes on this GPU: kernels by kind, and the idle time between steps.
 
-    python3 scripts/profile_decode.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json]
+    python3 scripts/profile_decode.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json] [--kernels N]
+        [--quantization TYPE] [--kv-cache-dtype TYPE] [--shared-prefix 1024,1024:8] [--input-len 64]
+        [--output-len 128] [--generated 40]
 
 A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run; with
 --tp the others follow it in processes of their own. Once all requests decode, torch's profiler records this rank's
-steps; their kernels are sorted by kind. Tracing costs some time between kernels, none inside them but in those that
-wait for other ranks.
+steps; their kernels are sorted by kind, and with --kernels the longest are listed. Requests that the KV cache does not
+hold to the end of their answers wait (--output-len), and the recording with them. Tracing costs some time between
+kernels, none inside them but in those that wait for other ranks. --quantization, --kv-cache-dtype, --shared-prefix,
+--input-len and --output-len are as in `nvcli bench`.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from nvcli.bench.command import parse_range, parse_shared_prefix
 from nvcli.bench.shapes import SHAPES, write_shape
 from nvcli.bench.workload import Workload
 from nvcli.config import EngineConfig, RunConfig
@@ -44,6 +49,7 @@ KINDS = {
     "choice of tokens over the ranks": r"_max_kernel",
     "q/k norm, RoPE, KV store": r"qk_norm_rope",
     "SiLU": r"silu",
+    "quantised to FP8": r"_quantise_kernel",
     "attention": r"attention|plan_",
     "norms": r"rms_norm",
     "sampler": r"_sample_|_min_kept|_choose_candidates",
@@ -73,6 +79,9 @@ class InProcess:
     def collect(self) -> StepOutput:
         return self._pending.popleft().result()
 
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        raise torch.OutOfMemoryError(f"{max_num_seqs} requests and {max_num_batched_tokens} tokens are too many")
+
 
 def run_peer(config: EngineConfig, rank: int, store_path: str, control: Connection) -> None:
     """One of the other ranks: takes every step that rank 0 takes."""
@@ -90,15 +99,15 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), f"other: {name[:50]}")
 
 
-def start_engine(shape: str, running: int, tp: int) -> EngineCore:
+def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
+    """Start an engine on the shape that `run.model` names, and give it the workload's requests."""
     spawn = multiprocessing.get_context("spawn")
     peers: list[Connection] = []
     store_path = f"/proc/{os.getpid()}/fd/{create_store()}"
 
     with tempfile.TemporaryDirectory() as folder:
-        path = write_shape(shape, Path(folder))
+        path = write_shape(run.model, Path(folder), quantization=run.quantization)
         model = load_model_config(path)
-        run = RunConfig(model=shape, max_model_len=4096, max_num_seqs=running, device="cuda")
         config = resolve_engine_config(run, path, model)
         config = msgspec.structs.replace(config, load_format="random", tensor_parallel_size=tp)
         for rank in range(1, tp):
@@ -108,10 +117,17 @@ def start_engine(shape: str, running: int, tp: int) -> EngineCore:
             peers.append(mine)
         context = RankContext(rank=0, report_phase=lambda phase: None, store_path=store_path)
         runner = ModelRunner(config, context)
-    limits = scheduler_limits(config, runner.ready.group_windows)
-    scheduler = Scheduler(limits, BlockManager(runner.ready.num_blocks))
+    ready = runner.ready
+    limits = scheduler_limits(
+        config,
+        ready.group_windows,
+        ready.state_groups,
+        reads_segments=ready.reads_segments,
+        group_token_bytes=ready.group_token_bytes,
+    )
+    scheduler = Scheduler(limits, BlockManager(ready.num_blocks))
     core = EngineCore(scheduler, InProcess(runner, peers), max_in_flight=config.max_steps_in_flight)
-    core.add(Workload(num_requests=running, output_len=(900, 1024)).requests(model.vocab_size))
+    core.add(workload.requests(model.vocab_size))
     return core
 
 
@@ -140,6 +156,16 @@ def report(events: Sequence[tuple[float, float, str]], num_steps: int) -> None:
     print(f"idle between steps: median {between[len(between) // 2]:.1f} µs, most {between[-1]:.1f} µs")
 
 
+def report_kernels(events: Sequence[tuple[float, float, str]], num_steps: int, num_kernels: int) -> None:
+    """List the kernels that take the most time of a step."""
+    times: dict[str, list[float]] = {}
+    for start, end, name in events:
+        times.setdefault(name, []).append(end - start)
+    for name, spans in sorted(times.items(), key=lambda item: -sum(item[1]))[:num_kernels]:
+        a_step, mean = sum(spans) / num_steps, sum(spans) / len(spans)
+        print(f"  {a_step:9.1f} µs a step, {len(spans) / num_steps:6.1f} times {mean:8.1f} µs  {name[:90]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
@@ -147,9 +173,33 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256, help="requests that run at a time")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--trace", help="write a Chrome trace there")
+    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels, the longest")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--shared-prefix", help="prompt tokens that requests share: 2048, 2048:16, 1024,1024:8")
+    parser.add_argument("--input-len", default="100:1024", help="prompt tokens behind a shared prefix")
+    parser.add_argument("--output-len", default="900:1024", help="tokens of an answer")
+    parser.add_argument("--generated", type=int, default=300, help="tokens that answers have before steps are recorded")
     options = parser.parse_args()
-    core = start_engine(options.shape, options.running, options.tp)
-    while core.stats.num_waiting or core.stats.generated_tokens < 300 * options.running:
+    run = msgspec.convert(
+        {
+            "model": options.shape,
+            "max_model_len": 4096,
+            "max_num_seqs": options.running,
+            "device": "cuda",
+            "quantization": options.quantization,
+            "kv_cache_dtype": options.kv_cache_dtype,
+        },
+        RunConfig,
+    )
+    workload = Workload(
+        num_requests=options.running,
+        input_len=parse_range("--input-len", options.input_len),
+        output_len=parse_range("--output-len", options.output_len),
+        shared_prefix=parse_shared_prefix(options.shared_prefix) if options.shared_prefix else (),
+    )
+    core = start_engine(run, workload, options.tp)
+    while core.stats.num_waiting or core.stats.generated_tokens < options.generated * options.running:
         core.step()
     for _ in range(2):  # the first recording sets the profiler up
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -165,6 +215,7 @@ def main() -> None:
     ]
     print(f"{options.shape}, {options.running} running, {options.tp} × {torch.cuda.get_device_name()}")
     report(events, options.steps)
+    report_kernels(events, options.steps, options.kernels)
 
 
 if __name__ == "__main__":

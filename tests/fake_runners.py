@@ -172,6 +172,8 @@ class HashingRunner(CountingRunner):
         """By KV group and slot, the last segment."""
         self.num_shared = 0
         """Segments that steps read once for several rows."""
+        self.num_prefixes = 0
+        """Prefixes that chunks of a step shared."""
 
     def launch(self, step: StepInput) -> Output | None:
         self.apply(step)
@@ -179,6 +181,7 @@ class HashingRunner(CountingRunner):
         self.states_written.clear()
         if step.shares_segments:
             self.check_segments([slot for slot, _, _ in rows_of(step)[: step.num_decodes]])
+        self.check_prefixes(step)
         starts = [self.lens[slot] for slot, _, _ in rows_of(step)]
         tokens: list[int] = []
         counts: list[int] = []
@@ -261,6 +264,21 @@ class HashingRunner(CountingRunner):
                     number, begin_of_next = parent, begin
                 assert begin_of_next is None or begin_of_next <= first_seen or begin_of_next == 0
             self.num_shared += sum(count > 1 for count in readers.values())
+
+    def check_prefixes(self, step: StepInput) -> None:
+        """The chunks of a group stand side by side, and hold the same blocks up to the end of what they share."""
+        slots, end = unpack(step.slots), step.num_decodes
+        for first, count, num_keys in zip(*[iter(unpack(step.shared_prefixes))] * 3, strict=True):
+            assert first >= end
+            assert count > 1
+            assert num_keys % self.block_size == 0 < num_keys
+            end = first + count
+            assert all(num_keys <= self.lens[slot] for slot in slots[first:end])
+            for group in (group for group, window in enumerate(self.windows) if window is None):
+                for column in range(num_keys // self.block_size):
+                    assert len({self.tables[group, slot][column] for slot in slots[first:end]}) == 1
+            self.num_prefixes += 1
+        assert end <= len(slots)
 
     def compute(self, slot: int, num_tokens: int, num_logits: int) -> list[int]:
         """Store the keys of a row's tokens, drafted ones included; the tokens that count."""

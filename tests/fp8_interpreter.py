@@ -27,8 +27,10 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
             return convert(values, source, target, rounding)
         numbers = torch.from_numpy(np.ascontiguousarray(values))
         if source == codes:
-            wider = numbers.view(torch.uint8).view(torch.float8_e4m3fn)
-            return wider.to(torch.float16).view(torch.int16).numpy().view(np.uint16)
+            exact = numbers.view(torch.uint8).view(torch.float8_e4m3fn)
+            if target == tl.float32:
+                return exact.to(torch.float32).view(torch.int32).numpy().view(np.uint32)
+            return exact.to(torch.float16).view(torch.int16).numpy().view(np.uint16)
         return numbers.view(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", converted)

@@ -9,6 +9,7 @@ from typing import Any
 from fake_runners import engine_config
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.segment_forest import SegmentCosts
@@ -33,9 +34,13 @@ def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunn
 
 
 def make_scheduler(
-    runner: ModelRunner, num_blocks: int | None = None, *, segment_costs: SegmentCosts | None = None
+    runner: ModelRunner,
+    num_blocks: int | None = None,
+    *,
+    segment_costs: SegmentCosts | None = None,
+    prefix_costs: PrefixCosts | None = None,
 ) -> Scheduler:
-    """`num_blocks`: fewer than the rank has. `segment_costs`: see `SchedulerLimits`."""
+    """`num_blocks`: fewer than the rank has. `segment_costs` and `prefix_costs`: see `SchedulerLimits`."""
     assert segment_costs is None or runner.ready.reads_segments
     config = runner.config
     limits = SchedulerLimits(
@@ -48,6 +53,7 @@ def make_scheduler(
             for number, window in enumerate(runner.ready.group_windows)
         ),
         segment_costs=segment_costs,
+        prefix_costs=prefix_costs,
     )
     return Scheduler(limits, BlockManager(num_blocks or runner.ready.num_blocks))
 

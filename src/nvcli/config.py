@@ -140,7 +140,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Prompts that begin alike share the KV cache of what they have in common."""
     enable_cascade_attention: bool = True
     """Each decode step reads the KV cache that running requests share once for all of them, where that pays, instead
-    of once for each."""
+    of once for each; short prompts are attended together to what they share."""
     enforce_eager: bool = False
     """true: no CUDA graphs."""
     batch_invariant: bool = False

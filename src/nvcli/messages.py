@@ -191,6 +191,10 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     (0: none)."""
     shares_segments: bool = False
     """Whether decode rows are to read the segments that they share once for all of them."""
+    shared_prefixes: bytes = b""
+    """Three numbers for each group of prefill chunks that are to be attended together to the keys with which all of
+    their requests begin: the number of the first chunk's row in the batch, the number of chunks, and the number of
+    keys, which are whole blocks and come before all of the chunks' tokens (`engine.chunk_groups`)."""
 
     @property
     def num_rows(self) -> int:
@@ -295,6 +299,9 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The numbers of the KV groups whose blocks hold recurrent states."""
     reads_segments: bool = False
     """Whether the ranks read blocks that decoding requests share once for all of them."""
+    prefix_tile_tokens: int = 0
+    """`AttentionBackend.prefix_tile_tokens`, where the ranks attend prefill chunks that share prefixes together; 0:
+    they do not."""
     group_token_bytes: list[int] = []
     """The bytes that a token's keys and values take in the layers of each KV group, on one rank."""
     seconds: dict[str, float]
@@ -315,13 +322,14 @@ def max_step_input_bytes(
     biased ids, and less room. In each KV group a slot may have another shared segment, and as many segments may change.
     Cached prefixes that travel for penalties, bad words and grammars are together held under
     `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans
-    of tokens, 4 where its slot was freed before, and 32 where its prompt is read, beside the targets.
+    of tokens, 4 where its slot was freed before, 32 where its prompt is read, beside the targets, and 6 for its part of
+    a group of chunks.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
     block_bytes = 4 * 4 * max_blocks_per_seq
     segment_bytes = MAX_KV_GROUPS * (3 + 5) * 4
-    per_seq = new_slot_bytes + block_bytes + segment_bytes + 12 * 4 + 32
+    per_seq = new_slot_bytes + block_bytes + segment_bytes + 12 * 4 + 32 + 6
     grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
     return 1024 + grammar_bytes + max_num_seqs * per_seq + 4 * (3 * max_num_batched_tokens + max_model_len)
 

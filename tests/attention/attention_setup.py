@@ -153,7 +153,7 @@ class Bench:
             self.blocks.grow(table, state.length + count, block_size)
             places = [table[i // block_size] * block_size + i % block_size for i in positions]
             _, k, v = self.random_qkv(count, spec)
-            k, v = self.store(group, torch.tensor(places, device=self.device), k, v)
+            k, v = self.store(group, torch.tensor(places, dtype=torch.int64, device=self.device), k, v)
             history.keys[group].append(k)
             history.values[group].append(v)
         state.length += count

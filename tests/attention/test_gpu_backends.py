@@ -72,7 +72,7 @@ def make_bench(
 
     def backend(case: AttentionCase) -> AttentionBackend:
         for part in name.split(":"):
-            if reasons := selection._load(part).unsupported(case):
+            if reasons := selection.why_not(part, case):
                 pytest.skip("; ".join(reasons))
         return select_backend(name, case)[0]
 

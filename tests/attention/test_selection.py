@@ -194,7 +194,7 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     with a version of Triton that the kernel has not run with."""
     triton = pytest.importorskip("triton")
     from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-    from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE
+    from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE
 
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -210,8 +210,11 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
         replace(case, specs=(wide, replace(windowed, head_dim=64))),
         replace(case, has_states=True),
         replace(case, batch_invariant=True),
-        replace(case, kv_dtype=FP8),
     )
     assert [TritonBackend(other).notes for other in others] == [()] * len(others)
+    # The scratch for copies is allocated where the case says; here that must not be a GPU.
+    over_fp8 = TritonBackend(replace(case, kv_dtype=FP8, device=torch.device("cpu"), max_num_seqs=1, max_model_len=128))
+    assert over_fp8.notes == (SCRATCH_NOTE,)
+    assert {type(tiles).__name__ for tiles in over_fp8._tiles.values()} == {"ScratchTiles", "PrefillTiles"}
     monkeypatch.setattr(triton, "__version__", "3.7.1")
     assert TritonBackend(case).notes == ()

@@ -20,7 +20,7 @@ from attention_setup import History
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.triton.decode_work_list import plan_decode_kernel
-from nvcli.kernels.triton.prefill_tiles import PrefillTiles
+from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
 Bench = partial(AnyBench, TritonBackend)
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter
@@ -184,8 +184,10 @@ def test_the_work_list_covers_every_key_once_longest_first(
     assert rounded == sorted(rounded, reverse=True)
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize(("num_chunks", "longest"), [(1, 3000), (3, 40), (300, 20), (17, 500)])
-def test_the_tiles_cover_every_row_once_longest_requests_first(num_chunks: int, longest: int) -> None:
+def test_the_tiles_cover_every_row_once_longest_requests_first(num_chunks: int, longest: int, is_sorted: bool) -> None:
+    """A sorted list has those first that see the most groups of 128 keys, and else the same order."""
     rng = random.Random(num_chunks)
     group, rows, num_decodes = 4, 64, 5
     counts = [rng.randint(1, longest) for _ in range(num_chunks)] + [0, 0]
@@ -195,7 +197,10 @@ def test_the_tiles_cover_every_row_once_longest_requests_first(num_chunks: int, 
     starts = torch.tensor([*range(num_decodes), *(num_decodes + sum(counts[:i]) for i in range(len(counts) + 1))])
     slots = torch.tensor(rng.sample(range(1000), num_decodes + len(counts)))
     tiles = PrefillTiles(
-        group=group, rows=rows, max_tokens=num_tokens, max_chunks=len(counts), device=torch.device("cpu")
+        TileKey(group, rows, is_sorted=is_sorted),
+        max_tokens=num_tokens,
+        max_chunks=len(counts),
+        device=torch.device("cpu"),
     )
     tiles.plan(
         starts.int(),
@@ -214,4 +219,32 @@ def test_the_tiles_cover_every_row_once_longest_requests_first(num_chunks: int, 
         fields = [int(slots[num_decodes + i]), first_token, counts[i], lens[i]]
         expected += [[fields[0], rows * tile, *fields[1:]] for tile in reversed(range(own_tiles))]
     expected += [[0, rows * tile, sum(counts), padding, 0] for tile in reversed(range(-(-padding * group // rows)))]
+    if is_sorted:
+        expected.sort(key=lambda tile: -groups_of_keys(tile, group, rows))
     assert tiles.tiles[:num_tiles, :5].tolist() == expected
+
+
+def groups_of_keys(tile: list[int], group: int, rows: int) -> int:
+    """How many groups of 128 keys the last row of a tile sees."""
+    _, first_row, _, num_tokens, num_keys = tile[:5]
+    last = min((first_row + rows - 1) // group, num_tokens - 1)
+    return -(-max(num_keys - num_tokens + last + 1, 0) // 128)
+
+
+@pytest.mark.parametrize("counts", [[1024] * 8, [1900, 2800, 1200, 2292]])
+def test_programs_that_take_sorted_tiles_in_turns_have_equally_much_to_do(counts: list[int]) -> None:
+    """132 programs take tiles as the kernel for Hopper does: in one direction, and then in the other. A tile costs as
+    much as 4 groups of keys beside those that it sees."""
+    key = TileKey(4, 128, is_sorted=True)
+    tiles = PrefillTiles(key, max_tokens=sum(counts), max_chunks=len(counts), device=torch.device("cpu"))
+    starts = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32)
+    lens = torch.tensor(counts, dtype=torch.int32)
+    tiles.plan(starts, lens, torch.arange(len(counts)), first_chunk=0, num_tokens=sum(counts))
+    costs = [
+        groups_of_keys(tile, 4, 128) + 4 for tile in tiles.tiles[: int(tiles.num_tiles)].tolist() for _ in range(8)
+    ]
+    work = [0] * 132
+    for item, cost in enumerate(costs):
+        step, place = divmod(item, 132)
+        work[place if step % 2 == 0 else 131 - place] += cost
+    assert max(work) <= 1.05 * sum(costs) / 132

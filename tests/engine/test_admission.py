@@ -140,8 +140,8 @@ def test_a_request_that_did_not_fit_is_looked_at_again_when_one_has_ended_or_aft
     admission = Admission(limits)
     tables = BlockTables(BlockManager(60), limits.kv_groups, limits.block_size)
     matches: list[int] = []
-    find = tables.block_manager.find
-    tables.block_manager.find = lambda *key: matches.append(1) or find(*key)  # type: ignore[method-assign, func-returns-value]
+    find = tables.block_manager.find_leading
+    tables.block_manager.find_leading = lambda *args: matches.append(1) or find(*args)  # type: ignore[method-assign, func-returns-value]
     first, second = (
         RequestState(request, Prompt(request))
         for request in (make_request(0, range(40), 500), make_request(1, range(50, 99), 500))

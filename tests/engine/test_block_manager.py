@@ -10,17 +10,14 @@ from nvcli.messages import pack
 
 
 def hashes_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
-    return list(hash_blocks(pack(tokens), block_size))
+    return hash_blocks(pack(tokens), block_size)
 
 
 def match(manager: BlockManager, hashes: list[bytes]) -> list[int]:
     """The longest run of registered blocks for these chained hashes, each with one more reference."""
-    blocks: list[int] = []
-    for block_hash in hashes:
-        block = manager.find(block_hash)
-        if block is None:
-            break
-        blocks.append(block)
+    blocks = manager.find_leading(hashes)
+    assert blocks == [manager.find(block_hash) for block_hash in hashes[: len(blocks)]]
+    assert len(blocks) == len(hashes) or manager.find(hashes[len(blocks)]) is None
     manager.hold(blocks)
     return blocks
 
@@ -40,15 +37,14 @@ def test_partial_blocks_are_not_hashed() -> None:
 def test_chain_continues_from_a_parent() -> None:
     tokens = list(range(12))
     whole = hashes_of(tokens)
-    assert list(hash_blocks(pack(tokens[4:]), 4, parent=whole[0])) == whole[1:]
+    assert hash_blocks(pack(tokens[4:]), 4, parent=whole[0]) == whole[1:]
 
 
 def test_released_blocks_are_found_again_until_they_are_needed() -> None:
     manager = BlockManager(3)
     blocks = manager.allocate(2)
     assert blocks is not None
-    for block, block_hash in zip(blocks, hashes_of(list(range(8))), strict=True):
-        manager.register(block, block_hash)
+    manager.register(blocks, hashes_of(list(range(8))))
     manager.release(blocks)
     assert manager.num_free == 3
     assert match(manager, hashes_of(list(range(8)))) == blocks
@@ -64,13 +60,12 @@ def test_forgotten_prefixes_are_not_found_and_no_block_is_lost() -> None:
     assert held is not None
     assert released is not None
     hashes = hashes_of(list(range(8)))
-    for block, block_hash in zip(held + released, hashes, strict=True):
-        manager.register(block, block_hash)
+    manager.register(held + released, hashes)
     manager.release(released)
     manager.forget_prefixes()
     assert match(manager, hashes) == []
     manager.check_integrity([held])
-    manager.register(held[0], hashes[1])  # a holder that goes on computes and registers as before
+    manager.register(held, hashes[1:])  # a holder that goes on computes and registers as before
     manager.release(held)
     manager.check_integrity([])
     assert manager.num_free == 4
@@ -92,7 +87,7 @@ def test_caching_can_be_off() -> None:
     manager = BlockManager(2, enable_prefix_caching=False)
     blocks = manager.allocate(1)
     assert blocks is not None
-    manager.register(blocks[0], hashes_of([1, 2, 3, 4])[0])
+    manager.register(blocks[:1], hashes_of([1, 2, 3, 4]))
     assert match(manager, hashes_of([1, 2, 3, 4])) == []
 
 
@@ -120,6 +115,6 @@ def test_random_operations_keep_integrity(data: st.DataObject) -> None:
             else:
                 for i, block in enumerate(fresh, start=len(table)):
                     contents[block] = tuple(tokens[: (i + 1) * block_size])
-                    manager.register(block, hashes[i])
+                manager.register(fresh, hashes[len(table) :])
                 tables.append(table + fresh)
         manager.check_integrity(tables)

@@ -10,6 +10,7 @@ import pytest
 
 from nvcli.engine.block_manager import BlockManager, hash_blocks
 from nvcli.engine.prompt import Prompt
+from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.protocol import AddRequests
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.state import RequestState
@@ -56,7 +57,7 @@ def test_many_samples_of_a_long_prompt_take_little_memory_and_a_short_message() 
 @pytest.mark.parametrize("num_prompt", [1, 3, 4, 9, 12])
 def test_tokens_and_hashes_are_those_of_prompt_and_answer_in_a_row(num_prompt: int) -> None:
     request = make_request(0, range(100, 100 + num_prompt), 30)
-    prompt = Prompt(request)
+    prompt, hashes = Prompt(request), PromptHashes(BLOCK_SIZE)
     first, other = RequestState(request, prompt), RequestState(request, prompt)
     known = array("i", range(100, 100 + num_prompt))
     for token in range(200, 217):
@@ -66,9 +67,9 @@ def test_tokens_and_hashes_are_those_of_prompt_and_answer_in_a_row(num_prompt: i
         assert first.last_token == token
         for start in range(len(known)):
             assert first.tokens(start, start + 3) == known[start : start + 3]
-        expected = list(hash_blocks(known.tobytes(), BLOCK_SIZE))
+        expected = hash_blocks(known.tobytes(), BLOCK_SIZE)
         for begin in range(len(expected) + 1):
-            assert first.hash_blocks(begin, len(expected), BLOCK_SIZE) == expected[begin:]
+            assert first.hash_blocks(begin, len(expected), hashes) == expected[begin:]
     assert other.num_tokens == num_prompt
     assert other.last_token == 99 + num_prompt
-    assert other.hash_blocks(0, num_prompt // BLOCK_SIZE, BLOCK_SIZE) == expected[: num_prompt // BLOCK_SIZE]
+    assert other.hash_blocks(0, num_prompt // BLOCK_SIZE, hashes) == expected[: num_prompt // BLOCK_SIZE]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.engine.segment_forest import SegmentCosts
@@ -105,6 +106,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
         tokens_per_row=rng.choice([1, 1, 2, 3, 5]) if STATE not in groups else 1,
         kv_groups=groups,
         segment_costs=random.Random(seed).choice([None, *map(_costs, (1, 8, 30))]),
+        prefix_costs=PrefixCosts(tile_tokens=8, token=0, least_gain=1, least_gain_in_step=1) if seed % 2 else None,
         plans_admission=seed % 3 == 0,
     )
     failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))

@@ -170,13 +170,13 @@ class Simulator:
             return x.amax(axis)
 
         return types.SimpleNamespace(
-            constexpr=object, int64=torch.int64, float32=torch.float32, load=load, store=store,
+            constexpr=object, int32=torch.int32, int64=torch.int64, float32=torch.float32, load=load, store=store,
             BlockedLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout, DotOperandLayout=layout,
             SliceLayout=layout, allocate_shared_memory=allocate, warp_specialize=self._specialise,
-            DistributedLinearLayout=layout, int16=torch.int16, int32=torch.int32, exp=torch.exp,
+            DistributedLinearLayout=layout, int16=torch.int16, exp=torch.exp,
             split=lambda x: x.unbind(-1),
-            static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, sum=torch.sum, max=maximum_of,
-            minimum=either(torch.minimum), maximum=either(torch.maximum),
+            static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, log2=torch.log2,
+            sum=torch.sum, max=maximum_of, minimum=either(torch.minimum), maximum=either(torch.maximum),
             where=lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
             arange=lambda first, end, layout: torch.arange(first, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),

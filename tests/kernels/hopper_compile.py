@@ -1,5 +1,5 @@
 """Launches the prefill kernel for Hopper where there is no such GPU, by a driver that launches nothing, and prints what
-was launched and what the assembler says of it.
+was launched, what Triton would have launched, and what the assembler says of the kernel.
 
 It runs in a process of its own, without Triton's interpreter: `python hopper_compile.py HEAD_DIM GROUP SOFT_CAP`, for
 bfloat16, 8 KV heads and blocks of 64 tokens, with sinks.
@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,13 @@ from unittest.mock import patch
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
+from nvcli.kernels.triton.prefill_tiles import TilePart
 
 KV_HEADS, BLOCK_SIZE = 8, 64
 
@@ -36,7 +39,8 @@ class FakeUtils:
 
 
 class FakeDriver:
-    """What Triton asks of a driver, on a GPU that notes launches: the programs and the arguments of each."""
+    """What Triton asks of a driver, on a GPU that notes launches: the programs and the arguments of each. Hooks that
+    are set are called."""
 
     utils = FakeUtils()
 
@@ -53,9 +57,12 @@ class FakeDriver:
         return GPUTarget("cuda", 90, 32)
 
     def launcher_cls(self, src: object, metadata: object) -> object:
-        def launch(x: int, y: int, z: int, *args: object) -> None:
+        def launch(x: int, y: int, z: int, *args: Any) -> None:
             # Before the kernel's arguments: stream, function, two of metadata, two hooks.
+            launch_metadata, enter_hook, exit_hook = args[3:6]
+            enter_hook(launch_metadata)
             self.launches.append([x, y, z, *map(described, args[6:])])
+            exit_hook(launch_metadata)
 
         return launch
 
@@ -68,41 +75,73 @@ def described(argument: object) -> object:
     return argument
 
 
-def launch(head_dim: int, group: int, soft_cap: float) -> list[list[object]]:
-    """Launch for two layers, and once more for the first with other queries."""
-    torch.manual_seed(0)
-    active = FakeDriver()
-    driver.set_active(active)
+class ThroughTriton(dict[Any, Any]):
+    """What a launch finds where nothing is kept: Triton looks for what it compiled."""
+
+    def get(self, key: object, default: object = None) -> ThroughTriton:
+        return self
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(hopper_prefill_kernel[grid], num_warps=4)
+
+
+def make_attention(head_dim: int, group: int) -> HopperPrefillAttention:
     with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)):
-        attention = HopperPrefillAttention(
+        return HopperPrefillAttention(
             num_heads=KV_HEADS * group,
             num_kv_heads=KV_HEADS,
             head_dim=head_dim,
             block_size=BLOCK_SIZE,
             device=torch.device("cuda"),
         )
-    pool = torch.zeros(2, 2, 3, BLOCK_SIZE, KV_HEADS, head_dim, dtype=torch.bfloat16)
+
+
+def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:
+    """Launch for two layers, once more for the first with other queries, for a smaller cache in the place of the
+    first, for one elsewhere, and for a prefix that chunks share; then all that through Triton. Return both, and the
+    names that a hook was told."""
+    active = FakeDriver()
+    driver.set_active(active)
+    pool = torch.zeros(3, 2, 3, BLOCK_SIZE, KV_HEADS, head_dim, dtype=torch.bfloat16)
     tables, tiles = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(10, 8, dtype=torch.int32)
-    planned = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=torch.zeros(1, dtype=torch.int32))
+    num_tiles = torch.zeros(1, dtype=torch.int32)
+    planned: Any = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=num_tiles, part=TilePart.WHOLE)
+    prefixes: Any = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=num_tiles, part=TilePart.PREFIX)
+    log_sums = torch.zeros(20 * KV_HEADS * group)
     queries = torch.zeros(2, 20, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
     out, sinks = torch.zeros_like(queries[0]), torch.zeros(KV_HEADS * group)
-    for layer, q in ((0, queries[0]), (1, queries[0]), (0, queries[1])):
-        caches = pool[layer]
-        attention.run(q, *caches, tables, planned, out, scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks)  # type: ignore[arg-type]
-    return active.launches
+    keeping, through_triton = make_attention(head_dim, group), make_attention(head_dim, group)
+    through_triton._compiled = ThroughTriton()
+    names: list[str] = []
+    knobs.runtime.launch_enter_hook.add(lambda metadata: names.append(metadata.get()["name"]))
+    for attention in (keeping, through_triton):
+        for layer, number, blocks in ((0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 2), (2, 0, 3)):
+            k_cache, v_cache = pool[layer, :, :blocks]
+            attention.run(
+                queries[number], k_cache, v_cache, tables, planned, out,
+                scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks,
+            )  # fmt: skip
+        attention.run(
+            queries[0], *pool[0], tables, prefixes, out,
+            scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks, log_sums=log_sums,
+        )  # fmt: skip
+    half = len(active.launches) // 2
+    return {"kept": active.launches[:half], "through_triton": active.launches[half:], "names": names}
 
 
 def assemble(function: Any) -> str:
-    """Return ptxas's report on the kernel that was compiled of a function."""
-    (kernel,) = function.device_caches[0][0].values()
+    """Return ptxas's report on the kernels that were compiled of a function."""
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    report = ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
-        path.write_text(kernel.asm["ptx"])
-        command = [ptxas, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for kernel in function.device_caches[0][0].values():
+            path.write_text(kernel.asm["ptx"])
+            command = [ptxas, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
+            report += subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return report
 
 
 if __name__ == "__main__":
-    launches = launch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
-    print(json.dumps({"launches": launches, "report": assemble(hopper_prefill_kernel)}))
+    launched = launch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    print(json.dumps(launched | {"report": assemble(hopper_prefill_kernel)}))

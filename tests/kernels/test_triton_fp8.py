@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -63,6 +69,30 @@ def test_activate_and_quantise(activation: Activation, dtype: torch.dtype, scali
         found = fp8.activate_and_quantise(gate_up.to(DEVICE), scaling, is_gelu=activation == "gelu_tanh")
         activated = ACTIVATE_AND_MUL[activation](gate_up.float()).to(dtype)  # rounded once, as the kernel does it
         assert_same(found, reference.quantise(activated, scaling))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@SCALINGS
+def test_gates_of_any_size(scaling: FP8Scaling) -> None:
+    """Exponentials beyond what float32 holds leave nothing of a gate, or all of it."""
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    gates = torch.tensor([-3e4, -200.0, -88.0, -30.0, -1.0, 0.0, 1.0, 30.0, 88.0, 200.0, 448.0], dtype=dtype)
+    gate_up = torch.cat([gates, torch.ones(len(gates), dtype=dtype)]).unsqueeze(0)
+    found = fp8.activate_and_quantise(gate_up.to(DEVICE), scaling, is_gelu=False)
+    assert_same(found, reference.quantise(ACTIVATE_AND_MUL["silu"](gate_up.float()).to(dtype), scaling))
+
+
+def test_rows_take_few_instructions() -> None:
+    """With 8,192 rows the kernel is as fast as memory only if a number takes few instructions, and two
+    programs fit into a multiprocessor: one loads its row while the other computes."""
+    script = Path(__file__).with_name("fp8_compile.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, script, "12288"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["instructions"] <= 25
+    assert made["registers"] * made["threads"] <= 65_536 / 2
 
 
 @SCALINGS

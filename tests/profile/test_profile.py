@@ -26,6 +26,7 @@ from nvcli.profile.lengths import lengths_of
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
 from nvcli.sizing.costs import model_costs
+from nvcli.sizing.graph_sizes import launch_bound_tokens, step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, blocks_of_request, longest_request
 from nvcli.sizing.memory import estimate
 
@@ -62,10 +63,26 @@ def test_weights_and_blocks_of_qwen3_8b(tmp_path: Path) -> None:
     ],
 )
 def test_estimates_are_near_what_an_h200_measured(tmp_path: Path, shape: str, activations: int, graphs: int) -> None:
-    config, model = setting(tmp_path, shape)
+    config, model = setting(tmp_path, shape, enable_cascade_attention=False)
     planned = estimate(config, model, 140 * GIB).planned
     assert planned["activations"] == pytest.approx(activations, rel=0.1)
     assert planned["CUDA graphs"] == pytest.approx(graphs, rel=0.1)
+
+
+def test_graphs_of_steps_that_share_are_planned_for(tmp_path: Path) -> None:
+    """Ranks set memory aside for one beside each graph of two decode rows or more, which may share segments, and for
+    one beside each of these that has chunks and few tokens, which may share prefixes."""
+    config, model = setting(tmp_path)
+    sizes = step_graph_sizes(config, model)
+    num_shared = sum(decode_rows > 1 for decode_rows, _, _ in sizes)
+    most_tokens = launch_bound_tokens(model)
+    num_small = sum(prefill_rows > 1 and num_tokens <= most_tokens for _, prefill_rows, num_tokens in sizes)
+    assert num_shared > 20
+    assert num_small == 6
+    num_shared += 2 * num_small
+    alone = msgspec.structs.replace(config, enable_cascade_attention=False)
+    with_shared, without = (estimate(one, model, 140 * GIB).planned["CUDA graphs"] for one in (config, alone))
+    assert with_shared - without == num_shared * 1_500_000
 
 
 def test_weights_of_qwen3_8b_in_fp8(tmp_path: Path) -> None:
@@ -135,6 +152,9 @@ def test_an_fp8_cache_holds_nearly_twice_as_many_tokens(tmp_path: Path) -> None:
         return [one.change for one in advise(changed, model, use, request_len=4096, longest=None)]
 
     fp8 = msgspec.structs.replace(config, kv_cache_dtype="fp8")
+    scratch = estimate(fp8, model, 40 * GIB).planned["buffers"] - use.planned["buffers"]
+    assert scratch == 2 * 65_536 * 8 * 128 * 2, "copies of what a step's prompts see, in bfloat16"
+    assert estimate(msgspec.structs.replace(fp8, block_size=16), model, 40 * GIB).planned["buffers"] < scratch
     assert block_bytes(fp8, model) == 36 * 2 * 8 * (128 + 2) * 64
     most = [one for one in advise(config, model, use, request_len=4096, longest=None) if "kv_cache" in one.change]
     assert [one.change for one in most] == ["--set kv_cache_dtype=fp8"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.messages import StepInput
 from nvcli.runner.model_runner import ModelRunner
@@ -14,6 +15,8 @@ from requests_factory import make_request
 
 EAGER_COSTS = SegmentCosts(tile=1, partial_result=0, least_gain=1, least_saved_in_step=1)
 """Whatever two requests share is read once."""
+EAGER_PREFIX_COSTS = PrefixCosts(tile_tokens=64, token=0, least_gain=1, least_gain_in_step=1)
+"""Whatever short chunks share they are attended to together."""
 
 
 def prompts_of_a_tree(rng: random.Random, number: int, vocab_size: int, *, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -33,17 +36,23 @@ def prompts_of_a_tree(rng: random.Random, number: int, vocab_size: int, *, lengt
 
 
 def answers(
-    runner: ModelRunner, prompts: list[list[int]], max_tokens: int, *, num_blocks: int, costs: SegmentCosts | None
+    runner: ModelRunner,
+    prompts: list[list[int]],
+    max_tokens: int,
+    *,
+    num_blocks: int,
+    costs: SegmentCosts | None,
+    prefix_costs: PrefixCosts | None = None,
 ) -> tuple[list[list[int]], int, int]:
-    """Return the greedy answers in the order of the prompts, and the numbers of steps that read segments once and of
-    preemptions."""
-    scheduler = make_scheduler(runner, num_blocks, segment_costs=costs)
+    """Return the greedy answers in the order of the prompts, and the numbers of steps that read anything once for
+    several rows (with `prefix_costs`: prefixes for prefill chunks) and of preemptions."""
+    scheduler = make_scheduler(runner, num_blocks, segment_costs=costs, prefix_costs=prefix_costs)
     num_steps = 0
     launch = runner.launch
 
     def counted(step: StepInput) -> PendingStep | None:
         nonlocal num_steps
-        num_steps += step.shares_segments
+        num_steps += step.shares_segments if prefix_costs is None else bool(step.shared_prefixes)
         return launch(step)
 
     runner.launch = counted  # type: ignore[method-assign]

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import segment_answers
 import torch
 
 from checkpoints import write_tiny_model
 from family_shapes import SHAPES
 from nvcli.attention.forward_batch import BatchShape
+from nvcli.demo import demo_path
 from nvcli.messages import StepInput
 from nvcli.runner.graph_runner import GraphRunner
 from nvcli.runner.input_buffers import StepBatch
 from nvcli.runner.model_runner import ModelRunner
 from nvcli.runner.step_runner import StepRunner
 from nvcli.sampling_params import SamplingParams
-from nvcli.sizing.graph_sizes import decode_sizes, graph_sizes
+from nvcli.sizing.graph_sizes import decode_sizes, graph_sizes, may_share
 from one_rank import make_runner, run_requests
 from requests_factory import make_request
 
@@ -30,6 +35,7 @@ class LaunchedGraphs(GraphRunner[Any]):
     def __init__(self, shapes: list[BatchShape], steps: StepRunner) -> None:
         super().__init__(shapes, steps.run_padded)
         self.replayed: list[BatchShape] = []
+        self.captured: list[BatchShape] = []
         self._steps = steps
         self._stage = steps._buffers.stage
         steps._buffers.stage = self._remember  # type: ignore[method-assign]
@@ -37,6 +43,13 @@ class LaunchedGraphs(GraphRunner[Any]):
     def _remember(self, step: StepInput, batch: StepBatch) -> StepBatch:
         self._batch = self._stage(step, batch)
         return self._batch
+
+    def has_captured(self, shape: BatchShape) -> bool:
+        return shape in self.captured
+
+    def capture_late(self, shape: BatchShape) -> None:
+        assert self._batch.forward.shape == shape, "the step's plan is made"
+        self.captured.append(shape)
 
     def replay(self, shape: BatchShape) -> Any:
         assert self._batch.forward.shape == shape
@@ -92,6 +105,113 @@ def test_padded_steps_answer_like_exact_ones(path: Path) -> None:
     found, expected_blocks = (one.kv_cache.data.movedim(blocks_dim, 0) for one in (padded, runner))
     torch.testing.assert_close(found[1:], expected_blocks[1:], atol=1e-4, rtol=1e-4)
     assert found[0].isfinite().all()
+
+
+def test_padded_steps_whose_chunks_share_prefixes() -> None:
+    """With decode rows before them, and rows of padding between and behind."""
+    options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 12, "block_size": 16, "max_model_len": 256}
+    prompts = [[5] * 96 + [i] * (1 + i % 7) for i in range(40)]
+    runner = make_runner(demo_path(), **options)
+    expected, _, _ = segment_answers.answers(runner, prompts, 3, num_blocks=100, costs=None)
+    graphs = LaunchedGraphs(
+        [
+            BatchShape(decode_rows=12, prefill_rows=rows, prefill_tokens=tokens, shares_prefixes=shares)
+            for rows, tokens in ((6, 40), (12, 300))
+            for shares in (False, True)
+        ],
+        runner.steps,
+    )
+    graphs.captured += graphs.shapes
+    runner.steps.use_graphs(graphs)
+    found, num_steps, _ = segment_answers.answers(
+        runner, prompts, 3, num_blocks=100, costs=None, prefix_costs=segment_answers.EAGER_PREFIX_COSTS
+    )
+    assert found == expected
+    assert num_steps == sum(shape.shares_prefixes for shape in graphs.replayed) > 3
+
+
+def test_steps_that_share_segments_have_graphs_of_their_own(tmp_path: Path) -> None:
+    """They are captured when a step first needs one. A capture stages no rows of its own: those of steps in flight may
+    not have been read yet."""
+    path = write_tiny_model(tmp_path / "model", "Qwen3")
+    prompts = segment_answers.prompts_of_a_tree(random.Random(4), 16, 97, lengths=(8, 20))
+    runner = make_runner(
+        path, "cpu", max_num_seqs=6, max_model_len=128, block_size=4, max_num_batched_tokens=70, kv_cache_memory=1 << 22
+    )
+    num_blocks = runner.ready.num_blocks
+    expected, _, _ = segment_answers.answers(runner, prompts, 8, num_blocks=num_blocks, costs=None)
+    plain = [
+        BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t)
+        for d, p, t in graph_sizes(max_num_seqs=6, max_num_decodes=6, max_num_batched_tokens=70, launch_bound_tokens=0)
+    ]
+    shared = [replace(shape, shares_segments=True) for shape in plain if may_share(shape.decode_rows, 6)]
+    graphs = LaunchedGraphs(plain + shared, runner.steps)
+    graphs.captured += plain
+    runner.steps.use_graphs(graphs)
+    staged, stage = [], runner.steps._buffers.stage
+
+    def counted(step: StepInput, batch: StepBatch) -> StepBatch:
+        staged.append(step.step_id)
+        return stage(step, batch)
+
+    runner.steps._buffers.stage = counted  # type: ignore[method-assign]
+    found, num_steps, _ = segment_answers.answers(
+        runner, prompts, 8, num_blocks=num_blocks, costs=segment_answers.EAGER_COSTS
+    )
+    assert found == expected
+    assert num_steps > 5
+    late = graphs.captured[len(plain) :]
+    assert {shape.prefill_rows > 0 for shape in late} == {True, False}
+    assert set(late) == {shape for shape in graphs.replayed if shape.shares_segments}
+    assert len(set(late)) == len(late)
+    assert len(set(staged)) == len(staged)
+
+
+class FakeCuda:
+    """What torch does with graphs and streams, noted."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+        self.calls.append(f"capture {capture_error_mode}")
+
+    def capture_end(self) -> None:
+        self.calls.append("end")
+
+    def wait_stream(self, stream: object) -> None:
+        self.calls.append("wait for a stream")
+
+    def synchronize(self) -> None:
+        self.calls.append("wait for the device")
+
+
+def test_a_late_capture_takes_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start a step runs before it is captured. In a run it does not: the device would work for nothing, behind
+    the steps that were launched, and the next step would wait for it."""
+    cuda = FakeCuda()
+    for name in ("CUDAGraph", "Stream", "graph_pool_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", cuda.synchronize)
+    first, second = BatchShape(decode_rows=2), BatchShape(decode_rows=2, shares_segments=True)
+
+    def run(shape: BatchShape) -> Any:
+        cuda.calls.append(f"run {shape.shares_segments}")
+        return SimpleNamespace(unowned=lambda: shape)
+
+    graphs = GraphRunner[Any]([first, second], run, prepare=lambda shape: cuda.calls.append("prepare"))
+    graphs.capture([first])
+    assert cuda.calls == [
+        "prepare", "wait for a stream", "run False", "wait for a stream", "capture thread_local", "run False", "end",
+        "wait for the device",
+    ]  # fmt: skip
+    assert graphs.has_captured(first)
+    assert not graphs.has_captured(second)
+    cuda.calls.clear()
+    graphs.capture_late(second)
+    assert cuda.calls == ["capture relaxed", "run True", "end"]
+    assert graphs.has_captured(second)
 
 
 def test_a_step_takes_the_shape_with_the_fewest_tokens() -> None:

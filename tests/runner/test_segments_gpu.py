@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from segment_answers import EAGER_COSTS, answers, prompts_of_a_tree
+from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of_a_tree
 
 from nvcli.demo import demo_path
 from one_rank import make_runner
@@ -30,9 +30,34 @@ def test_answers_are_the_same_with_shared_segments(enforce_eager: bool) -> None:
     assert enforce_eager or any(shape.shares_segments for shape in graphs._graphs)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_answers_are_the_same_where_chunks_share_prefixes(enforce_eager: bool) -> None:
+    """In float32; with decode rows beside them that share segments, preemptions, and chunks of prompts."""
+    runner = make_runner(
+        demo_path(), dtype="float32", max_num_seqs=24, max_model_len=1024, block_size=16, max_num_batched_tokens=200,
+        enforce_eager=enforce_eager,
+    )  # fmt: skip
+    prompts = sorted(prompts_of_a_tree(random.Random(3), 60, 640, lengths=(16, 48, 160)))
+    expected, _, _ = answers(runner, prompts, 10, num_blocks=300, costs=None)
+    found, num_steps, _ = answers(
+        runner, prompts, 10, num_blocks=300, costs=EAGER_COSTS, prefix_costs=EAGER_PREFIX_COSTS
+    )
+    assert found == expected
+    assert num_steps > 3
+    graphs = runner.steps._graphs
+    assert enforce_eager or any(shape.shares_prefixes for shape in graphs._graphs)  # type: ignore[union-attr]
+
+
 def compiled_variants() -> set[tuple[str, str]]:
-    """The kernels that attend rows of one token and plan for it, with what Triton has compiled them for."""
-    from nvcli.kernels.triton import decode_attention, decode_work_list, segment_attention, segment_work_list
+    """The kernels that attend and plan for it, with what Triton has compiled them for."""
+    from nvcli.kernels.triton import (
+        decode_attention,
+        decode_work_list,
+        prefill_attention,
+        prefill_tiles,
+        segment_attention,
+        segment_work_list,
+    )
 
     kernels: list[Any] = [
         decode_attention.decode_attention_kernel,
@@ -40,6 +65,8 @@ def compiled_variants() -> set[tuple[str, str]]:
         segment_attention.segment_attention_kernel,
         segment_work_list.find_segments_kernel,
         segment_work_list.plan_segments_kernel,
+        prefill_attention.prefill_attention_kernel,
+        prefill_tiles.plan_prefill_kernel,
     ]
     return {
         (kernel.__name__, key)
@@ -55,4 +82,8 @@ def test_a_job_with_shared_segments_compiles_nothing() -> None:
     prompts = prompts_of_a_tree(random.Random(3), 60, 640, lengths=(16, 48, 160))
     _, num_steps, _ = answers(runner, prompts, 8, num_blocks=300, costs=EAGER_COSTS)
     assert num_steps > 5
+    _, num_steps, _ = answers(
+        runner, sorted(prompts), 8, num_blocks=300, costs=EAGER_COSTS, prefix_costs=EAGER_PREFIX_COSTS
+    )
+    assert num_steps > 1
     assert compiled_variants() == warmed_up

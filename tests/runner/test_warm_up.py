@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from segment_answers import EAGER_COSTS, answers, prompts_of_a_tree
+from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of_a_tree
 
 from checkpoints import write_tiny_model
 from kernel_device import HAS_GPU, INTERPRETED_MARKS
@@ -77,5 +77,13 @@ def test_a_job_with_shared_segments_launches_nothing_that_is_new(
     _, num_steps, _ = answers(runner, prompts, 3, num_blocks=runner.ready.num_blocks, costs=EAGER_COSTS)
     assert num_steps > 3
     assert {name for name, *_ in variants} >= {"segment_attention_kernel", "find_segments_kernel"}
+    # Suffixes behind shared prefixes, in prefill.
+    prompts = [prompts[0][:16] + [3 + number] * (1 + number % 3) for number in range(18)]
+    _, num_steps, _ = answers(
+        runner, prompts, 1, num_blocks=runner.ready.num_blocks, costs=None, prefix_costs=EAGER_PREFIX_COSTS
+    )
+    assert num_steps > 1
+    for part in "IS_PREFIX", "IS_REST":
+        assert any((part, True) in found for found in variants)
     # None stands where a launch reads no segments; those of few rows are met when graphs are captured.
     assert {found for found in variants if None not in found} <= warmed_up

@@ -57,6 +57,10 @@ class AttentionBackend(ABC):
     """Whether it reads the segments of keys that decode rows share (`ForwardBatch.segments`) once for all of them. The
     others ignore segments, and compute the same."""
 
+    prefix_tile_tokens: int = 0
+    """The tokens that fill a tile of the backend's, which may be those of several chunks that share a prefix
+    (`ForwardBatch.prefixes`); 0: it gains nothing by such prefixes, and computes the same with them."""
+
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
 
@@ -73,8 +77,8 @@ class AttentionBackend(ABC):
     # ------------------------------------------------------------------ what the runner and the layers call
 
     def prepare_capture(self, batch: ForwardBatch) -> None:  # noqa: B027  (most need nothing)
-        """Set aside what a graph of this batch will use. It is called outside the graph, before `plan` and the first
-        warm-up run; calling it again does no harm."""
+        """Set aside what a graph of this batch will use. It is called outside the graph and before `plan`; calling it
+        again does no harm."""
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the host, from host values alone; called outside CUDA graphs."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.segment_tables import SegmentTables
 
 
@@ -38,6 +39,8 @@ class BatchShape:
     """Tokens of all prefill chunks together."""
     shares_segments: bool = False
     """Whether decode rows share segments of keys that are read once for all of them."""
+    shares_prefixes: bool = False
+    """Whether prefill chunks share prefixes that are read for several of them at a time."""
 
     @property
     def num_rows(self) -> int:
@@ -108,6 +111,9 @@ class ForwardBatch:
     segments: SegmentTables | None = None
     """The segments of keys that decode rows share and that are worth being read once for all of them; None where there
     are none, and for backends that ignore them."""
+    prefixes: ChunkPrefixes | None = None
+    """The prefixes that prefill chunks share and that are worth being read for several of them at a time; None where
+    there are none, and for backends that ignore them."""
 
     @property
     def num_tokens(self) -> int:

@@ -19,6 +19,7 @@ class HybridBackend(AttentionBackend):
         self.reads_new_keys = prefill.reads_new_keys
         self.reads_behind_rows = prefill.reads_behind_rows or decode.reads_behind_rows
         self.reads_segments = decode.reads_segments
+        self.prefix_tile_tokens = prefill.prefix_tile_tokens
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:

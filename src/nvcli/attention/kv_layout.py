@@ -17,6 +17,10 @@ SCALE_BYTES = 2
 rounding."""
 _PART_ALIGNMENT = 128
 """Bytes: each part with scales takes a multiple of it, so that keys lie where they can be read fast."""
+SCRATCH_UNIT = 64
+"""Tokens of a unit of a prefill scratch."""
+_LEAST_SCRATCH_TOKENS = 65_536
+_MOST_SCRATCH_TOKENS = 262_144
 
 
 def part_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
@@ -29,3 +33,14 @@ def token_bytes(num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
     """The bytes of one token's keys in one layer, scales included. Its values take as many."""
     scale = SCALE_BYTES if dtype == "fp8" else 0
     return num_kv_heads * (head_dim * KV_DTYPE_BYTES[dtype] + scale)
+
+
+def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:
+    """The tokens that a prefill scratch (`kernels/triton/prefill_scratch.py`) has room for, a multiple of the
+    unit.
+
+    A step's chunks rarely see more together than the minimum, 256 MiB for the 8 KV heads of Qwen3-8B, except where
+    requests are longer; then a longest one fits, up to a limit. What does not fit is attended slower.
+    """
+    most = -(-max_model_len // SCRATCH_UNIT) * SCRATCH_UNIT
+    return min(max(_LEAST_SCRATCH_TOKENS, min(most, _MOST_SCRATCH_TOKENS)), max_num_seqs * most)

@@ -67,12 +67,15 @@ class AttentionCase:
     """The most rows of a step, padding included; workspaces are sized by it."""
     max_num_batched_tokens: int = 8192
     """The most tokens of a step, padding included."""
+    max_model_len: int = 8192
+    """The most tokens of a request."""
     batch_invariant: bool = False
     """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
     has_states: bool = False
     """Whether some layers of this rank keep recurrent states in the pool's blocks."""
     max_shared_rows: int = 0
-    """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none."""
+    """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none, and no
+    shared prefixes of chunks either."""
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -8,6 +8,10 @@ being gathered from their blocks and being read by `scaled_dot_product_attention
 stand in the query-length dimension, so that keys and values are never repeated. All of it is laid out once a step for
 each window and KV group, from lengths read off the device.
 
+Chunks that share prefixes are attended together where a batch says so, which defines what that means. The backend does
+not ask for it: on two cores it takes 98 ms instead of 70 for 64 chunks of 8 tokens behind 2,048, as softmaxes in parts
+are written out.
+
 Shapes: T tokens, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each, L most keys of a group.
 """
 
@@ -29,7 +33,7 @@ from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
 from nvcli.attention.spec import AttentionCase, AttentionSpec, first_seen
-from nvcli.attention.torch_segments import SharedRead, plan_shared_reads
+from nvcli.attention.torch_segments import SharedRead, plan_prefix_reads, plan_shared_reads
 from nvcli.kernels.fp8_kv import gather_blocks
 
 _GROUP_BYTES_CPU = 4 << 20
@@ -79,6 +83,8 @@ class _Chunk:
     """[blocks] int64; None without a prefix: the chunk's own k and v are all it needs."""
     first_key: int
     """Position of the first key in the first of the blocks."""
+    is_shared: bool
+    """Whether it shares a prefix, and is attended with others."""
 
 
 class TorchBackend(AttentionBackend):
@@ -98,6 +104,7 @@ class TorchBackend(AttentionBackend):
         self._kv_heads_dim = max(spec.num_kv_heads * spec.head_dim for spec in case.specs)
         self._decodes: dict[_Kind, _Decodes] = {}
         self._chunks: dict[_Kind, list[_Chunk]] = {}
+        self._prefix_reads: dict[_Kind, list[SharedRead]] = {}
         self._scratch = torch.empty(0)
         self._masks: dict[int | None, Tensor] = {}
         """The mask of each window (see `_reserve_mask`)."""
@@ -117,6 +124,12 @@ class TorchBackend(AttentionBackend):
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         lens = batch.seq_lens[batch.num_single_rows :].tolist()
         self._chunks = {kind: list(self._lay_out_chunks(kind, batch, lens)) for kind in self._kinds}
+        counts, block_size = batch.num_tokens_host[batch.num_single_rows :].tolist(), self._case.block_size
+        self._prefix_reads = {
+            (window, group): plan_prefix_reads(batch, group, block_size, counts, lens)
+            for window, group in self._kinds
+            if batch.prefixes is not None and window is None
+        }
 
     def decode(
         self,
@@ -184,7 +197,7 @@ class TorchBackend(AttentionBackend):
         for chunk in chunks:
             rows = slice(chunk.start, chunk.end)
             num_tokens = chunk.end - chunk.start
-            if num_tokens == 0:  # a padding row
+            if num_tokens == 0 or chunk.is_shared:  # a padding row, or attended below
                 continue
             if chunk.block_ids is None:
                 assert new is not None
@@ -204,7 +217,34 @@ class TorchBackend(AttentionBackend):
                 queries = slice(chunk.start + start, chunk.start + end)
                 out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks)
         out[chunks[-1].end :].zero_()  # padding
+        if reads := self._prefix_reads.get((spec.window, spec.kv_group)):
+            self._attend_shared(spec, layer, q, reads, batch.kv_cache, out, sinks)
         return out
+
+    def _attend_shared(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        reads: list[SharedRead],
+        kv_cache: KVCache,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        """Attend the chunks that share prefixes, and write their rows of `out`. A sink is a part without a value."""
+        grouped_q = q.unflatten(1, (spec.num_kv_heads, -1))  # type: ignore[no-untyped-call]
+        whole = torch.zeros(grouped_q.shape, device=q.device)
+        log_sums = torch.full(grouped_q.shape[:-1], float("-inf"), device=q.device)
+        if sinks is not None:
+            log_sums.copy_(sinks.view(spec.num_kv_heads, -1).expand_as(log_sums))
+        for read in reads:
+            keys, values = self._read_blocks(layer, read.block_ids, kv_cache)
+            before = whole[read.rows], log_sums[read.rows]
+            whole[read.rows], log_sums[read.rows] = written_softmax.join_parts(
+                before, read.attend(spec, grouped_q, keys, values)
+            )
+        rows = torch.cat([read.rows for read in reads])
+        out[rows] = whole[rows].flatten(1, 2).to(out.dtype)
 
     def _read_blocks(self, layer: int, block_ids: Tensor, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
         """Copy the keys and values of blocks [n] out of the cache: [n × block_size, KV, D] each, in the run's type."""
@@ -280,6 +320,9 @@ class TorchBackend(AttentionBackend):
         case, first_row = self._case, batch.num_single_rows
         window, kv_group = kind
         counts = batch.num_tokens_host[first_row:].tolist()
+        shares = [False] * len(lens)
+        if batch.prefixes is not None and window is None:
+            shares = (batch.prefixes.ends[first_row:] > 0).tolist()
         longest = 0
         for row, (num_tokens, seq_len, end) in enumerate(zip(counts, lens, accumulate(counts), strict=True), first_row):
             prefix = max(seq_len - num_tokens, 0)  # padding rows may have more tokens than keys
@@ -291,7 +334,7 @@ class TorchBackend(AttentionBackend):
                 first_key = first_block * case.block_size
             if block_ids is not None or (window is not None and window < num_tokens):
                 longest = max(longest, seq_len, num_tokens)
-            yield _Chunk(end - num_tokens, end, prefix, block_ids, first_key)
+            yield _Chunk(end - num_tokens, end, prefix, block_ids, first_key, shares[row - first_row])
         if longest:
             self._reserve_mask(window, longest, batch.seq_lens.device)
 

@@ -1,8 +1,8 @@
-"""Decode attention of the `torch` backend where requests share segments of their keys: the plan of a step, and the
-attention over one segment for all of its rows.
+"""Attention of the `torch` backend where requests share keys: the plan of a step, and the attention over what is shared
+for all of its rows. Decode rows share segments, and prefill chunks share prefixes.
 
-It defines what other backends compute for segments: the softmax over all keys of a row, put together from that over its
-own keys and those over its segments.
+It defines what other backends compute for them: the softmax over all keys of a row, put together from that over its own
+keys and those over what it shares.
 
 Shapes: n rows of a segment, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each.
 """
@@ -10,6 +10,7 @@ Shapes: n rows of a segment, D head_dim, KV heads of this rank, G = num_heads / 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from nvcli.attention import written_softmax
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, first_seen
 
+_MOST_ROWS = 256
+"""Tokens of chunks that are attended at once; bounds the memory of the scores."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedRead:
-    """A segment, and the rows of the step that see any of it."""
+    """A run of blocks, and the rows of the step (decode rows, or tokens of chunks) that see any of it."""
 
     rows: Tensor
     """[n] int64."""
@@ -74,3 +78,31 @@ def plan_shared_reads(
             mask = mask.masked_fill_(key < seen.unsqueeze(1), float("-inf")).unsqueeze(1)
         reads.append(SharedRead(torch.tensor(rows, device=slots.device), blocks, mask))
     return reads, own_begins
+
+
+def plan_prefix_reads(
+    batch: ForwardBatch, kv_group: int, block_size: int, counts: list[int], lens: list[int]
+) -> list[SharedRead]:
+    """Lay out what the chunks that share prefixes read: first the prefixes, a read for some tokens of a group, and then
+    the rest of each chunk's keys. `counts` and `lens`: tokens and keys of each chunk; tokens are counted from the first
+    chunk's."""
+    assert batch.prefixes is not None
+    first_row, device = batch.num_single_rows, batch.slots.device
+    ends = batch.prefixes.ends[first_row:].tolist()
+    group_ends = [row - first_row for row in batch.prefixes.group_ends[first_row:].tolist()]
+    starts = [0, *accumulate(counts)]
+    tables = batch.block_tables[kv_group, batch.slots[first_row:]]
+    prefixes, rests = [], []
+    for chunk, (end, group_end) in enumerate(zip(ends, group_ends, strict=True)):
+        for start in range(starts[chunk], starts[max(group_end, chunk)], _MOST_ROWS):
+            rows = torch.arange(start, min(start + _MOST_ROWS, starts[group_end]), device=device)
+            prefixes.append(SharedRead(rows, tables[chunk, : end // block_size].long(), None))
+        for start in range(starts[chunk], starts[chunk + 1] if end else 0, _MOST_ROWS):
+            rows = torch.arange(start, min(start + _MOST_ROWS, starts[chunk + 1]), device=device)
+            positions = rows - starts[chunk + 1] + lens[chunk]
+            blocks = tables[chunk, end // block_size : -(-lens[chunk] // block_size)].long()
+            key = torch.arange(end, end + len(blocks) * block_size, device=device)
+            mask = torch.zeros(len(rows), len(key), device=device)
+            mask = mask.masked_fill_(key > positions.unsqueeze(1), float("-inf")).unsqueeze(1)
+            rests.append(SharedRead(rows, blocks, mask))
+    return prefixes + rests

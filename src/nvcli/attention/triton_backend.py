@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend, NewKV, new_or
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.kv_layout import scratch_tokens
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
 
@@ -27,10 +28,12 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
+        from nvcli.attention.triton_prefixes import PrefixedPrefill
         from nvcli.attention.triton_segments import SegmentedDecode
         from nvcli.kernels.triton import decode_attention, invariant_attention
-        from nvcli.kernels.triton.prefill_choice import PrefillKernel, prefill_kernel
-        from nvcli.kernels.triton.prefill_tiles import PrefillTiles
+        from nvcli.kernels.triton.prefill_choice import PrefillKernel, attends_prefixes, prefill_kernel
+        from nvcli.kernels.triton.prefill_scratch import ScratchTiles
+        from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
         decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
         decode_type = invariant_attention.DecodeAttention if case.batch_invariant else decode_attention.DecodeAttention
@@ -40,7 +43,7 @@ class TritonBackend(AttentionBackend):
             windows.setdefault(spec.geometry, set()).add(spec.window)
         self._decodes: dict[Geometry, decode_attention.DecodeAttention | invariant_attention.DecodeAttention] = {}
         self._prefills: dict[tuple[Geometry, bool], PrefillKernel] = {}
-        self._tiles: dict[tuple[int, int], PrefillTiles] = {}
+        self._tiles: dict[TileKey, PrefillTiles] = {}
         notes: list[str] = []
         has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in windows}) == 1
         for geometry, kinds in windows.items():
@@ -68,14 +71,14 @@ class TritonBackend(AttentionBackend):
                     has_window=has_window,
                     batch_invariant=case.batch_invariant,
                     has_plain_blocks=has_plain_blocks,
+                    scratch_tokens=scratch_tokens(case.max_model_len, case.max_num_seqs),
                 )
                 notes += notes_of_kernel
                 self._prefills[geometry, has_window] = prefill
-                if prefill.tile_key not in self._tiles:
-                    group, rows = prefill.tile_key
-                    self._tiles[prefill.tile_key] = PrefillTiles(
-                        group=group,
-                        rows=rows,
+                key = prefill.tile_key
+                if key not in self._tiles:
+                    self._tiles[key] = (ScratchTiles if key.scratch_units else PrefillTiles)(
+                        key,
                         max_tokens=case.max_num_batched_tokens,
                         max_chunks=case.max_num_seqs,
                         device=case.device,
@@ -90,6 +93,15 @@ class TritonBackend(AttentionBackend):
                 if isinstance(decode, decode_attention.DecodeAttention)
             }
             self._segmented = SegmentedDecode(case, decodes)
+        self._prefixed: PrefixedPrefill | None = None
+        prefills = {
+            geometry: prefill
+            for (geometry, has_window), prefill in self._prefills.items()
+            if case.max_shared_rows and not has_window and attends_prefixes(prefill)
+        }
+        if prefills:
+            self._prefixed = PrefixedPrefill(case, prefills)
+            self.prefix_tile_tokens = self._prefixed.tile_tokens
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -130,6 +142,9 @@ class TritonBackend(AttentionBackend):
                 first_chunk=first,
                 num_tokens=batch.num_tokens - first,
             )
+        if batch.prefixes is not None:
+            assert self._prefixed is not None
+            self._prefixed.plan(batch)
 
     def decode(
         self,
@@ -172,6 +187,10 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
+        if batch.prefixes is not None and spec.window is None:
+            assert self._prefixed is not None
+            self._prefixed.run(spec, layer, q, batch, out, sinks)
+            return out
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
         prefill = self._prefills[spec.geometry, spec.window is not None]

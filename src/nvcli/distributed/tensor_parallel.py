@@ -143,6 +143,13 @@ class TensorParallelGroup:
 
     # ------------------------------------------------------------------ choosing tokens
 
+    def without_padding(self, logits: Tensor, vocab_size: int) -> tuple[Tensor, int]:
+        """Return this rank's logits [N, M] of a vocabulary without those that pad it, and the first token that they
+        belong to; not collective."""
+        size = logits.shape[1]
+        start = min(self.rank * size, vocab_size)
+        return logits[:, : min(size, vocab_size - start)], start
+
     def max(self, keys: Tensor) -> Tensor:
         """The largest key of all ranks, element by element, maybe in place: [N] int64 → [N] int64."""
         memory = self.peer_memory

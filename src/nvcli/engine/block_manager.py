@@ -9,24 +9,26 @@ released. This module knows block numbers only, not what lies in the blocks.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 BlockHash = bytes
 
-_TOKEN_BYTES = 4  # token ids come packed as int32
+TOKEN_BYTES = 4  # token ids come packed as int32
 
 
-def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") -> Iterator[BlockHash]:
-    """Yield chained hashes of the full blocks of packed int32 tokens; `parent` is the hash of the block before them.
+def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") -> list[BlockHash]:
+    """Return chained hashes of the full blocks of packed int32 tokens; `parent` is the hash of the block before them.
 
     128 bits: two different prefixes do not meet in practice.
     """
-    step = block_size * _TOKEN_BYTES
+    step = block_size * TOKEN_BYTES
+    hashes = []
     for start in range(0, len(token_bytes) - step + 1, step):
         parent = blake2b(token_bytes[start : start + step], digest_size=16, key=parent).digest()
-        yield parent
+        hashes.append(parent)
+    return hashes
 
 
 class BlockManager:
@@ -38,7 +40,8 @@ class BlockManager:
         self._ref_counts = [0] * (num_blocks + 1)
         self._keys: list[tuple[int, BlockHash] | None] = [None] * (num_blocks + 1)
         """KV group and hash that each block is registered under."""
-        self._by_key: dict[tuple[int, BlockHash], int] = {}
+        self._by_hash: defaultdict[int, dict[BlockHash, int]] = defaultdict(dict)
+        """The registered blocks of each KV group."""
         self._free = list(range(num_blocks, 0, -1))
         """Unheld blocks with nothing to reuse; the end is taken first."""
         self._reusable: OrderedDict[int, None] = OrderedDict()
@@ -57,18 +60,35 @@ class BlockManager:
         taken and the result is None."""
         if count + reserve > self.num_free:
             return None
-        return [self._take() for _ in range(count)]
+        num_new = min(count, len(self._free))
+        blocks = self._free[len(self._free) - num_new :][::-1]
+        del self._free[len(self._free) - num_new :]
+        while len(blocks) < count:
+            blocks.append(self._evict())
+        for block in blocks:
+            self._ref_counts[block] = 1
+        return blocks
 
     def find(self, block_hash: BlockHash, group: int = 0) -> int | None:
         """Return the block of a KV group under this hash, if any. Unless held, it may be evicted by `allocate`."""
-        return self._by_key.get((group, block_hash))
+        return self._by_hash[group].get(block_hash)
+
+    def find_leading(self, hashes: Iterable[BlockHash], group: int = 0) -> list[int]:
+        """Return the blocks of a KV group under these hashes, up to the first that is not there."""
+        blocks = []
+        for block in map(self._by_hash[group].get, hashes):
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Take one more reference to each of these blocks, which `find` returned."""
+        counts = self._ref_counts
         for block in blocks:
-            if self._ref_counts[block] == 0:
+            if counts[block] == 0:
                 del self._reusable[block]
-            self._ref_counts[block] += 1
+            counts[block] += 1
 
     def is_held_once(self, block: int) -> bool:
         """Whether a block has one reference."""
@@ -78,12 +98,15 @@ class BlockManager:
         """Whether `find` may return a block."""
         return self._keys[block] is not None
 
-    def register(self, block: int, block_hash: BlockHash, group: int = 0) -> None:
-        """Make a held, full block of a KV group findable. Equal contents elsewhere keep the earlier entry."""
-        key = (group, block_hash)
-        if self.enable_prefix_caching and self._keys[block] is None and key not in self._by_key:
-            self._keys[block] = key
-            self._by_key[key] = block
+    def register(self, blocks: Iterable[int], hashes: Iterable[BlockHash], group: int = 0) -> None:
+        """Make held, full blocks of a KV group findable. Equal contents elsewhere keep the earlier entry."""
+        if not self.enable_prefix_caching:
+            return
+        keys, by_hash = self._keys, self._by_hash[group]
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if keys[block] is None and block_hash not in by_hash:
+                keys[block] = group, block_hash
+                by_hash[block_hash] = block
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference to each block back. Later blocks of a prefix become evictable before earlier ones."""
@@ -99,10 +122,8 @@ class BlockManager:
     def unregister(self, blocks: Iterable[int]) -> None:
         """Make blocks unfindable that do not contain what they were registered for, whether they are held or not."""
         for block in blocks:
-            key = self._keys[block]
-            if key is not None:
-                self._keys[block] = None
-                del self._by_key[key]
+            if self._keys[block] is not None:
+                self._forget(block)
                 if self._ref_counts[block] == 0:
                     del self._reusable[block]
                     self._free.append(block)
@@ -111,20 +132,21 @@ class BlockManager:
         """Make all blocks unfindable; held blocks stay with their holders."""
         self._free += self._reusable
         self._reusable.clear()
-        self._by_key.clear()
+        self._by_hash.clear()
         self._keys = [None] * (self.num_blocks + 1)
 
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._reusable.popitem(last=False)
-            key = self._keys[block]
-            assert key is not None
-            del self._by_key[key]
-            self._keys[block] = None
-        self._ref_counts[block] = 1
+    def _evict(self) -> int:
+        """Take the unheld block with a hash that was released first, and forget what it holds."""
+        block, _ = self._reusable.popitem(last=False)
+        self._forget(block)
         return block
+
+    def _forget(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        group, block_hash = key
+        del self._by_hash[group][block_hash]
+        self._keys[block] = None
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Assert that counts, free lists and the hash index agree with the lists of blocks that are held."""
@@ -139,5 +161,9 @@ class BlockManager:
         assert set(self._free) | set(self._reusable) == unheld
         assert all(self._keys[block] is None for block in self._free)
         assert all(self._keys[block] is not None for block in self._reusable)
-        indexed = {block: key for key, block in self._by_key.items()}
+        indexed = {
+            block: (group, block_hash)
+            for group, by_hash in self._by_hash.items()
+            for block_hash, block in by_hash.items()
+        }
         assert indexed == {block: key for block, key in enumerate(self._keys) if key is not None}

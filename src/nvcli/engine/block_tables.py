@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
+from nvcli.engine.chunk_groups import ChunkGroups, PrefixCosts
+from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
@@ -62,13 +64,17 @@ class BlockTables:
         *,
         max_num_seqs: int = 0,
         segment_costs: SegmentCosts | None = None,
+        prefix_costs: PrefixCosts | None = None,
     ) -> None:
-        """`segment_costs`: see `SharedSegments`."""
+        """`segment_costs`: see `SharedSegments`; `prefix_costs`: see `ChunkGroups`."""
         self.block_manager = block_manager
         self.block_size = block_size
+        self._prompt_hashes = PromptHashes(block_size)
         self._groups = tuple(groups)
         self._of_keys = [number for number, group in enumerate(groups) if not group.is_state]
         self._windowed = [number for number in self._of_keys if groups[number].window is not None]
+        self._needs_all = all(group.window is None for group in groups)
+        """Whether a prefix is reused in all groups alike, from its first block to its last."""
         self._states = StateBlocks(
             block_manager, [number for number, group in enumerate(groups) if group.is_state], block_size
         )
@@ -79,8 +85,20 @@ class BlockTables:
             max_num_seqs=max_num_seqs,
             costs=segment_costs,
         )
+        without_window = [number for number in self._of_keys if groups[number].window is None]
+        self.chunk_groups = ChunkGroups(
+            without_window,
+            block_size,
+            prefix_costs,
+            token_bytes=sum(groups[number].token_bytes for number in without_window),
+        )
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk which the step after it does not attend to."""
+
+    @property
+    def num_bytes_saved(self) -> int:
+        """The bytes of keys and values that steps did not read, because they had read them for another row."""
+        return self.segments.num_bytes_saved + self.chunk_groups.num_bytes_saved
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
@@ -92,6 +110,8 @@ class BlockTables:
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
+        if -(-num_tokens // self.block_size) * len(self._groups) <= self.block_manager.num_blocks:
+            return True
         needed = sum(group.most_blocks(num_tokens, self.block_size) for group in self._groups)
         return needed <= self.block_manager.num_blocks
 
@@ -112,7 +132,7 @@ class BlockTables:
         num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
         if state.reads is not None and (unread := state.reads.first_unread) is not None:
             num_reusable = min(num_reusable, unread // block_size)
-        self._match(state, state.hash_blocks(0, num_reusable, block_size))
+        self._match(state, state.hash_blocks(0, num_reusable, self._prompt_hashes))
         num_cached = len(state.blocks[0])
         state.num_computed = num_cached * block_size
         num_fresh = -(-num_tokens // block_size) - num_cached
@@ -215,23 +235,28 @@ class BlockTables:
         state.set_hashed_blocks(num_full, block_size)
         if not manager.enable_prefix_caching:
             return []
-        hashes = state.hash_blocks(first, num_full, block_size)
-        registered = []
+        hashes = state.hash_blocks(first, num_full, self._prompt_hashes)
+        registered: list[int] = []
         for group in self._of_keys:
-            blocks = state.blocks[group]
-            for column in range(max(first, state.first_columns[group]), num_full):
-                manager.register(blocks[column], hashes[column - first], group)
-                registered.append(blocks[column])
+            begin = max(first, state.first_columns[group])
+            blocks = state.blocks[group][begin:num_full]
+            manager.register(blocks, hashes[begin - first :], group)
+            registered += blocks
         if self._states.groups:
             registered += self._states.register(state, first, hashes)
         return registered
 
     def forget(self, state: RequestState) -> None:
         """Make the blocks that hold a request's tokens unfindable, whoever filled them."""
-        hashes = state.hash_blocks(0, state.num_tokens // self.block_size, self.block_size)
+        hashes = state.hash_blocks(0, state.num_tokens // self.block_size, self._prompt_hashes)
         groups = range(len(self._groups))
         found = [self.block_manager.find(block_hash, group) for block_hash in hashes for group in groups]
         self.block_manager.unregister(block for block in found if block is not None)
+
+    def forget_prefixes(self) -> None:
+        """Make all blocks unfindable; held blocks stay with their holders."""
+        self.block_manager.forget_prefixes()
+        self._prompt_hashes = PromptHashes(self.block_size)
 
     def release(self, state: RequestState) -> None:
         """Give all of a request's blocks back."""
@@ -257,35 +282,41 @@ class BlockTables:
 
         Sets each group's blocks, equally many; those that its window does not need are 0. Sets `num_found_blocks`, too.
         """
-        found = [self._find(hashes, group) for group in range(len(self._groups))]
+        state.blocks = [self._find(hashes, group) for group in range(len(self._groups))]
+        num_cached = len(min(state.blocks, key=len))
+        if self._needs_all:
+            state.num_found_blocks = num_cached
+            state.first_columns = [0] * len(state.blocks)
+        else:
+            num_cached = self._num_whole(state, num_cached)
+            state.first_columns = [self._first_column(group, num_cached) for group in range(len(self._groups))]
+        for blocks, first in zip(state.blocks, state.first_columns, strict=True):
+            del blocks[num_cached:]
+            blocks[:first] = [0] * first
+            self.block_manager.hold(blocks[first:])
+
+    def _num_whole(self, state: RequestState, num_cached: int) -> int:
+        """Return the length of the longest prefix, of at most `num_cached` blocks, of which every group has what it
+        needs among the blocks that were found. Sets `num_found_blocks`."""
+        found = state.blocks
         runs = {group: _run_lengths(found[group]) for group in (*self._windowed, *self._states.groups)}
 
         def is_whole(group: int, num_blocks: int) -> bool:
             return runs[group][num_blocks] >= num_blocks - self._first_column(group, num_blocks)
 
-        num_cached = len(min(found, key=len))
         while not all(is_whole(group, num_cached) for group in self._windowed):
             num_cached -= 1
         state.num_found_blocks = num_cached
         while not all(is_whole(group, num_cached) for group in runs):
             num_cached -= 1
-        state.first_columns = [self._first_column(group, num_cached) for group in range(len(found))]
-        for blocks, first in zip(found, state.first_columns, strict=True):
-            del blocks[num_cached:]
-            blocks[:first] = [0] * first
-            self.block_manager.hold(blocks[first:])
-        state.blocks = found
+        return num_cached
 
     def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """Find the blocks that a group has registered for these hashes. The result ends before the first missing block;
         in a group with a window it has a 0 for each missing one."""
-        blocks = []
-        for block_hash in hashes:
-            block = self.block_manager.find(block_hash, group)
-            if block is None and self._groups[group].window is None:
-                break
-            blocks.append(block or 0)
-        return blocks
+        if self._groups[group].window is None:
+            return self.block_manager.find_leading(hashes, group)
+        return [self.block_manager.find(block_hash, group) or 0 for block_hash in hashes]
 
     def _first_column(self, group: int, num_blocks: int) -> int:
         """The first block that the token behind `num_blocks` full blocks attends to."""

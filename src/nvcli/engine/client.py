@@ -32,6 +32,11 @@ from nvcli.messages import EngineReady
 _STOPPED_CHECK_SECONDS = 0.5
 """Seconds between two checks whether a silent engine was stopped by a signal."""
 
+_MESSAGE_SAMPLES = 256
+_MESSAGE_BYTES = 512 * 1024
+"""The samples, and the bytes of their prompts, after which a message is sent. The engine takes some milliseconds for
+them. Most often they fill its first step."""
+
 
 class EngineClient:
     """Sends requests to an engine's process and receives its outputs. One thread may use it.
@@ -79,8 +84,19 @@ class EngineClient:
         return self._ready
 
     def add(self, requests: list[Request]) -> None:
-        """Send requests to the engine."""
-        self._send(AddRequests(requests))
+        """Send requests to the engine, in messages of which it can begin on the first while the others are on their
+        way."""
+        message: list[Request] = []
+        num_samples = num_bytes = 0
+        for request in requests:
+            message.append(request)
+            num_samples += request.n
+            num_bytes += len(request.prompt_ids)
+            if num_samples >= _MESSAGE_SAMPLES or num_bytes >= _MESSAGE_BYTES:
+                self._send(AddRequests(message))
+                message, num_samples, num_bytes = [], 0, 0
+        if message:
+            self._send(AddRequests(message))
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests early; an output with finish_reason `abort` follows for each that has not ended by then."""

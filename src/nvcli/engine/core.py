@@ -70,7 +70,7 @@ class EngineCore:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
-        self._scheduler.block_manager.forget_prefixes()
+        self._scheduler.forget_prefixes()
 
     @property
     def has_work(self) -> bool:

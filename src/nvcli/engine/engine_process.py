@@ -18,6 +18,7 @@ import msgspec
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
+from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.protocol import (
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 _STATS_SECONDS = 0.2
 _IDLE_CHECK_SECONDS = 0.5
+_MOST_ADDED = 256
+"""Once so many requests were added, the next step is not kept waiting for more of them."""
 
 
 def main(start: EngineStart, control: Connection) -> None:
@@ -77,11 +80,13 @@ def scheduler_limits(
     state_groups: Container[int] = (),
     *,
     reads_segments: bool = False,
+    prefix_tile_tokens: int = 0,
     group_token_bytes: Sequence[int] = (),
 ) -> SchedulerLimits:
     """Return the limits that a configuration sets. The ranks report the rest: `windows` are those of the KV groups,
     `state_groups` the numbers of the groups that hold recurrent states, `reads_segments` whether they read blocks that
-    requests share once for all of them, `group_token_bytes` what a token takes in each group on a rank."""
+    requests share once for all of them, `prefix_tile_tokens` how many tokens a tile of theirs takes of chunks that
+    share prefixes (0: of one chunk only), `group_token_bytes` what a token takes in each group on a rank."""
     token_bytes = dict(enumerate(group_token_bytes))
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -94,6 +99,7 @@ def scheduler_limits(
             for number, window in enumerate(windows)
         ),
         segment_costs=SegmentCosts() if reads_segments else None,
+        prefix_costs=PrefixCosts(tile_tokens=prefix_tile_tokens) if prefix_tile_tokens else None,
         plans_admission=config.plan_admission,
     )
 
@@ -112,6 +118,7 @@ def _serve(
         ready.group_windows,
         ready.state_groups,
         reads_segments=ready.reads_segments,
+        prefix_tile_tokens=ready.prefix_tile_tokens,
         group_token_bytes=ready.group_token_bytes,
     )
     blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
@@ -162,8 +169,12 @@ def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
 
 
 def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, executor: Executor) -> bool:
-    """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine."""
-    while True:
+    """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine.
+
+    Messages with many requests are left for the time when the ranks run the next step.
+    """
+    num_added = 0
+    while num_added < _MOST_ADDED:
         try:
             message = inbox.get(block=not core.has_work, timeout=_IDLE_CHECK_SECONDS)
         except queue.Empty:
@@ -173,6 +184,7 @@ def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, 
             continue
         if isinstance(message, AddRequests):
             core.add(message.requests)
+            num_added += sum(request.n for request in message.requests)
         elif isinstance(message, AbortRequests):
             core.abort(message.request_ids)
         elif isinstance(message, ForgetPrefixes):
@@ -180,3 +192,4 @@ def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, 
         else:
             assert message is None or isinstance(message, CloseEngine)
             return False
+    return True

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables, KVGroup
+from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.errors import ConfigError
 
@@ -29,6 +30,9 @@ class SchedulerLimits:
     segment_costs: SegmentCosts | None = None
     """What decides which blocks that decoding requests share are read once for all of them; None: the ranks read none
     so."""
+    prefix_costs: PrefixCosts | None = None
+    """What decides which prefill chunks are attended together to the prefix that they share; None: the ranks attend to
+    every chunk by itself."""
     plans_admission: bool = False
     """Whether requests are admitted by how long their answers will be (`Admission`), and not as long as blocks are
     free."""
@@ -53,7 +57,12 @@ class SchedulerLimits:
     def empty_tables(self, blocks: BlockManager) -> BlockTables:
         """Make the block tables of a replica with these blocks."""
         return BlockTables(
-            blocks, self.kv_groups, self.block_size, max_num_seqs=self.max_num_seqs, segment_costs=self.segment_costs
+            blocks,
+            self.kv_groups,
+            self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            segment_costs=self.segment_costs,
+            prefix_costs=self.prefix_costs,
         )
 
     def lowered(self) -> SchedulerLimits | None:

@@ -90,8 +90,7 @@ class Scheduler:
             prompt = Prompt(request)
             for sample in request.samples():
                 state = RequestState(sample, prompt, needs_last_token=self.limits.num_micro_batches > 1)
-                assert state.num_prompt > 0
-                assert state.max_len <= self.limits.max_model_len
+                assert 0 < state.num_prompt < state.max_len <= self.limits.max_model_len
                 assert sample.request_id not in self._by_id
                 self._by_id[sample.request_id] = state
                 self._waiting.append(state)
@@ -104,6 +103,10 @@ class Scheduler:
             state = self._by_id.get(request_id)
             if state is not None:
                 self._finish(state, "abort")
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, and forget all that is known of prompts that are not here."""
+        self._tables.forget_prefixes()
 
     @property
     def has_unfinished(self) -> bool:
@@ -122,7 +125,7 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
-            kv_bytes_saved=self._tables.segments.num_bytes_saved,
+            kv_bytes_saved=self._tables.num_bytes_saved,
         )
 
     def running_lengths(self) -> bytes:
@@ -148,14 +151,13 @@ class Scheduler:
 
         decode_slots, decode_lens, parked = self._decoding.advance(rows, width)
         draft.add_last_tokens([state for state in parked if state.needs_last_token])
-        sampling = rows
         for state, length in chunks:
-            self._add_chunk(state, length, draft, sampling)
+            self._add_chunk(state, length, draft)
             budget -= length
         if chunks:
             self._prefilling = [state for state in self._prefilling if state.num_uncomputed]
         if not preempted:
-            self._admit(draft, sampling, budget)
+            self._admit(draft, budget)
 
         step = draft.finish(
             self._next_step_id,
@@ -165,6 +167,7 @@ class Scheduler:
             freed_slots=self._freed_slots,
             restarts=self._restarts,
             segments=self._tables.segments,
+            chunk_groups=self._tables.chunk_groups,
         )
         if step is None:
             return None
@@ -172,7 +175,7 @@ class Scheduler:
         self._freed_slots.clear()
         self._restarts = False
         registered, self._registered = self._registered, []
-        return ScheduledStep(step, sampling, registered, draft.reading)
+        return ScheduledStep(step, rows + draft.sampling, registered, draft.reading)
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
         """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.
@@ -284,7 +287,7 @@ class Scheduler:
         """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._running
         blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
-        saved = self._tables.segments.num_bytes_saved
+        saved = self._tables.num_bytes_saved
         self._tables = self.limits.empty_tables(blocks)
         self._tables.segments.num_bytes_saved = saved
         self._freed_slots = []
@@ -349,7 +352,7 @@ class Scheduler:
                 budget -= length
         return chunks
 
-    def _admit(self, draft: StepDraft, sampling: list[RequestState], budget: int) -> None:
+    def _admit(self, draft: StepDraft, budget: int) -> None:
         """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and tokens go."""
         waiting, limits = self._waiting, self.limits
         most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
@@ -381,12 +384,12 @@ class Scheduler:
                 state.num_cached_tokens = state.num_computed
                 self._cached_tokens += state.num_computed
             draft.enter(state)
-            self._add_chunk(state, length, draft, sampling)
+            self._add_chunk(state, length, draft)
             if state.num_uncomputed:
                 self._prefilling.append(state)
             budget -= length
 
-    def _add_chunk(self, state: RequestState, length: int, draft: StepDraft, sampling: list[RequestState]) -> None:
+    def _add_chunk(self, state: RequestState, length: int, draft: StepDraft) -> None:
         """Schedule the next chunk of a prompt, whose blocks are taken already."""
         state.num_computed += length
         num_counted = min(state.num_computed, state.num_prompt)
@@ -398,7 +401,6 @@ class Scheduler:
         # Steps run in order and store before they attend, so these blocks can be shared from now on.
         self._registered += self._tables.register(state)
         if is_end:
-            sampling.append(state)
             self._decoding.add(state)
             self._tables.segments.enter(state)
 

@@ -88,7 +88,7 @@ class SegmentForest:
         for segment in reversed(path):
             if segment.number:
                 break
-            if self._pays(segment, self._costs.least_gain):
+            if self._pays(segment, self._costs.least_gain):  # those behind it are not active either
                 self._activate_path(segment)
                 break
         self._note_slot(slot)
@@ -101,7 +101,7 @@ class SegmentForest:
         while segment is not None and segment.begin >= first:
             parent = segment.parent
             self._count(segment, -1)
-            if segment.number and not self._pays(segment, self._costs.least_gain // 2):
+            if segment.number and not self._stays_active(segment):
                 self._deactivate(segment)
                 self._note_slots_below(segment)
             if segment.num_rows == 0:
@@ -125,15 +125,17 @@ class SegmentForest:
                 segment = self._cut(segment, column)[1]
             elif segment.parent is not path[-1] or segment.begin != column:
                 break  # equal tokens whose blocks stand twice: the request goes on from the other one
-            segment = self._cut(segment, column + _num_equal(segment.blocks, rest))[0]
+            segment = self._cut(segment, column + num_equal(segment.blocks, rest))[0]
             path.append(segment)
             column = segment.end
         return path
 
     def _add(self, column: int, blocks: Sequence[int], parent: _Segment | None) -> _Segment:
         """Add a segment of the leading blocks that stand in no other."""
-        ends = (place for place, block in enumerate(blocks) if self._find(block, column + place) is not None)
-        segment = _Segment(column, list(blocks[: next(ends, len(blocks))]), parent)
+        if not self._segment_of.keys().isdisjoint(blocks):
+            ends = (place for place, block in enumerate(blocks) if self._find(block, column + place) is not None)
+            blocks = blocks[: next(ends, len(blocks))]
+        segment = _Segment(column, list(blocks), parent)
         self._segment_of.update(dict.fromkeys(segment.blocks, segment))
         if parent is not None:
             parent.children[segment] = None
@@ -230,7 +232,10 @@ class SegmentForest:
     def _pays(self, segment: _Segment, least: int) -> bool:
         num_rows, costs = segment.num_rows, self._costs
         gain = (num_rows - costs.tile) * self._num_keys(segment) - num_rows * costs.partial_result
-        return (segment.num_rows > 1 and gain >= least) or any(child.number for child in segment.children)
+        return segment.num_rows > 1 and gain >= least
+
+    def _stays_active(self, segment: _Segment) -> bool:
+        return self._pays(segment, self._costs.least_gain // 2) or any(child.number for child in segment.children)
 
     def _count(self, segment: _Segment, change: int) -> None:
         segment.num_rows += change
@@ -327,7 +332,7 @@ class SegmentForest:
             )
 
 
-def _num_equal(left: Sequence[int], right: Sequence[int]) -> int:
+def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
     """Count the leading blocks that two tables have in common."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
 from nvcli.engine.block_manager import BlockHash, hash_blocks
 from nvcli.engine.prompt import Prompt
+from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.prompt_reads import PromptReads
 from nvcli.engine.request import FinishReason, Request, RequestOutput
-from nvcli.messages import TokenLogprobs
+from nvcli.messages import TokenLogprobs, unpack
 
 
 @dataclass(slots=True, eq=False)
@@ -77,13 +78,13 @@ class RequestState:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.num_prompt = len(self.prompt.token_ids)
+        self.num_prompt = self.prompt.num_tokens
         self.max_len = self.num_prompt + request.max_tokens
         self.watch = watch_of(request)
         self._set_parks_at()
         self.stop_ids = self.prompt.stop_ids
         self.stream = request.stream
-        self.reads = None if request.read is None else PromptReads(request.read, self.prompt.token_ids)
+        self.reads = None if request.read is None else PromptReads(request.read, unpack(request.prompt_ids))
 
     def _set_parks_at(self) -> None:
         self.parks_at = 0 if self.needs_last_token else min(self.max_len, self.barrier) - 1
@@ -123,15 +124,15 @@ class RequestState:
         """Return the known tokens at positions `start` to `end`, without `end`."""
         num_prompt = self.num_prompt
         if end <= num_prompt:
-            return self.prompt.token_ids[start:end]
+            return self.prompt.tokens(start, end)
         if start >= num_prompt:
             return self.generated[start - num_prompt : end - num_prompt]
-        return self.prompt.token_ids[start:] + self.generated[: end - num_prompt]
+        return self.prompt.tokens(start, num_prompt) + self.generated[: end - num_prompt]
 
     @property
     def last_token(self) -> int:
         """The last known token."""
-        return self.generated[-1] if self.generated else self.prompt.token_ids[-1]
+        return self.generated[-1] if self.generated else self.prompt.tokens(self.num_prompt - 1, self.num_prompt)[0]
 
     @property
     def needs_prefix_ids(self) -> bool:
@@ -168,13 +169,18 @@ class RequestState:
         if self.watch is not None:
             self.checked_at = min(self.checked_at, self.watch.due_at)
 
-    def hash_blocks(self, first: int, end: int, block_size: int) -> list[BlockHash]:
-        """Return the hashes of the blocks `first` to `end`, without `end`, which must be full of known tokens."""
-        num_shared = self.num_prompt // block_size
-        shared = self.prompt.hash_leading_blocks(min(end, num_shared), block_size)
+    def hash_blocks(self, first: int, end: int, hashes: PromptHashes) -> list[BlockHash]:
+        """Return the hashes of the blocks `first` to `end`, without `end`, which must be full of known tokens.
+
+        `hashes` is the same in every call.
+        """
+        if end <= first:
+            return []
+        shared = self.prompt.hash_blocks(hashes)
+        num_shared = len(shared)
         if end <= num_shared:
             return shared[first:end]
-        own = self.block_hashes
+        own, block_size = self.block_hashes, hashes.block_size
         if (num_known := num_shared + len(own)) < end:
             parent = own[-1] if own else shared[-1] if shared else b""
             own += hash_blocks(

@@ -94,10 +94,10 @@ class StateBlocks:
         registered = []
         end = min(first + len(hashes), state.num_prompt // self._block_size)
         for group in self.groups:
-            for column in range(first, end):
-                if block := state.blocks[group][column]:
-                    self._manager.register(block, hashes[column - first], group)
-                    registered.append(block)
+            columns = [column for column in range(first, end) if state.blocks[group][column]]
+            blocks = [state.blocks[group][column] for column in columns]
+            self._manager.register(blocks, [hashes[column - first] for column in columns], group)
+            registered += blocks
         self._new.update(registered)
         return registered
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from nvcli.engine.chunk_groups import Arrangement, Chunk, ChunkGroups
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
@@ -58,8 +60,8 @@ class StepDraft:
         self._grammars: dict[str, int] = {}
         """The grammars of requests that enter slots, with their places in the step."""
         self._grammar_bytes = 0
-        self._blocks: list[tuple[int, int, int, int]] = []
-        """(KV group, slot, column, block) for each block that a slot was given."""
+        self._blocks: list[tuple[int, int, int, Sequence[int]]] = []
+        """(KV group, slot, first column, blocks) for each run of blocks that a slot was given."""
         self._span_slots: list[int] = []
         """This list and the next three hold spans of tokens, as in `StepInput`."""
         self._span_starts: list[int] = []
@@ -67,6 +69,10 @@ class StepDraft:
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
         """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
+        self._groupable: list[Chunk] = []
+        """The same chunks, with their requests' blocks."""
+        self._states: list[RequestState] = []
+        """The request of each chunk."""
         self._reads: list[PromptRead] = []
         """What is read of the chunks; rows are counted from the first chunk."""
         self.reading: list[RequestState] = []
@@ -119,9 +125,13 @@ class StepDraft:
             stop_ids=state.request.stop_ids if state.request.sampling.min_tokens else [],
         )
 
-    def add_blocks(self, group: int, slot: int, first_column: int, blocks: Iterable[int]) -> None:
+    def add_blocks(self, group: int, slot: int, first_column: int, blocks: Sequence[int]) -> None:
         """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none."""
-        self._blocks += [(group, slot, column, block) for column, block in enumerate(blocks, first_column) if block]
+        if all(blocks):
+            self._blocks.append((group, slot, first_column, blocks))
+        else:
+            columns = enumerate(blocks, first_column)
+            self._blocks += [(group, slot, column, [block]) for column, block in columns if block]
 
     def keep_blocks_of(self, slots: set[int | None]) -> None:
         """Forget the blocks of all other slots."""
@@ -153,6 +163,21 @@ class StepDraft:
                 self._reads.append(read)
                 self.reading.append(state)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
+        self._groupable.append(Chunk(state.blocks, start, num_tokens))
+        self._states.append(state)
+
+    def _arrange(self, arrangement: Arrangement) -> None:
+        """Put the chunks into another order."""
+        order = arrangement.order
+        self._chunks = [self._chunks[number] for number in order]
+        self._states = [self._states[number] for number in order]
+        row_of = {number: row for row, number in enumerate(order)}
+        self._reads = [msgspec.structs.replace(read, row=row_of[read.row]) for read in self._reads]
+
+    @property
+    def sampling(self) -> list[RequestState]:
+        """The requests of the chunks that have logits, in batch order once the step is finished."""
+        return [state for state, (_, _, num_logits, _) in zip(self._states, self._chunks, strict=True) if num_logits]
 
     def finish(
         self,
@@ -164,6 +189,7 @@ class StepDraft:
         freed_slots: Sequence[int],
         restarts: bool,
         segments: SharedSegments,
+        chunk_groups: ChunkGroups,
     ) -> StepInput | None:
         """Return the step's input, or None if nothing is to be computed.
 
@@ -172,7 +198,11 @@ class StepDraft:
         num_decodes = len(decode_slots) // 4
         if not num_decodes and not self._chunks:
             return None
-        block_groups, block_slots, block_columns, block_ids = _pack_columns(self._blocks)
+        arrangement = chunk_groups.arrange(self._groupable)
+        if arrangement is not None:
+            self._arrange(arrangement)
+        groups = arrangement.groups if arrangement is not None else []
+        block_groups, block_slots, block_columns, block_ids = _pack_blocks(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
         changes = segments.take_changes(num_decodes)
@@ -198,8 +228,23 @@ class StepDraft:
             segments=pack(number for segment in changes.segments for number in segment),
             slot_segments=pack(number for slot in changes.slots for number in slot),
             shares_segments=changes.is_used,
+            shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
+
+
+def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:
+    """Return the packed KV groups, slots, columns and ids of the blocks in some runs."""
+    groups, slots, columns = array("i"), array("i"), array("i")
+    ids: list[int] = []
+    all_columns = array("i", range(max((first + len(blocks) for _, _, first, blocks in runs), default=0)))
+    for group, slot, first_column, blocks in runs:
+        count = len(blocks)
+        groups += array("i", (group,)) * count
+        slots += array("i", (slot,)) * count
+        columns += all_columns[first_column : first_column + count]
+        ids += blocks
+    return [groups.tobytes(), slots.tobytes(), columns.tobytes(), pack(ids)]
 
 
 def _pack_columns(rows: Sequence[tuple[int, int, int, int]]) -> list[bytes]:

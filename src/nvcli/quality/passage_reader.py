@@ -64,6 +64,7 @@ class PassageReader:
             block_size=block_size,
             max_num_seqs=1,
             max_num_batched_tokens=CHUNK_TOKENS,
+            max_model_len=config.max_model_len,
             batch_invariant=config.batch_invariant,
             has_states=any(isinstance(layer, StateSpec) for layer in self.model.cache_layers),
         )

@@ -47,16 +47,33 @@ class GraphRunner(Generic[T]):
         self._outputs: dict[BatchShape, T] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        """All graphs are captured on it: the allocator keeps what was freed for the stream that used it."""
         self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
-        """Capture the graphs of these shapes (None: of all), in their order."""
-        if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        """Capture the graphs of these shapes (None: of all), in their order, and wait for the device. Each step runs
+        once before it is captured, which loads and compiles what it launches."""
         for shape in self.shapes if shapes is None else shapes:
-            self._graphs[shape], self._outputs[shape] = self._capture(shape, self._stream)
+            self._prepare(shape)
+            stream = self._capture_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._run(shape)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._capture(shape, "thread_local")
         torch.cuda.synchronize()
+
+    def has_captured(self, shape: BatchShape) -> bool:
+        """Tell whether the graph of a shape is ready to be replayed."""
+        return shape in self._graphs
+
+    def capture_late(self, shape: BatchShape) -> None:
+        """Capture the graph of a shape in the middle of a run, ready to be replayed.
+
+        It runs nothing and waits for nothing: the device goes on with the steps that were launched, unless the driver
+        makes it wait where it finds room for the graph. What the step launches should have been launched before, in
+        steps of other shapes, so that nothing is compiled now, and no tensor that a module keeps is made in here.
+        """
+        self._capture(shape, "relaxed")
 
     def padded_shape(self, shape: BatchShape) -> BatchShape | None:
         """Return the shape of the graph that serves a batch, or None if no graph does."""
@@ -67,35 +84,34 @@ class GraphRunner(Generic[T]):
                 and candidate.prefill_tokens >= shape.prefill_tokens
                 and (shape.decode_rows == 0 or candidate.tokens_per_row == shape.tokens_per_row)
                 and candidate.shares_segments == shape.shares_segments
+                and candidate.shares_prefixes == shape.shares_prefixes
             ):
                 return candidate
         return None
-
-    def capture_missing(self, shape: BatchShape) -> None:
-        """Capture the graph of a shape, in the middle of a run, unless it has been. It waits for the device."""
-        if shape not in self._graphs:
-            self.capture([shape])
 
     def replay(self, shape: BatchShape) -> T:
         """Run the graph of a captured shape. Its output holds until the next replay of any graph."""
         self._graphs[shape].replay()
         return self._outputs[shape]
 
-    def _capture(self, shape: BatchShape, stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _capture_stream(self) -> torch.cuda.Stream:
+        """Return the stream of all captures: the allocator keeps what was freed for the stream that used it."""
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def _capture(self, shape: BatchShape, error_mode: str) -> None:
+        """`error_mode`: "relaxed" lets kernels be loaded, and "thread_local" says where a step does what no graph
+        holds. With both, other threads may wait for the device: a thread posts the outputs of steps."""
         graph = torch.cuda.CUDAGraph()
-        self._prepare(shape)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), _no_garbage_collection():
-            self._run(shape)  # loads and compiles what it launches
-            # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back. Other
-            # threads may wait for the device meanwhile: a thread posts the outputs of steps.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(self._capture_stream()), _no_garbage_collection():
+            # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back.
+            graph.capture_begin(pool=self._pool, capture_error_mode=error_mode)
             try:
                 output = self._run(shape)
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph, output.unowned()
+        self._graphs[shape], self._outputs[shape] = graph, output.unowned()
 
 
 @contextmanager

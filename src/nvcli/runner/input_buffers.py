@@ -15,6 +15,7 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache
+from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 from nvcli.messages import StepInput
@@ -22,6 +23,8 @@ from nvcli.runner.slot_table import unpack_ids
 
 _ALIGN = 32
 """int32 words: the row tensors start at 128 bytes, so that kernels see one alignment."""
+_STEP_FIELDS, _ROW_FIELDS = 5, 7
+"""int32 words of a row: those of `StepRows`, and with those of `ChunkPrefixes`, which few steps have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,7 @@ def exact_shape(step: StepInput) -> BatchShape:
         prefill_rows=len(num_tokens) - num_decodes,
         prefill_tokens=int(num_tokens[num_decodes:].sum()),
         shares_segments=step.shares_segments,
+        shares_prefixes=bool(step.shared_prefixes),
     )
 
 
@@ -75,7 +79,7 @@ class InputBuffers:
             sample_slots=ints(max_logits, dtype=torch.int64),
             sample_positions=ints(max_logits),
         )
-        words = 5 * _aligned(max_rows + 2)
+        words = _ROW_FIELDS * _aligned(max_rows + 2)
         self._rows = ints(words)
         # A GPU's copy reads the staged rows later, when the stream gets there.
         self._staging = [
@@ -104,7 +108,7 @@ class InputBuffers:
         """
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         size = _aligned(num_rows + 2)
-        slots, counts, num_logits_of, starts, kept = self._rows[: 5 * size].view(5, size)
+        slots, counts, num_logits_of, starts, kept, ends, group_ends = self._rows[: _ROW_FIELDS * size].view(-1, size)
         rows = StepRows(
             slots=slots[: num_rows + 1],
             num_tokens=counts[: num_rows + 1],
@@ -134,6 +138,9 @@ class InputBuffers:
             kv_cache=kv_cache,
             backend=backend,
             segments=segments if shape.shares_segments else None,
+            prefixes=ChunkPrefixes(ends=ends[:num_rows], group_ends=group_ends[:num_rows])
+            if shape.shares_prefixes
+            else None,
         )
         return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, dtype=np.int32))
 
@@ -148,9 +155,9 @@ class InputBuffers:
 
         self._staging = self._staging[1:] + self._staging[:1]
         size = _aligned(num_rows + 2)
-        staged = self._staging[0].numpy()[: 5 * size].reshape(5, size)
+        staged = self._staging[0].numpy()[: _num_fields(shape) * size].reshape(-1, size)
         staged[:] = 0
-        slots, num_tokens, num_logits, starts, kept = staged
+        slots, num_tokens, num_logits, starts, kept = staged[:_STEP_FIELDS]
         slots[: num_rows + 1] = self._state.padding_slot
         slots[places] = step_slots
         num_tokens[num_decodes:first_prefill] = shape.tokens_per_row
@@ -160,6 +167,13 @@ class InputBuffers:
         np.cumsum(num_tokens[: num_rows + 1], out=starts[1 : num_rows + 2])
         np.cumsum(num_logits[: num_rows + 1], out=kept[1 : num_rows + 2])
         kept[num_rows + 1] = len(batch.inputs.logits_rows)  # the rest is padding
+        if shape.shares_prefixes:
+            ends, group_ends = staged[_STEP_FIELDS:]
+            group_ends[:num_rows] = np.arange(num_rows)
+            for row, count, num_keys in unpack_ids(step.shared_prefixes).reshape(-1, 3):
+                first = row + first_prefill - num_decodes
+                ends[first : first + count] = num_keys
+                group_ends[first] = first + count
 
         seq_lens = num_tokens[:num_rows].copy()
         seq_lens[places] = unpack_ids(step.seq_lens)
@@ -168,8 +182,14 @@ class InputBuffers:
 
     def load(self, batch: StepBatch) -> None:
         """Bring the rows that were staged last to the device. It does not wait for the copy."""
-        words = 5 * _aligned(batch.forward.shape.num_rows + 2)
+        shape = batch.forward.shape
+        words = _num_fields(shape) * _aligned(shape.num_rows + 2)
         self._rows[:words].copy_(self._staging[0][:words], non_blocking=True)
+
+
+def _num_fields(shape: BatchShape) -> int:
+    """Return how many fields of its rows a step brings to the device."""
+    return _ROW_FIELDS if shape.shares_prefixes else _STEP_FIELDS
 
 
 def _aligned(words: int) -> int:

@@ -53,7 +53,7 @@ from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
 from nvcli.runner.warm_up import warm_up_steps
-from nvcli.sizing.graph_sizes import step_graph_sizes
+from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
@@ -106,6 +106,7 @@ class ModelRunner:
             group_windows=[group.window for group in self._kv_groups],
             state_groups=[number for number, group in enumerate(self._kv_groups) if group.is_state],
             reads_segments=self._max_shared_rows > 0,
+            prefix_tile_tokens=self._prefix_tile_tokens,
             group_token_bytes=[self._kv_spec.token_bytes(group) for group in range(self._kv_spec.num_groups)],
             seconds=self._seconds,
             notes=self._notes,
@@ -195,6 +196,7 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
+            max_model_len=config.max_model_len,
             batch_invariant=config.batch_invariant,
             has_states=any(isinstance(layer, StateSpec) for layer in self.model.cache_layers),
             max_shared_rows=config.max_shared_rows,
@@ -202,6 +204,7 @@ class ModelRunner:
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
         self._max_shared_rows = config.max_shared_rows if self.backend.reads_segments else 0
+        self._prefix_tile_tokens = self.backend.prefix_tile_tokens if config.max_shared_rows else 0
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
         self._kv_spec = KVCacheSpec.of_layers(
@@ -221,9 +224,20 @@ class ModelRunner:
             shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
             self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
         # Few jobs need these: they are captured when they are first used, and their memory is set aside.
-        shares = self._max_shared_rows > 1
         self._shared_shapes = [
-            replace(shape, shares_segments=True) for shape in self._graph_shapes if shares and shape.decode_rows > 1
+            replace(shape, shares_segments=True)
+            for shape in self._graph_shapes
+            if may_share(shape.decode_rows, self._max_shared_rows)
+        ]
+        # Chunks that share prefixes are short, so there may be many of them.
+        most_shared = config.max_shared_rows if self._prefix_tile_tokens else 0
+        most_tokens = launch_bound_tokens(self.model_config, config.tensor_parallel_size)
+        self._shared_shapes += [
+            replace(shape, shares_prefixes=True, prefill_rows=min(config.max_num_seqs, shape.prefill_tokens))
+            for shape in self._graph_shapes + self._shared_shapes
+            if may_share_prefixes(
+                (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
+            )
         ]
 
     def _make_slots(self) -> None:
@@ -260,7 +274,8 @@ class ModelRunner:
         num_tokens = num_tokens if on_gpu else min(num_tokens, _CPU_WARM_UP_TOKENS)
         num_seqs = self.config.max_num_seqs if on_gpu else 1
         num_sharing = min(num_seqs, self._max_shared_rows)
-        for step in warm_up_steps(self.config, num_tokens, num_seqs, num_sharing):
+        shares_prefixes = num_sharing > 1 and self._prefix_tile_tokens > 0
+        for step in warm_up_steps(self.config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
             try:
                 self.launch(step)
             except MemoryError as error:
@@ -309,7 +324,7 @@ class ModelRunner:
         self.steps = self._make_steps()
 
     def _make_steps(self) -> StepRunner:
-        """What runs steps over this rank's tables and cache, without graphs."""
+        """Make what runs steps over this rank's tables and cache, without graphs."""
         config = self.config
         return StepRunner(
             self.model,

@@ -133,14 +133,9 @@ class PromptReader:
         for first in range(0, len(plan.scored), LOGITS_ROWS):
             rows = slice(first, first + LOGITS_ROWS)
             logits = self._model.compute_logits(hidden[plan.scored[rows]])
-            size = logits.shape[1]
-            start = min(self._group.rank * size, vocab_size)
+            shard, start = self._group.without_padding(logits, vocab_size)
             scores = shard_scores(
-                logits[:, : min(size, vocab_size - start)],
-                plan.targets[rows],
-                start=start,
-                num_top=num_top,
-                batch_invariant=self._batch_invariant,
+                shard, plan.targets[rows], start=start, num_top=num_top, batch_invariant=self._batch_invariant
             )
             floats = torch.cat([scores.log_sum[:, None], scores.target[:, None], scores.top], dim=1)
             packed[rows] = torch.cat([floats.view(torch.int32), scores.top_ids], dim=1)

@@ -120,7 +120,7 @@ class Sampler:
         columns = self._table.columns
         if self._group.size == 1:
             return sample(logits[:, : self._vocab_size], columns, slots, positions)
-        shard, start = self._shard(logits)
+        shard, start = self._group.without_padding(logits, self._vocab_size)
         return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
     def sample_fully(
@@ -141,7 +141,7 @@ class Sampler:
         """
         if not needs.needs_whole_logits:
             if masks is not None:
-                shard, start = self._shard(logits)
+                shard, start = self._group.without_padding(logits, self._vocab_size)
                 self._mask(shard, needs, self._group.broadcast(masks), start)
             return self._sample_limited(logits, slots, positions, needs), None
         whole = self._group.gather(logits)
@@ -177,7 +177,7 @@ class Sampler:
         if self._group.size == 1 or needs.is_simple:
             return self.sample(logits, slots, positions)
         columns = self._table.columns
-        shard, start = self._shard(logits)
+        shard, start = self._group.without_padding(logits, self._vocab_size)
         packed, lists = shard_candidates(shard, columns, slots, positions, start=start)
         return choose_candidates(self._group.max(packed), self._group.all_gather(lists), columns, slots, positions)
 
@@ -185,12 +185,6 @@ class Sampler:
         """Apply masks [n, W] to the constrained rows of logits [N, M] of the tokens from `start` on, in place."""
         (rows,) = self._slots.upload(needs.rows(SamplingFlag.CONSTRAINED))
         apply_token_mask(logits, rows, masks, start=start)
-
-    def _shard(self, logits: Tensor) -> tuple[Tensor, int]:
-        """Return this rank's logits without padding, and the first token that they belong to."""
-        size = logits.shape[1]
-        start = min(self._group.rank * size, self._vocab_size)
-        return logits[:, : min(size, self._vocab_size - start)], start
 
     def _share(self, slots: Tensor, ids: Tensor | None) -> Tensor:
         """Bring rank 0's ids to every rank. The other ranks give None."""

@@ -76,9 +76,7 @@ class SamplingTable:
         """[S], how many entries of `adjusted_ids` count."""
 
     def fill(self, new_slots: Sequence[NewSlot], upload: Uploader) -> None:
-        """Take in the parameters of requests that enter slots."""
-        if not new_slots:
-            return
+        """Take in the parameters of requests that enter slots, at least one."""
         samplings = [new.sampling for new in new_slots]
         slots = np.array([new.slot for new in new_slots])
         floats = np.array([[getattr(s, name) for s in samplings] for name in _FLOATS], dtype=np.float32)

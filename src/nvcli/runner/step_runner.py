@@ -150,12 +150,9 @@ class StepRunner:
         shape = exact_shape(step)
         reads = self._reader.plan(step) if step.reads else None
         padded = None if self._graphs is None or reads is not None else self._graphs.padded_shape(shape)
-        if padded is not None and padded.shares_segments:
-            assert self._graphs is not None
-            self._graphs.capture_missing(padded)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch)
-        self._backend.plan(batch.forward)
+        self._plan(batch, padded)
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
         self._slots.apply(step)
@@ -198,6 +195,15 @@ class StepRunner:
         is_graph = padded is not None
         return PendingStep(step.step_id, host_ids, logprobs, step_time, is_graph, output.readings, failed_rows)
 
+    def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
+        """Plan a step on the host, and capture the graph of its padded shape where that was not done at the start."""
+        if padded is None or self._graphs is None or self._graphs.has_captured(padded):
+            self._backend.plan(batch.forward)
+            return
+        self._backend.prepare_capture(batch.forward)
+        self._backend.plan(batch.forward)
+        self._graphs.capture_late(padded)
+
     def _compute(self, batch: StepBatch, *, sample: bool, reads: ReadPlan | None = None) -> StepLogits | StageOutput:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
         and puts them into the slot table. `reads` is what it reads of prompts."""
@@ -224,30 +230,26 @@ class StepRunner:
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
         """Make views for a step without padding."""
         num_logits = int(unpack_ids(step.num_logits).sum())
-        return self._buffers.batch(
-            shape,
-            num_logits,
-            self._kv_cache,
-            self._backend,
-            needs_all_logits=num_logits == shape.num_tokens,
-            segments=self._slots.segments,
-        )
+        return self._make_views(shape, num_logits, needs_all_logits=num_logits == shape.num_tokens)
 
     def _padded_batch(self, shape: BatchShape) -> StepBatch:
         """Return the views for the graph of a shape, which are made once."""
         batch = self._graph_batches.get(shape)
         if batch is None:
             num_logits = self._buffers.num_logits(shape)
-            batch = self._buffers.batch(
-                shape,
-                num_logits,
-                self._kv_cache,
-                self._backend,
-                needs_all_logits=shape.prefill_rows == 0,
-                segments=self._slots.segments,
-            )
+            batch = self._make_views(shape, num_logits, needs_all_logits=shape.prefill_rows == 0)
             self._graph_batches[shape] = batch
         return batch
+
+    def _make_views(self, shape: BatchShape, num_logits: int, *, needs_all_logits: bool) -> StepBatch:
+        return self._buffers.batch(
+            shape,
+            num_logits,
+            self._kv_cache,
+            self._backend,
+            needs_all_logits=needs_all_logits,
+            segments=self._slots.segments,
+        )
 
     def _to_host(self, ids: Tensor) -> Tensor:
         """Start a copy to the host, which is complete when the step is."""

@@ -13,12 +13,15 @@ _MIDDLING_TOKENS = 512
 """A number between the few and the many rows of `kernels/linear.py`, each of which have a product of their own."""
 
 
-def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int) -> Iterator[StepInput]:
+def warm_up_steps(
+    config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int, *, shares_prefixes: bool = False
+) -> Iterator[StepInput]:
     """Yield steps with `num_tokens` and with at most 512 prompt tokens, each in as few requests as possible, then one
     that decodes `num_seqs` requests. The first one also scores all of its tokens.
 
     Where `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with
-    so many requests and with two: few rows have launches of their own.
+    so many requests and with two: few rows have launches of their own. With `shares_prefixes` the last step has two
+    chunks behind a block that they share.
     """
     yield _step(-5, _prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     if num_tokens > _MIDDLING_TOKENS:
@@ -28,6 +31,8 @@ def warm_up_steps(config: EngineConfig, num_tokens: int, num_seqs: int, num_shar
     if num_sharing > 1:
         yield _step(-2, [1] * num_sharing, num_decodes=num_sharing, shares_segments=True)
         yield _step(-1, [1, 1], num_decodes=2, shares_segments=True)
+    if shares_prefixes and config.block_size < config.max_model_len:
+        yield _step(-1, [1, 1], num_decodes=0, num_shared=config.block_size)
 
 
 def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
@@ -38,26 +43,33 @@ def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
 
 
 def _step(
-    step_id: int, lens: list[int], *, num_decodes: int, is_scored: bool = False, shares_segments: bool = False
+    step_id: int,
+    lens: list[int],
+    *,
+    num_decodes: int,
+    is_scored: bool = False,
+    shares_segments: bool = False,
+    num_shared: int = 0,
 ) -> StepInput:
     """The tokens come with the step, and each slot gets the null block, so that what takes them in is loaded too; so do
-    a segment without keys and word that a slot has none, which leave the tables as they are."""
+    a segment without keys and word that a slot has none, which leave the tables as they are. `num_shared`: keys that
+    all requests begin with, and that are in the cache."""
     slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
         step_id=step_id,
-        new_slots=[NewSlot(slot=slot, num_cached_tokens=0, sampling=_SAMPLING) for slot in slots],
+        new_slots=[NewSlot(slot=slot, num_cached_tokens=num_shared, sampling=_SAMPLING) for slot in slots],
         block_groups=nothing,
         block_slots=pack(slots),
         block_columns=nothing,
         block_ids=nothing,
         token_slots=pack(slots),
-        token_starts=nothing,
+        token_starts=pack([num_shared] * len(lens)),
         token_counts=pack(lens),
         token_ids=pack([0] * sum(lens)),
         slots=pack(slots),
         num_tokens=pack(lens),
         num_logits=pack([1] * len(lens)),
-        seq_lens=pack(lens),
+        seq_lens=pack(num_shared + length for length in lens),
         num_decodes=num_decodes,
         reads=[PromptRead(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)]
         if is_scored
@@ -65,4 +77,5 @@ def _step(
         segments=pack([0, 1, 0, 0, 0]) if shares_segments else b"",
         slot_segments=pack([0, 0, 0]) if shares_segments else b"",
         shares_segments=shares_segments,
+        shared_prefixes=pack([0, len(lens), num_shared]) if num_shared else b"",
     )

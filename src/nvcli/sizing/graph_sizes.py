@@ -50,12 +50,12 @@ def decode_sizes(max_num_decodes: int) -> list[int]:
 
 def default_batched_tokens(model: ModelConfig, device: Literal["cpu", "cuda"]) -> int:
     """Return the most tokens of a step, where the configuration leaves it open."""
-    is_small = device == "cuda" and _launch_bound_tokens(model) >= _BATCHED_TOKENS
+    is_small = device == "cuda" and launch_bound_tokens(model) >= _BATCHED_TOKENS
     return _SMALL_MODEL_BATCHED_TOKENS if is_small else _BATCHED_TOKENS
 
 
-def _launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
-    """Tokens of a step that takes the GPU as long as launching its kernels one by one takes the host."""
+def launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
+    """Return the tokens of a step that takes the GPU as long as launching its kernels one by one takes the host."""
     costs = model_costs(model, model.dtype, tensor_parallel_size=tensor_parallel_size)
     seconds = sum(
         _EXPERTS_LAUNCH_SECONDS if isinstance(layer.mlp, ExpertsConfig) else _LAUNCH_SECONDS for layer in model.layers
@@ -69,8 +69,21 @@ def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize
         max_num_seqs=config.max_num_seqs,
         max_num_decodes=config.max_num_decodes,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        launch_bound_tokens=_launch_bound_tokens(model, config.tensor_parallel_size),
+        launch_bound_tokens=launch_bound_tokens(model, config.tensor_parallel_size),
     )
+
+
+def may_share(decode_rows: int, max_shared_rows: int) -> bool:
+    """Whether a size has a second graph, for steps in which decode rows share segments of keys. A run in which up to
+    `max_shared_rows` rows may share (0: none) captures it when it is first used."""
+    return max_shared_rows > 0 and decode_rows > 1
+
+
+def may_share_prefixes(size: GraphSize, max_shared_rows: int, launch_bound_tokens: int) -> bool:
+    """Whether a size has graphs for steps in which prefill chunks share prefixes, captured likewise. Larger steps than
+    `launch_bound_tokens` are launched in less time than they take, and most such steps are large."""
+    _, prefill_rows, prefill_tokens = size
+    return max_shared_rows > 0 and prefill_rows > 1 and prefill_tokens <= launch_bound_tokens
 
 
 def graph_sizes(

@@ -6,6 +6,7 @@ Weights and the KV cache's blocks are exact. The other items follow formulas who
 
 from __future__ import annotations
 
+from nvcli.attention.kv_layout import SCRATCH_UNIT, scratch_tokens
 from nvcli.config import EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.messages import MemoryUse
@@ -13,7 +14,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.layer_config import AttentionConfig, DeltaNetConfig, ExpertsConfig, MLPConfig
-from nvcli.sizing.graph_sizes import step_graph_sizes
+from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
@@ -156,18 +157,24 @@ def _sampling(config: EngineConfig, model: ModelConfig) -> int:
 
 def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     """All graphs share the memory of the largest, and each has some of its own. Logits find room among activations that
-    are larger than they are."""
+    are larger than they are. Graphs of steps that share segments or prefixes count, as memory is set aside for them."""
     sizes = step_graph_sizes(config, model)
     decode_rows, _, prefill_tokens = sizes[0]
     activations = _activations(config, model, decode_rows + prefill_tokens)
     sampling = _sampling(config, model) if samples else 0
     shared = activations if activations > sampling else activations + sampling
-    return shared + len(sizes) * _BYTES_PER_GRAPH
+    most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
+    num_graphs = sum(
+        (1 + may_share(size[0], config.max_shared_rows))
+        * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
+        for size in sizes
+    )
+    return shared + num_graphs * _BYTES_PER_GRAPH
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
-    """The slot table with its block tables, the rotary table and workspaces; with several ranks the buffers for sums,
-    and with stages one buffer for what arrives and one for what is sent."""
+    """The slot table with its block tables, the rotary table, workspaces and copies of keys; with several ranks the
+    buffers for sums, and with stages one buffer for what arrives and one for what is sent."""
     tokens = (config.max_num_seqs + 1) * config.max_model_len * 4
     tables = len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
@@ -178,4 +185,19 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
     tensors = 1 if config.tensor_parallel_size == 1 else 2
     links = ends * tensors * config.max_padded_tokens * row_bytes
     angles = config.max_model_len * model.decoder.angles_per_position * 4
-    return tokens + tables + sums + links + angles + _WORKSPACE_BYTES
+    return tokens + tables + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
+
+
+def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
+    """The bytes of the copies of FP8 keys and values in bfloat16 which the kernel for Hopper GPUs attends to, where
+    `kernels/triton/prefill_choice.py` takes it. Other GPUs have none, and as much more room as is planned for it."""
+    backend = config.attention_backend.partition(":")[0]
+    takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
+    if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
+        return 0
+    kinds = [layer.attends for layer in model.decoder.layer_kinds]
+    shapes = {(kind.kv_heads_per_rank(config.tensor_parallel_size), kind.head_dim) if kind else None for kind in kinds}
+    if len(shapes) > 1 or not any(kind and kind.window is None and kind.head_dim in (64, 128) for kind in kinds):
+        return 0
+    elements = max(num_heads * head_dim for num_heads, head_dim in filter(None, shapes))
+    return 2 * scratch_tokens(config.max_model_len, config.max_padded_rows) * elements * DTYPE_BYTES[config.dtype]

@@ -18,11 +18,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
-from nvcli.kernels.triton.fp8_kv import load_scales
+from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales, numbers_of_words
+from nvcli.kernels.triton.gluon_version import has_known_gluon
 
 LOG2_E = 1.4426950408889634
+_DIRECT_TILE = 32
+"""Keys of a tile of `fp8_decode_attention.py`: with 64, registers are spilled."""
+_FEW_LONG_ROWS = 32
+"""Up to this many rows there are too few programs of `fp8_decode_attention.py` to fill a GPU. An H200 takes 97 µs here
+and 114 there for 16 rows of 8,192 keys, 55 and 53 for 64 of 900, 61 and 51 for 128 of 600, 147 and 126 for 256 of 860,
+625 and 597 for 1,024 of 1,100; in bfloat16 138, 76, 80, 225 and 1,022."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -82,6 +90,7 @@ def decode_attention_kernel(
     PADDED_GROUP: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    ON_GPU: tl.constexpr,  # false in the interpreter
 ):
     """Program (KV head, entry of the work list)."""
     kv_head = tl.program_id(0)
@@ -121,12 +130,12 @@ def decode_attention_kernel(
     query = tl.load(q + row.to(tl.int64) * q_stride + head_offset, mask=in_group[:, None], other=0.0)
     if IS_FP8:
         query, query_scale = float16_query(query)
+        query_scale = query_scale * scale_log2
     else:
         query = query.to(k_cache.dtype.element_ty)
 
     highest = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     weight_sum = tl.zeros([PADDED_GROUP], tl.float32)
-    acc = tl.zeros([PADDED_GROUP, HEAD_DIM], tl.float32)
     if HAS_SINKS:
         # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
         is_first = tl.load(item + 5) == 0
@@ -137,6 +146,14 @@ def decode_attention_kernel(
         # The sum of values has a maximum of its own, of the scores with the values' scales: so weights times scales of
         # whatever size are numbers up to 1.
         highest_scaled = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
+        # Values are read as words of four dimensions, whose sums stand apart: byte i of a word goes to sum i.
+        words = tl.arange(0, HEAD_DIM // 4)
+        acc0 = tl.zeros([PADDED_GROUP, HEAD_DIM // 4], tl.float32)
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+    else:
+        acc = tl.zeros([PADDED_GROUP, HEAD_DIM], tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=NUM_STAGES):
         keys = start + lanes
         is_key = keys < end
@@ -160,9 +177,9 @@ def decode_attention_kernel(
         key = tl.load(k_cache + cache_offset, mask=is_key[:, None], other=0.0)
         if IS_FP8:
             key = key.to(query.dtype)
-        scores = tl.dot(query, key.T, input_precision="ieee") * scale_log2
-        if IS_FP8:
-            scores = scores * query_scale[:, None] * key_scale.to(tl.float32)[None, :]
+        scores = tl.dot(query, key.T, input_precision="ieee")
+        unit = query_scale[:, None] * key_scale.to(tl.float32)[None, :] if IS_FP8 else scale_log2
+        scores = scores * unit
         if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_key[None, :], scores, -float("inf"))
@@ -170,18 +187,26 @@ def decode_attention_kernel(
         decay = tl.exp2(highest - new_highest)
         weights = tl.exp2(scores - new_highest[:, None])
         weight_sum = weight_sum * decay + tl.sum(weights, 1)
-        value = tl.load(v_cache + cache_offset, mask=is_key[:, None], other=0.0)
         if IS_FP8:
-            scores = scores + tl.log2(value_scale.to(tl.float32))[None, :]
+            scores = scores + log2_of_scales(value_scale, ON_GPU)[None, :]
             new_highest_scaled = tl.maximum(highest_scaled, tl.max(scores, 1))
-            decay = tl.exp2(highest_scaled - new_highest_scaled)
-            weights = tl.exp2(scores - new_highest_scaled[:, None])
+            decay = tl.exp2(highest_scaled - new_highest_scaled)[:, None]
+            weights = tl.exp2(scores - new_highest_scaled[:, None]).to(query.dtype)
             highest_scaled = new_highest_scaled
-            value = value.to(query.dtype)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+            word_offset = (row_offset // 4)[:, None] + words[None, :]
+            value = tl.load(v_cache.to(tl.pointer_type(tl.int32)) + word_offset, mask=is_key[:, None], other=0)
+            value0, value1, value2, value3 = numbers_of_words(value, query.dtype, ON_GPU)
+            acc0 = tl.dot(weights, value0, acc0 * decay, input_precision="ieee")
+            acc1 = tl.dot(weights, value1, acc1 * decay, input_precision="ieee")
+            acc2 = tl.dot(weights, value2, acc2 * decay, input_precision="ieee")
+            acc3 = tl.dot(weights, value3, acc3 * decay, input_precision="ieee")
+        else:
+            value = tl.load(v_cache + cache_offset, mask=is_key[:, None], other=0.0)
+            acc = acc * decay[:, None]
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         highest = new_highest
     if IS_FP8:
+        acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(PADDED_GROUP, HEAD_DIM)
         acc = acc * tl.where(highest_scaled > -float("inf"), tl.exp2(highest_scaled - highest), 0.0)[:, None]
     if segment_out is not None:
         # A row's first chunk alone adds what was attended in segments, too.
@@ -262,11 +287,32 @@ def _reduce_chunks(
 
 def _num_warps(head_dim: int, kv_dtype: torch.dtype) -> int:
     """Choose the warps of a program. Tiles in FP8 stand in registers twice, as they are read and as they are
-    multiplied, so large heads take more warps. Heads of 128 with 256 rows of 860 keys take an H200 183 µs with two
-    warps and 218 with four; in bfloat16 225.
+    multiplied, so large heads take more warps.
     """
     num_warps = 2 if head_dim <= 256 else 4
     return 2 * num_warps if kv_dtype == torch.float8_e4m3fn and head_dim > 128 else num_warps
+
+
+def _load_direct_kernel(
+    head_dim: int, group: int, *, align: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> JITFunction[...] | None:
+    """Load the kernel of `fp8_decode_attention.py` if it serves such heads, `group` query heads for each KV head, in
+    chunks that begin at multiples of `align`, which divides the size of a block."""
+    serves = (
+        kv_dtype == torch.float8_e4m3fn
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+        and has_known_gluon()
+        and head_dim in (64, 128)
+        and group <= 8
+        and align % _DIRECT_TILE == 0
+        and dtype.itemsize == 2
+    )
+    if not serves:
+        return None
+    from nvcli.kernels.triton.fp8_decode_attention import fp8_decode_attention_kernel
+
+    return fp8_decode_attention_kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +353,10 @@ class DecodeAttention:
         self._head_dim, self._block_size = head_dim, block_size
         self._tile = min(64, max(16, _TILE_BYTES // (head_dim * dtype.itemsize)))
         self._num_warps = _num_warps(head_dim, kv_dtype)
+        self._align = self._tile if block_size % self._tile == 0 else 1
+        self._direct_kernel = _load_direct_kernel(
+            head_dim, self._group, align=self._align, dtype=dtype, kv_dtype=kv_dtype, device=device
+        )
         self._max_rows, self._device = max_rows, device
         self._lists = {window: self.work_list(window) for window in windows}
         max_partials = max(work_list.max_partials for work_list in self._lists.values())
@@ -321,7 +371,7 @@ class DecodeAttention:
             window=window,
             num_kv_heads=self._num_kv_heads,
             tile=self._tile,
-            align=self._tile if self._block_size % self._tile == 0 else 1,
+            align=self._align,
             max_rows=self._max_rows,
             device=self._device,
         )
@@ -359,7 +409,8 @@ class DecodeAttention:
         num_stages = 2 if is_full_tile and num_rows > FEW_ROWS else 3
         assert k_cache.stride() == v_cache.stride()
         assert k_cache.stride()[1:] == (self._num_kv_heads * self._head_dim, self._head_dim, 1)
-        decode_attention_kernel[(self._num_kv_heads, work_list.capacity(num_rows))](
+        grid = (self._num_kv_heads, work_list.capacity(num_rows))
+        arguments = (
             q,
             k_cache,
             v_cache,
@@ -378,18 +429,28 @@ class DecodeAttention:
             scale * LOG2_E,
             q.stride(0),
             block_tables.stride(0),
-            NUM_KV_HEADS=self._num_kv_heads,
-            GROUP=self._group,
-            HEAD_DIM=self._head_dim,
-            BLOCK_SIZE=self._block_size,
-            BLOCK_STRIDE=k_cache.stride(0),
-            HAS_WINDOW=window is not None,
-            SOFT_CAP=0.0 if soft_cap is None else soft_cap * LOG2_E,
-            HAS_SINKS=sinks is not None,
+        )
+        constants = {
+            "NUM_KV_HEADS": self._num_kv_heads,
+            "GROUP": self._group,
+            "HEAD_DIM": self._head_dim,
+            "BLOCK_SIZE": self._block_size,
+            "BLOCK_STRIDE": k_cache.stride(0),
+            "HAS_WINDOW": window is not None,
+            "SOFT_CAP": 0.0 if soft_cap is None else soft_cap * LOG2_E,
+            "HAS_SINKS": sinks is not None,
+            "ITEM_FIELDS": ITEM_FIELDS,
+        }
+        if self._direct_kernel is not None and num_rows > _FEW_LONG_ROWS:
+            self._direct_kernel[grid](*arguments, **constants, TILE=_DIRECT_TILE, num_warps=1)
+            return
+        decode_attention_kernel[grid](
+            *arguments,
+            **constants,
             TILE=self._tile,
             PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
-            ITEM_FIELDS=ITEM_FIELDS,
             NUM_STAGES=num_stages,
+            ON_GPU=q.is_cuda,
             num_warps=self._num_warps,
             num_stages=num_stages,
         )

@@ -8,7 +8,7 @@ still are. Rows are laid out as in `prefill_attention.py`, and listed by `prefil
 
 There are as many programs as multiprocessors, and they share out the list, which is sorted by how long a tile takes.
 What a tile's loads, its queries and its result take is hidden behind another tile's work. Of a tile, the keys that not
-all rows see come first, with masks, and then the others without.
+all rows see come first, with masks, and then the others without. Of a prefix that chunks share, all rows see all keys.
 
 `hopper_prefill.py` launches it and says what it serves. Gluon has no interpreter: tests simulate it.
 Shapes: T tokens of all chunks, H query heads, KV heads, G = H / KV, D head_dim.
@@ -48,7 +48,14 @@ def _item(step):
 
 
 @gluon.jit
-def _read_tile(tiles, item, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TILE_FIELDS: gl.constexpr):
+def _read_tile(
+    tiles,
+    item,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    IS_PREFIX: gl.constexpr,
+    TILE_FIELDS: gl.constexpr,
+):
     """Return the slot, the first row, the chunk's first token and its number of tokens, the tokens before the chunk
     (below 0 for tokens that attend to nothing), how many keys are attended without masks, a whole number of tiles, and
     how many are seen by any row, and the request's keys."""
@@ -59,9 +66,14 @@ def _read_tile(tiles, item, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, TIL
     num_tokens = gl.load(tile + 3)
     num_keys = gl.load(tile + 4)
     prefix = num_keys - num_tokens
-    last_token = gl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
-    full = gl.maximum(prefix + first_row // GROUP, 0) // _KEYS * _KEYS
-    end = gl.maximum(prefix + last_token + 1, 0)
+    if IS_PREFIX:
+        # The last tile takes the masks, which it may need at its end.
+        full = gl.maximum(num_keys - 1, 0) // _KEYS * _KEYS
+        end = num_keys
+    else:
+        last_token = gl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
+        full = gl.maximum(prefix + first_row // GROUP, 0) // _KEYS * _KEYS
+        end = gl.maximum(prefix + last_token + 1, 0)
     return slot, first_row, first_token, num_tokens, prefix, full, end, num_keys
 
 
@@ -95,6 +107,7 @@ def _load(
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
+    IS_PREFIX: gl.constexpr,
     TILE_FIELDS: gl.constexpr,
 ):
     """The group that loads: of each tile of rows the keys from `full` to `end`, and then those up to `full`."""
@@ -108,7 +121,7 @@ def _load(
     step = 0
     item = _item(step)
     while item < num_items:
-        slot, _, _, _, _, full, end, num_keys = _read_tile(tiles, item, NUM_KV_HEADS, GROUP, TILE_FIELDS)
+        slot, _, _, _, _, full, end, num_keys = _read_tile(tiles, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS)
         table = block_tables + slot.to(gl.int64) * block_table_stride
         last_key = gl.maximum(num_keys - 1, 0)
         num_masked = gl.maximum(gl.cdiv(end - full, _KEYS), 1)
@@ -190,6 +203,7 @@ def _attend(
     q,
     out,
     sinks,
+    log_sums,
     tiles,
     num_items,
     scale_log2,
@@ -208,6 +222,7 @@ def _attend(
     HEAD_DIM: gl.constexpr,
     SOFT_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
+    IS_PREFIX: gl.constexpr,
     TILE_FIELDS: gl.constexpr,
 ):
     """A group that attends its half of each tile of rows."""
@@ -226,8 +241,8 @@ def _attend(
     step = 0
     item = _item(step)
     while item < num_items:
-        _, first_row, first_token, num_tokens, prefix, full, end, _ = _read_tile(
-            tiles, item, NUM_KV_HEADS, GROUP, TILE_FIELDS
+        _, first_row, first_token, num_tokens, prefix, full, end, num_keys = _read_tile(
+            tiles, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS
         )
         first_head = item % NUM_KV_HEADS * GROUP
         own_row = first_row + SELF * OWN_ROWS
@@ -242,6 +257,8 @@ def _attend(
 
         score_row = own_row + gl.arange(0, OWN_ROWS, score_rows)
         positions = prefix + score_row // GROUP
+        if IS_PREFIX:
+            positions = gl.full([OWN_ROWS], 0, gl.int32, score_rows) + (num_keys - 1)
         lanes = gl.arange(0, _KEYS, gl.SliceLayout(0, of_scores))
         acc = gl.zeros([OWN_ROWS, HEAD_DIM], gl.float32, of_result)
         highest = gl.full([OWN_ROWS], -float("inf"), gl.float32, score_rows)
@@ -319,6 +336,10 @@ def _attend(
         query.store((acc / divisor[:, None]).to(dtype))
         out_offset = ((first_token + token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
         gl.store(out + out_offset[:, None] + dims[None, :], query.load(in_memory), mask=in_chunk)
+        if IS_PREFIX:
+            score_token = score_row // GROUP
+            place = (first_token + score_token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + first_head + score_row % GROUP
+            gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=score_token < num_tokens)
         step += 1
         item = _item(step)
 
@@ -334,6 +355,7 @@ def hopper_prefill_kernel(
     tiles,  # [capacity, TILE_FIELDS] int32
     num_tiles,  # [1] int32
     sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
+    log_sums,  # [T, H] float32, log-sum-exp of the scores, base 2, written with IS_PREFIX
     scale_log2,  # scale × log2(e); positive
     q_stride,
     block_table_stride,
@@ -344,6 +366,7 @@ def hopper_prefill_kernel(
     BLOCK_ROWS: gl.constexpr,
     SOFT_CAP: gl.constexpr,  # soft cap × log2(e); 0: none
     HAS_SINKS: gl.constexpr,
+    IS_PREFIX: gl.constexpr,  # every row sees all keys
     TILE_FIELDS: gl.constexpr,
 ):
     num_items = gl.load(num_tiles) * NUM_KV_HEADS
@@ -372,22 +395,25 @@ def hopper_prefill_kernel(
             (
                 _attend,
                 (
-                    q, out, sinks, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full, v_full,
-                    k_free, v_free, turns, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, TILE_FIELDS,
+                    q, out, sinks, log_sums, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full,
+                    v_full, k_free, v_free, turns, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX,
+                    TILE_FIELDS,
                 ),
             ),
             (
                 _attend,
                 (
-                    q, out, sinks, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full, v_full,
-                    k_free, v_free, turns, 1, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, TILE_FIELDS,
+                    q, out, sinks, log_sums, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full,
+                    v_full, k_free, v_free, turns, 1, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX,
+                    TILE_FIELDS,
                 ),
             ),
             (
                 _load,
                 (
                     k_desc, v_desc, v_cache, block_tables, block_table_stride, tiles, num_items, k_smem, v_smem,
-                    k_full, v_full, k_free, v_free, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, TILE_FIELDS,
+                    k_full, v_full, k_free, v_free, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, IS_PREFIX,
+                    TILE_FIELDS,
                 ),
             ),
         ],

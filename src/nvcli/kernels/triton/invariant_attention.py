@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from nvcli.kernels.triton.invariant_attention_kernel import invariant_attention_kernel
-from nvcli.kernels.triton.prefill_tiles import PrefillTiles
+from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 from nvcli.kernels.triton.split_work_list import MAX_PARTIALS, SPLIT, SplitWorkList
 
 _LOG2_E = 1.4426950408889634
@@ -242,9 +242,9 @@ class PrefillAttention:
         self._launch = _prefill_launch(head_dim, dtype, device)
 
     @property
-    def tile_key(self) -> tuple[int, int]:
-        """(query heads for each KV head, rows of a tile)."""
-        return self._kernel.group, self._launch.rows
+    def tile_key(self) -> TileKey:
+        """What its tiles are."""
+        return TileKey(self._kernel.group, self._launch.rows)
 
     def run(
         self,

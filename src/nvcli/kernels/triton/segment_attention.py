@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.decode_attention import LOG2_E, SegmentResults, float16_query, soft_capped
-from nvcli.kernels.triton.fp8_kv import load_scales
+from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales
 from nvcli.kernels.triton.segment_work_list import TILE_FIELDS, SegmentWorkList
 
 _NOTHING_SEEN = -1e30
@@ -60,6 +60,7 @@ def segment_attention_kernel(
     TILE_FIELDS: tl.constexpr,
     NOTHING_SEEN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    ON_GPU: tl.constexpr,  # false in the interpreter
 ):
     """The programs take the list's entries, with each KV head, in turn."""
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile of keys never straddles blocks, and all of it is shared
@@ -163,7 +164,7 @@ def segment_attention_kernel(
             else:
                 value = tl.load(v_cache + cache_offset, mask=(keys < end)[:, None], other=0.0)
             if IS_FP8:
-                scores = scores * unit + tl.log2(value_scale.to(tl.float32))[None, :]
+                scores = scores * unit + log2_of_scales(value_scale, ON_GPU)[None, :]
                 new_highest_scaled = tl.maximum(highest_scaled, tl.max(scores, 1))
                 reference = new_highest_scaled
                 if HAS_WINDOW:
@@ -312,6 +313,7 @@ class SegmentAttention:
             TILE_FIELDS=TILE_FIELDS,
             NOTHING_SEEN=_NOTHING_SEEN,
             NUM_STAGES=launch.num_stages,
+            ON_GPU=q.is_cuda,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )

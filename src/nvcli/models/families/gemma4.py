@@ -177,8 +177,7 @@ def _rope(config: JsonFile, kind: str, head_dim: int) -> RopeConfig:
 GEMMA4 = Family(
     name="Gemma 4",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    features="heads of two sizes, keys as values, inputs of each layer, experts beside an MLP (26B-A4B, which has not "
-    "run on a GPU yet); the text part",
+    features="heads of two sizes, keys as values, inputs of each layer, experts beside an MLP (26B-A4B); the text part",
     examples=("google/gemma-4-31B-it", "google/gemma-4-26B-A4B-it", "google/gemma-4-E4B-it", "google/gemma-4-E2B-it"),
     read=read,
     ties_embeddings=True,

@@ -1,0 +1,89 @@
+"""PromptHashes: the hashes of prompts' blocks. A beginning that many prompts have in common is hashed once.
+
+Where most of a prompt is in the cache, hashing it is most of the work that it makes. So what was hashed lately is kept
+with its tokens, as *runs* of blocks between the places where prompts part. A prompt is followed from run to run by
+comparing tokens, which is much cheaper, and only what lies behind is hashed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
+
+_MAX_BYTES = 16 * 1024 * 1024
+"""The most memory that runs take, about; the oldest are dropped. In blocks of 64 that is three million tokens, less
+where runs are short."""
+_RUN_BYTES = 512
+_HASH_BYTES = 64
+"""What a run takes beside its tokens and hashes, and what a hash takes, about."""
+
+_Run = tuple[bytes, list[BlockHash]]
+"""The packed tokens of some consecutive blocks, and their hashes."""
+
+
+class PromptHashes:
+    """Chained hashes (`hash_blocks`) of prompts, as one replica sees them."""
+
+    def __init__(self, block_size: int, *, max_bytes: int = _MAX_BYTES) -> None:
+        self.block_size = block_size
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._runs: OrderedDict[tuple[BlockHash, bytes], _Run] = OrderedDict()
+        """By the hash before the run and the tokens of its first block, oldest first."""
+
+    def of(self, token_bytes: bytes) -> list[BlockHash]:
+        """Return the hashes of all full blocks of a prompt of packed int32 tokens. The caller may change the list."""
+        block_bytes = self.block_size * TOKEN_BYTES
+        end = len(token_bytes) // block_bytes * block_bytes
+        hashes: list[BlockHash] = []
+        while (start := len(hashes) * block_bytes) < end:
+            parent = hashes[-1] if hashes else b""
+            key = parent, token_bytes[start : start + block_bytes]
+            run = self._runs.get(key)
+            if run is None:
+                rest = token_bytes[start:end]
+                new = hash_blocks(rest, self.block_size, parent)
+                self._keep(key, (rest, new))
+                return hashes + new
+            tokens, known = run
+            if token_bytes.startswith(tokens, start):
+                hashes += known
+            else:
+                count = _num_equal_blocks(tokens, token_bytes[start:end], block_bytes)
+                hashes += known[:count]
+                self._cut(key, run, count)
+        return hashes
+
+    def _cut(self, key: tuple[BlockHash, bytes], run: _Run, count: int) -> None:
+        """Make two runs of one, of which the first has `count` blocks, so that the next prompt need not look for the
+        place where they part."""
+        tokens, known = run
+        block_bytes = self.block_size * TOKEN_BYTES
+        at = count * block_bytes
+        self._num_bytes -= _size(run)
+        self._keep(key, (tokens[:at], known[:count]))
+        self._keep((known[count - 1], tokens[at : at + block_bytes]), (tokens[at:], known[count:]))
+
+    def _keep(self, key: tuple[BlockHash, bytes], run: _Run) -> None:
+        self._runs[key] = run
+        self._num_bytes += _size(run)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= _size(self._runs.popitem(last=False)[1])
+
+
+def _size(run: _Run) -> int:
+    tokens, hashes = run
+    return len(tokens) + _HASH_BYTES * len(hashes) + _RUN_BYTES
+
+
+def _num_equal_blocks(left: bytes, right: bytes, block_bytes: int) -> int:
+    """Count the leading blocks that two prompts have in common, of which the first is one."""
+    low, high = 1, min(len(left), len(right)) // block_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left.startswith(right[low * block_bytes : middle * block_bytes], low * block_bytes):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,247 @@
+"""Copies of keys and values in 16 bits, made of a cache in FP8 for the prefill chunks of one layer after the other.
+
+A kernel for 16 bits (`hopper_prefill.py`) then attends chunks over an FP8 cache: it reads each key once for every tile
+of queries, and conversion takes longer than its products where every tile does it again. The scratch has a fixed size
+and is divided into units of 64 keys. A request's units stand side by side in it, so its block table is the number of
+its first unit and those behind it. What a unit holds is planned on the GPU once a step, from the list of tiles, and
+depends on no host values: the chunks at the head of the list, those of the longest requests, find room as long as there
+is some. The rest of the list is for a kernel that reads the cache itself.
+
+A copy is a code times its scale, which has up to 12 significant bits, rounded to bfloat16's 8: it is off by 2^-9 of
+itself at most, as any number that a cache in bfloat16 keeps, and e4m3 has rounded it by up to 2^-4 before. float16 has
+the bits but not the range.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.chunk_prefixes import ChunkPrefixes
+from nvcli.kernels.triton.fp8_kv import scale_pointers
+from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles, TileKey, TileList
+
+UNIT = 64
+"""Keys of a unit."""
+_TILES = 1024
+"""Tiles that the planning kernel adds up at a time."""
+_LANES = 128
+"""Units that a program lists at a time."""
+_ROWS = 64
+"""Heads of tokens that a program copies at a time, keys and values alike."""
+_PROGRAMS = 2112
+"""Programs that copy: 16 for each multiprocessor of an H200."""
+
+
+@triton.jit
+def plan_scratch_kernel(
+    tiles,  # [capacity, TILE_FIELDS] int32
+    num_tiles,  # [1] int32
+    copied_tiles,  # the same with the first unit in place of the slot, written for chunks that find room
+    num_copied,  # [1] int32, written: the tiles of these chunks
+    num_units,  # [1] int32, written: the units of their keys
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAX_UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+):
+    """One program. The tiles of a chunk stand side by side, its last rows first."""
+    end = tl.load(num_tiles)
+    units = 0
+    copied = 0
+    copied_units = 0
+    for first in range(0, end, TILES):
+        index = first + tl.arange(0, TILES)
+        is_tile = index < end
+        tile = tiles + index * TILE_FIELDS
+        first_row = tl.load(tile + 1, mask=is_tile, other=0)
+        first_token = tl.load(tile + 2, mask=is_tile, other=0)
+        num_tokens = tl.load(tile + 3, mask=is_tile, other=0)
+        num_keys = tl.load(tile + 4, mask=is_tile, other=0)
+        own_units = tl.cdiv(num_keys, UNIT)
+        begins_chunk = is_tile & (first_row + ROWS >= num_tokens * GROUP)
+        units_so_far = units + tl.cumsum(tl.where(begins_chunk, own_units, 0), 0)
+        finds_room = is_tile & (units_so_far <= MAX_UNITS)
+        copy = copied_tiles + index * TILE_FIELDS
+        # Padding has no units, and must not read behind the table's end.
+        tl.store(copy, tl.where(num_keys > 0, units_so_far - own_units, 0), mask=finds_room)
+        tl.store(copy + 1, first_row, mask=finds_room)
+        tl.store(copy + 2, first_token, mask=finds_room)
+        tl.store(copy + 3, num_tokens, mask=finds_room)
+        tl.store(copy + 4, num_keys, mask=finds_room)
+        units = tl.max(units_so_far, 0)
+        copied += tl.sum(finds_room.to(tl.int32), 0)
+        copied_units = tl.maximum(copied_units, tl.max(tl.where(finds_room, units_so_far, 0), 0))
+    tl.store(num_copied, copied)
+    tl.store(num_units, copied_units)
+
+
+@triton.jit
+def list_units_kernel(
+    tiles,  # [capacity, TILE_FIELDS] int32
+    copied_tiles,  # [capacity, TILE_FIELDS] int32, of `plan_scratch_kernel`
+    num_copied,  # [1] int32
+    units,  # [MAX_UNITS, 2] int32, written: the slot whose keys a unit holds, and which unit of them
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+):
+    """Program (tile): the first tile of a chunk lists its units."""
+    index = tl.program_id(0)
+    tile = tiles + index * TILE_FIELDS
+    slot = tl.load(tile)
+    first_row = tl.load(tile + 1)
+    num_tokens = tl.load(tile + 3)
+    own_units = tl.cdiv(tl.load(tile + 4), UNIT)
+    first_unit = tl.load(copied_tiles + index * TILE_FIELDS)
+    if index < tl.load(num_copied) and first_row + ROWS >= num_tokens * GROUP:
+        for first in range(0, own_units, LANES):
+            unit = first + tl.arange(0, LANES)
+            entry = units + (first_unit + unit) * 2
+            tl.store(entry, tl.zeros([LANES], tl.int32) + slot, mask=unit < own_units)
+            tl.store(entry + 1, unit, mask=unit < own_units)
+
+
+@triton.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
+def fill_scratch_kernel(
+    k_cache,  # [num_blocks, BLOCK_SIZE, KV, D] e4m3, each block's scales behind it
+    v_cache,
+    k_scratch,  # [MAX_UNITS, UNIT, KV, D], written
+    v_scratch,
+    block_tables,  # [slots, ...] int32, rows block_table_stride apart
+    units,  # [MAX_UNITS, 2] int32
+    num_units,  # [1] int32
+    block_table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Programs share out the units, in parts of ROWS heads."""
+    PARTS: tl.constexpr = UNIT * NUM_KV_HEADS // ROWS
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    for item in range(tl.program_id(0), tl.load(num_units) * PARTS, tl.num_programs(0)):
+        unit = item // PARTS
+        slot = tl.load(units + unit * 2).to(tl.int64)
+        start = tl.load(units + unit * 2 + 1) * UNIT
+        block = tl.load(block_tables + slot * block_table_stride + start // BLOCK_SIZE).to(tl.int64)
+        row = item % PARTS * ROWS + rows
+        place = (block * BLOCK_STRIDE + start % BLOCK_SIZE * (NUM_KV_HEADS * HEAD_DIM)) + row * HEAD_DIM
+        places = place[:, None] + dims[None, :]
+        keys = tl.load(k_cache + places)
+        values = tl.load(v_cache + places)
+        offset, head = start % BLOCK_SIZE + row // NUM_KV_HEADS, row % NUM_KV_HEADS
+        k_scales = scale_pointers(k_cache, block, offset, head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE)
+        v_scales = scale_pointers(v_cache, block, offset, head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE)
+        k_scale = tl.load(k_scales).to(tl.float32)
+        v_scale = tl.load(v_scales).to(tl.float32)
+        target = unit.to(tl.int64) * (UNIT * NUM_KV_HEADS * HEAD_DIM) + row * HEAD_DIM
+        targets = target[:, None] + dims[None, :]
+        tl.store(k_scratch + targets, (keys.to(tl.float32) * k_scale[:, None]).to(k_scratch.dtype.element_ty))
+        tl.store(v_scratch + targets, (values.to(tl.float32) * v_scale[:, None]).to(v_scratch.dtype.element_ty))
+
+
+class ScratchTiles(PrefillTiles):
+    """The tiles of a step, and which of them attend to copies in a scratch: those at the head of the list, `num_before`
+    of them. The arguments are those of `PrefillTiles`."""
+
+    def __init__(self, key: TileKey, *, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+        super().__init__(key._replace(is_sorted=False), max_tokens=max_tokens, max_chunks=max_chunks, device=device)
+        self._num_units = key.scratch_units
+        counts = torch.zeros(2, dtype=torch.int32, device=device)
+        self.num_before, self.num_units = counts[:1], counts[1:]
+        self.units = torch.zeros(key.scratch_units, 2, dtype=torch.int32, device=device)
+        """[scratch_units, 2] int32: the slot whose keys each unit holds, and which unit of them."""
+        self.copied = TileList(torch.zeros_like(self.tiles), counts[:1])
+        """The tiles that attend to copies, with the first unit of the request's keys in place of its slot, those that
+        see most keys first."""
+        self._copied_by_chunks = torch.zeros_like(self.tiles)
+
+    def plan(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        slots: Tensor,
+        *,
+        first_chunk: int,
+        num_tokens: int,
+        prefixes: ChunkPrefixes | None = None,
+    ) -> None:
+        assert prefixes is None, "copies have no lists of prefixes"
+        super().plan(query_start_loc, seq_lens, slots, first_chunk=first_chunk, num_tokens=num_tokens)
+        self.copied.capacity = self.capacity
+        plan_scratch_kernel[(1,)](
+            self.tiles,
+            self.num_tiles,
+            self._copied_by_chunks,
+            self.copied.num_tiles,
+            self.num_units,
+            GROUP=self._group,
+            ROWS=self._rows,
+            MAX_UNITS=self._num_units,
+            UNIT=UNIT,
+            TILES=_TILES,
+            TILE_FIELDS=TILE_FIELDS,
+            num_warps=4,
+        )
+        list_units_kernel[(self.capacity,)](
+            self.tiles,
+            self._copied_by_chunks,
+            self.copied.num_tiles,
+            self.units,
+            GROUP=self._group,
+            ROWS=self._rows,
+            UNIT=UNIT,
+            LANES=_LANES,
+            TILE_FIELDS=TILE_FIELDS,
+            num_warps=1,
+        )
+        self._sort(self._copied_by_chunks, self.copied)
+
+
+class PrefillScratch:
+    """Room for the keys and values of `num_units` units in one layer of `num_kv_heads` heads."""
+
+    def __init__(
+        self, *, num_units: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (2, num_units, UNIT, num_kv_heads, head_dim)
+        # Zeros, not empty: a masked value is multiplied by 0, and 0 × NaN is NaN.
+        self.k, self.v = torch.zeros(shape, dtype=dtype, device=device)
+        """[num_units, UNIT, num_kv_heads, head_dim] each."""
+        self.block_table = torch.arange(num_units, dtype=torch.int32, device=device)
+        """[num_units] int32: the block table of a request begins at its first unit."""
+
+    def fill(self, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, tiles: ScratchTiles) -> None:
+        """Copy the keys and values of the units that `tiles` lists. k_cache, v_cache: [num_blocks, block_size, KV, D]
+        e4m3, a block size of whole units; block_tables: [slots, ...] int32, of the layer's KV group."""
+        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        assert block_size % UNIT == 0
+        assert k_cache.stride() == v_cache.stride()
+        assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
+        fill_scratch_kernel[(min(len(self.k) * num_kv_heads, _PROGRAMS),)](
+            k_cache,
+            v_cache,
+            self.k,
+            self.v,
+            block_tables,
+            tiles.units,
+            tiles.num_units,
+            block_tables.stride(0),
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            BLOCK_STRIDE=k_cache.stride(0),
+            UNIT=UNIT,
+            ROWS=_ROWS,
+            num_warps=4,
+        )

@@ -1,0 +1,115 @@
+"""Chunks over an FP8 cache that attend to copies of its keys in 16 bits, and those whose keys find no room there."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from attention_setup import Bench as AnyBench
+from attention_setup import History
+
+from fp8_interpreter import exact_conversions
+from kernel_device import DEVICE, HAS_GPU, MARKS
+from nvcli.attention import triton_backend
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.triton_backend import TritonBackend
+from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.triton import prefill_choice, scratch_prefill
+from nvcli.kernels.triton.prefill_attention import PrefillAttention
+from nvcli.kernels.triton.prefill_scratch import UNIT, ScratchTiles
+from nvcli.kernels.triton.prefill_tiles import TileKey
+from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
+
+pytestmark = MARKS
+__all__ = ["exact_conversions"]
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+
+
+def scratch_kernel(*, has_window: bool, scratch_tokens: int, **options: Any) -> tuple[Any, list[str]]:
+    """What a Hopper GPU would take. Elsewhere the usual kernel attends to the copies, as Gluon has no interpreter."""
+    options = {name: value for name, value in options.items() if name not in ("batch_invariant", "has_plain_blocks")}
+    if has_window:
+        return PrefillAttention(**options), []
+    if HAS_GPU:
+        return ScratchPrefillAttention(scratch_tokens=scratch_tokens, **options), []
+    copies = partial(PrefillAttention, dtype=DTYPE, kv_dtype=DTYPE)
+    with patch.object(scratch_prefill, "HopperPrefillAttention", copies):
+        return ScratchPrefillAttention(scratch_tokens=scratch_tokens, **options), []
+
+
+@pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("scratch_tokens", [6 * UNIT, 64 * UNIT])
+@pytest.mark.parametrize(
+    ("head_dim", "num_kv_heads", "ratio", "block_size", "options"),
+    [
+        (64, 3, 1, 64, {"soft_cap": 0.7}),
+        (128, 2, 4, 128, {"windows": (40, None), "has_sinks": True}),
+    ],
+)
+def test_steps(
+    head_dim: int, num_kv_heads: int, ratio: int, block_size: int, options: dict[str, Any], scratch_tokens: int
+) -> None:
+    """All kinds of steps, with room for some of their keys or for all; the garbage of earlier owners does not count."""
+    with (
+        patch.object(prefill_choice, "prefill_kernel", scratch_kernel),
+        patch.object(triton_backend, "scratch_tokens", return_value=scratch_tokens),
+    ):
+        bench = AnyBench(
+            TritonBackend, head_dim=head_dim, num_kv_heads=num_kv_heads, ratio=ratio, block_size=block_size,
+            dtype=DTYPE, kv_dtype=FP8, device=str(DEVICE), **options,
+        )  # fmt: skip
+    bench.leave_garbage(float("nan"))
+    a, b, c, d = (History() for _ in range(4))
+    bench.step((a, 1), (b, 15), (c, 70))
+    bench.fill(c, 150)
+    bench.step((a, 1), (c, 1), (b, 20))
+    shape = BatchShape(decode_rows=4, prefill_rows=4, prefill_tokens=147)
+    bench.step((a, 1), (b, 1), (c, 40), (d, 100), shape=shape)  # 5 units, and 2
+    bench.step((a, 4), (b, 4), shape=BatchShape(decode_rows=2, tokens_per_row=4))
+
+
+@pytest.mark.parametrize(("num_chunks", "longest"), [(1, 900), (5, 700), (40, 90)])
+def test_plan(num_chunks: int, longest: int) -> None:
+    """Copied tiles are those at the head of the list, every one as it stands there but for the place of its keys; units
+    are listed once for each chunk, side by side; who is left out would have found no room."""
+    rng = random.Random(num_chunks)
+    group, rows = 4, 32
+    counts = [rng.randint(1, longest) for _ in range(num_chunks)] + [0]
+    lens = [count + rng.choice([0, rng.randint(0, 900)]) for count in counts[:-1]] + [0]
+    slots = torch.tensor(rng.sample(range(1000), len(counts)), device=DEVICE)
+    needed = sum(-(-keys // UNIT) for keys in lens)
+    padding = 45
+    starts = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
+    for num_units in (1, needed - 1, needed):
+        key = TileKey(group, rows, scratch_units=max(num_units, 1))
+        tiles = ScratchTiles(key, max_tokens=sum(counts) + padding, max_chunks=len(counts), device=DEVICE)
+        for _ in range(2):  # nothing remains of a step before
+            tiles.plan(
+                starts,
+                torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+                slots,
+                first_chunk=0,
+                num_tokens=sum(counts) + padding,
+            )
+        assert tiles.num_before is not None
+        num_copied, num_listed = int(tiles.num_before), int(tiles.num_units)
+        listed, copied = tiles.tiles.tolist(), tiles.copied.tiles.tolist()
+        held, place = [], 0
+        for i in sorted(range(len(counts)), key=lambda i: (-lens[i], i)):
+            own = -(-lens[i] // UNIT)
+            if place + own > num_units:
+                break
+            held += [[int(slots[i]), unit] for unit in range(own)]
+            place += own
+        assert num_listed == len(held)
+        assert tiles.units[:num_listed].tolist() == held
+        assert (num_copied == int(tiles.num_tiles)) == (num_units >= needed), "padding comes last"
+        moved = [[held.index([tile[0], 0]) if tile[4] else 0, *tile[1:]] for tile in listed[:num_copied]]
+        assert sorted(copied[:num_copied]) == sorted(moved)
+        if num_copied < int(tiles.num_tiles):
+            left = listed[num_copied]
+            assert left[4] == 0 or place + -(-left[4] // UNIT) > num_units

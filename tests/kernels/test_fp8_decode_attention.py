@@ -1,0 +1,124 @@
+"""Decode attention over FP8 that goes straight to registers, simulated on the CPU. On a GPU it is held to attention
+written out by tests/attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gluon_registers import Pointer, block, run
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from nvcli.kernels.triton import fp8_decode_attention
+from nvcli.kernels.triton.decode_work_list import ITEM_FIELDS
+
+
+def numbers(words: Tensor) -> tuple[Tensor, ...]:
+    codes = words.contiguous().as_subclass(Tensor).view(torch.uint8).view(torch.float8_e4m3fn)
+    return tuple(block(x) for x in codes.half().unflatten(-1, (-1, 4)).unbind(-1))
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, cap: float, sinks: Tensor | None) -> Tensor:
+    """q: [H, D]; keys, values: [keys, KV, D] → [H, D]."""
+    group = q.shape[0] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("hd,khd->hk", q, keys) / math.sqrt(q.shape[1])
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None]], dim=1)
+    return torch.einsum("hk,khd->hd", scores.softmax(dim=1)[:, : len(keys)], values)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_size", "window", "soft_cap", "has_sinks"),
+    [(2, 4, 128, 64, None, 0.0, False), (1, 8, 64, 32, 50, 5.0, True), (3, 1, 128, 96, 33, 0.0, True)],
+)
+def test_attention(
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    soft_cap: float,
+    has_sinks: bool,
+) -> None:
+    """Rows of one chunk and of several, and padding; what belongs to no key is NaN."""
+    generator = torch.Generator().manual_seed(0)
+    lens = [1, 64, 201, 333, 0]
+    columns = [-(-num_keys // block_size) for num_keys in lens]
+    num_blocks = sum(columns) + 1
+    blocks = (torch.randperm(sum(columns), generator=generator) + 1).split(columns)
+    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).int()
+    block_stride = block_size * kv_heads * (head_dim + 2)
+    caches, exact = [], []
+    for part in range(2):
+        heads = torch.randn(num_blocks, block_size, kv_heads, head_dim, generator=generator).to(torch.float8_e4m3fn)
+        scales = (torch.rand(num_blocks, block_size, kv_heads, generator=generator) * 10**part + 0.1).bfloat16()
+        exact.append(heads.float() * scales.float()[..., None])
+        for blocks_of_row, num_keys in zip(blocks, lens, strict=True):
+            for index in range(len(blocks_of_row) * block_size):
+                if index >= num_keys or (window is not None and index < num_keys - window):
+                    heads[blocks_of_row[index // block_size], index % block_size] = torch.nan
+                    scales[blocks_of_row[index // block_size], index % block_size] = torch.nan
+        codes = heads.view(torch.uint8).flatten(1)
+        behind = scales.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
+        caches.append(torch.cat([codes, behind], dim=1).flatten())
+    items, partials = [], 0
+    for row, num_keys in enumerate(lens):
+        first_seen = max(0, num_keys - window) if window is not None else 0
+        begins = list(range(first_seen // 64 * 64, max(num_keys, 1), 128)) or [0]
+        for chunk, begin in enumerate(begins):
+            end = min(begin + 128, num_keys)
+            items.append([row, begin, end, len(begins), partials, chunk, row, first_seen])
+        partials += len(begins) if len(begins) > 1 else 0
+    num_heads = kv_heads * group
+    q = torch.randn(len(lens), num_heads, head_dim, generator=generator)
+    sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
+    out = torch.full_like(q, 7.0)
+    arrivals = torch.zeros(len(lens) * kv_heads, dtype=torch.int32)
+    fields = torch.zeros(len(items), ITEM_FIELDS, dtype=torch.int32)
+    fields[:, :8] = torch.tensor(items)
+    run(
+        fp8_decode_attention,
+        "fp8_decode_attention_kernel",
+        (kv_heads, len(items) + 1),
+        {"_numbers_of_keys": numbers, "_numbers_of_values": numbers, "_log2": torch.log2},
+        Pointer(q.flatten()),
+        Pointer(caches[0]),
+        Pointer(caches[1]),
+        Pointer(out.view(-1)),
+        Pointer(tables.flatten()),
+        Pointer(fields.flatten()),
+        Pointer(torch.tensor([len(items)])),
+        Pointer(torch.full((max(partials, 1) * num_heads * head_dim,), torch.nan)),
+        Pointer(torch.full((max(partials, 1) * num_heads,), torch.nan)),
+        Pointer(arrivals),
+        Pointer(q.flatten() if sinks is None else sinks),
+        None,
+        None,
+        None,
+        None,
+        math.log2(math.e) / math.sqrt(head_dim),
+        num_heads * head_dim,
+        tables.shape[1],
+        NUM_KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_STRIDE=block_stride,
+        HAS_WINDOW=window is not None,
+        SOFT_CAP=soft_cap * math.log2(math.e),
+        HAS_SINKS=has_sinks,
+        TILE=32,
+        ITEM_FIELDS=ITEM_FIELDS,
+    )
+    for row, num_keys in enumerate(lens[:-1]):
+        first = max(0, num_keys - window) if window is not None else 0
+        keys, values = (part[blocks[row]].flatten(0, 1)[first:num_keys] for part in exact)
+        expected = attend(q[row], keys, values, soft_cap, sinks)
+        torch.testing.assert_close(out[row], expected, atol=2e-3 * float(expected.norm(dim=-1).max()), rtol=0)
+    assert not out[-1].any(), "padding attends to nothing"
+    assert not arrivals.any()
