@@ -212,9 +212,11 @@ def test_products_run_beside_other_work() -> None:
     ],
 )
 def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: HopperLaunch, dtype: torch.dtype) -> None:
+    """The reference has weights rounded once to the type, as the kernel rounds them. Exact ones give others: where a
+    gate is near 0, the error of its 4,096 rounded weights, times `up`, is more than a product's tolerance."""
     words, scales, values = make(rows, columns, 128)
     x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = F.linear(x.float(), values)
+    expected = F.linear(x.float(), values.to(dtype).float())
     on_device = (x.to(DEVICE), words.to(DEVICE), scales.to(DEVICE), W4Format("integer", 128))
     found = hopper_w4.linear(*on_device, launch)
     found = found.sum(0) if launch.num_parts > 1 else found

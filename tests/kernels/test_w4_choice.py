@@ -48,7 +48,7 @@ def test_ranges(kind: Kind) -> None:
         assert isinstance(choose(kind, rows, dtype=torch.float16), HopperLaunch)
     for rows in (1, least):
         assert choose(kind, rows) == w4_linear.choose_launch(kind, rows)
-    assert choose(kind, most + 1) is None, "the library multiplies many rows"
+    assert choose(kind, 4096) is None, "the library multiplies many rows"
     for other in (
         {"dtype": torch.float32},
         {"format": W4Format("integer", 64)},
@@ -87,7 +87,7 @@ def test_experts(dtype: torch.dtype) -> None:
         patch.object(hopper_w4, "apply_w4_experts", lambda *args: taken.append(args[-2:])),
         patch.object(w4_choice.w4_experts, "apply_w4_experts", lambda *args: taken.append(None)),
     ):
-        for tokens in (4 * least, 4 * least + 1, 4096):
+        for tokens in (4 * least, 4 * least + 1, 8192):
             x = torch.empty(tokens, 64, dtype=dtype)
             routes = Routes(torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2))
             w4_choice.apply_w4_experts(x, routes, weights, scales, GatedActivation(), torch.empty(2, tokens, 64))

@@ -12,7 +12,7 @@ Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
 
 The scales of integers lose 8 bits of 24, those that scales in 16 bits do not have. Products of few rows are exact but
 for the order of their sums: (code - zero) is a number of any half type, and its scale is applied to sums in float32.
-With many rows values are rounded to the type of x, as they are where a weight is kept in it. How many rows are few, and
+With more rows values are rounded to the type of x, as they are where a weight is kept in it. How many rows are few, and
 how products are launched, is in `triton/w4_launches.py`. Shapes: T rows, `in` and `out` features.
 """
 

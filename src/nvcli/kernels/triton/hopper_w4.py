@@ -31,16 +31,14 @@ _BARRIER_BYTES = 1 << 10
 _MOST_STAGES = 6
 _TILE = 4 * _PART
 """The input features of a tile."""
-_ROW_TILES = (16, 32, 64, 128)
+_ROW_TILE = 128
+_BLOCKS = (2, 3, 1)
+"""Of launches that take as long the first one was fastest: it reads less for each product."""
 _MOST_PARTS = 8
-_CYCLES_OF_ROW = 4.0
-"""The matrix units multiply a tile of 64 features by a row of activations in so many cycles."""
-_CYCLES_OF_BLOCK = 220.0
-"""So many it takes to turn the codes of a tile of 64 features into numbers."""
-_BYTES_PER_CYCLE = 26.0
-"""What a multiprocessor reads from the L2 cache while all of them do."""
-_START_CYCLES, _END_CYCLES, _LAUNCH_CYCLES = 3000.0, 1500.0, 3000.0
-"""What goes by before a program's first product, behind its last one for each block, and before another kernel runs."""
+_BLOCK_CYCLES, _END_CYCLES = 1480, 1500
+"""What both groups of a program take for a block each of one tile, and behind the last tile."""
+_BYTES_PER_CYCLE, _LAUNCH_CYCLES = 18, 2400
+"""What parts take until they are added up: how fast a multiprocessor writes and reads them, and another launch."""
 _COPIED = 1024
 """The columns of a row that a program copies."""
 
@@ -56,13 +54,9 @@ def num_stages(launch: HopperLaunch, out_bytes: int, *, is_gated: bool) -> int:
 @lru_cache(maxsize=1024)
 def choose_launch(kind: Kind, num_rows: int, out_features: int, in_features: int, device: torch.device) -> HopperLaunch:
     """Choose the launch that takes the least time, as `cycles` estimates it. `out_features` are those of the result."""
-    row_tiles = [tile for tile in _ROW_TILES if tile < 2 * num_rows or tile == _ROW_TILES[0]][-2:]
     most_parts = 1 if kind == "gated" else max(1, min(_MOST_PARTS, in_features // (2 * _TILE)))
     launches = [
-        HopperLaunch(row_tile, blocks, num_parts)
-        for num_parts in range(1, most_parts + 1)
-        for row_tile in row_tiles
-        for blocks in (1, 2, 3)
+        HopperLaunch(_ROW_TILE, blocks, num_parts) for num_parts in range(1, most_parts + 1) for blocks in _BLOCKS
     ]
     programs = _num_programs(device)
     return min(launches, key=lambda launch: cycles(launch, kind, num_rows, out_features, in_features, programs))
@@ -71,14 +65,15 @@ def choose_launch(kind: Kind, num_rows: int, out_features: int, in_features: int
 def cycles(
     launch: HopperLaunch, kind: Kind, num_rows: int, out_features: int, in_features: int, num_programs: int
 ) -> float:
-    """Estimate the cycles that a product takes: tile by tile what one of `num_programs` multiprocessors multiplies,
-    turns into numbers or reads from the L2 cache, whichever takes longest, and what adding up parts takes."""
+    """Estimate the cycles that a product of tiles of 128 rows takes on `num_programs` multiprocessors, beside what all
+    launches take: what one of them computes, and what adding up parts takes.
+
+    It is within 12 % of 174 products of Qwen3-8B's shapes with 96 to 1,024 rows on an H200, 5 % on average, whose
+    launches waited longer for scales than they do now.
+    """
     features = _GROUPS * launch.blocks * (_BLOCK // 2 if kind == "gated" else _BLOCK)
     programs = -(-num_rows // launch.row_tile) * -(-out_features // features) * launch.num_parts
-    computed = _GROUPS * launch.blocks * max(launch.row_tile * _CYCLES_OF_ROW, _CYCLES_OF_BLOCK)
-    read = 2 * _PART * (4 * launch.row_tile + _GROUPS * launch.blocks * _BLOCK) / _BYTES_PER_CYCLE
-    of_program = _tiles_of_part(in_features, launch) * max(computed, read)
-    of_program += _START_CYCLES + launch.blocks * _END_CYCLES * launch.row_tile / 128
+    of_program = launch.blocks * (_tiles_of_part(in_features, launch) * _BLOCK_CYCLES + _END_CYCLES)
     added = 0.0
     if launch.num_parts > 1:
         added = launch.num_parts * num_rows * out_features * 8 / (num_programs * _BYTES_PER_CYCLE)

@@ -69,10 +69,9 @@ EXPERTS: ExpertRanges = (
     (64, ExpertLaunch(Launch(64, 64, 3, 4), Launch(64, 64, 3, 4))),
     (128, ExpertLaunch(Launch(128, 64, 3, 4), Launch(128, 128, 3, 8))),
 )
-HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 512), "sum": (64, 512), "gated": (64, 512)}
+HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1024), "gated": (64, 1024)}
 """The kernel for Hopper GPUs multiplies more rows than the first number, up to the second one."""
 HOPPER_EXPERTS: tuple[tuple[int, tuple[HopperLaunch, HopperLaunch]], ...] = (
-    (16, (HopperLaunch(64, 3), HopperLaunch(64, 3))),
-    (64, (HopperLaunch(128, 3), HopperLaunch(128, 3))),
+    (512, (HopperLaunch(128, 2), HopperLaunch(128, 2))),
 )
 """Launches of that kernel for gate and up, and down projection, for more rows of an expert on average, ascending."""
