@@ -276,7 +276,7 @@ class ModelRunner:
         num_tokens = num_tokens if on_gpu else min(num_tokens, _CPU_WARM_UP_TOKENS)
         num_seqs = self.config.max_num_seqs if on_gpu else 1
         num_sharing = min(num_seqs, self._max_shared_rows)
-        shares_prefixes = num_sharing > 1 and self._prefix_tile_tokens > 0
+        shares_prefixes = num_seqs > 1 and self._prefix_tile_tokens > 0
         for step in warm_up_steps(self.config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
             try:
                 self.launch(step)
