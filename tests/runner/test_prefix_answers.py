@@ -12,10 +12,12 @@ from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of
 
 from checkpoints import reference_logits_of, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
+from fake_runners import engine_config
 from family_shapes import SHAPES
 from kernel_device import HAS_GPU, INTERPRETED_MARKS
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.demo import demo_path
+from nvcli.engine.client import EngineClient
 from one_rank import make_runner
 
 pytestmark = INTERPRETED_MARKS
@@ -81,3 +83,21 @@ def test_ranks_say_whether_they_gain_by_it(off: str | None, monkeypatch: pytest.
     options: dict[str, Any] = {} if off is None else {off: False}
     runner = make_runner(demo_path(), "cpu", attention_backend="triton", kv_cache_memory=1 << 24, **options)
     assert (runner.ready.prefix_tile_tokens > 0) == (off is None)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="it takes Triton's interpreter")
+@pytest.mark.parametrize(("last_layer", "gains"), [("sliding_attention", False), ("full_attention", True)])
+def test_no_stage_shares_prefixes_where_one_has_windows_alone(last_layer: str, gains: bool, tmp_path: Path) -> None:
+    """A stage could not plan such a step, and would pad it to another shape than the stage before."""
+    layer_types = ["full_attention", "sliding_attention", "sliding_attention", last_layer]
+    path = write_tiny_model(
+        tmp_path / "model", "Ministral", sliding_window=20, num_hidden_layers=4, layer_types=layer_types
+    )
+    config = engine_config(model_path=path, attention_backend="triton", pipeline_parallel_size=2)
+    client = EngineClient.start(config, runner="interpreted_runner:create")
+    try:
+        ready = client.wait_ready()
+        assert ready is not None
+        assert (ready.prefix_tile_tokens > 0) == gains
+    finally:
+        client.close()

@@ -14,6 +14,7 @@ from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of
 
 from checkpoints import write_tiny_model
 from kernel_device import HAS_GPU, INTERPRETED_MARKS
+from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from one_rank import make_runner
 
@@ -87,3 +88,22 @@ def test_a_job_with_shared_segments_launches_nothing_that_is_new(
         assert any((part, True) in found for found in variants)
     # None stands where a launch reads no segments; those of few rows are met when graphs are captured.
     assert {found for found in variants if None not in found} <= warmed_up
+
+
+def test_shared_prefixes_are_warmed_up_where_another_backend_decodes(
+    variants: set[Variant], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that reads no segments, as FlashAttention."""
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda case: [])
+    monkeypatch.setattr(TorchBackend, "reads_segments", False)
+    path = write_tiny_model(tmp_path / "model", num_hidden_layers=1)
+    runner = make_runner(
+        path, "cpu", attention_backend="triton:torch", max_num_seqs=2, max_model_len=32, block_size=16,
+        max_num_batched_tokens=16, kv_cache_memory=1 << 22,
+    )  # fmt: skip
+    assert runner.ready.prefix_tile_tokens > 0
+    variants.clear()
+    runner.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    runner._run_largest_batches()
+    for part in "IS_PREFIX", "IS_REST":
+        assert any((part, True) in found for found in variants)

@@ -204,7 +204,9 @@ class ModelRunner:
         self.backend, notes = select_backend(config.attention_backend, case)
         self._notes += notes
         self._max_shared_rows = config.max_shared_rows if self.backend.reads_segments else 0
-        self._prefix_tile_tokens = self.backend.prefix_tile_tokens if config.max_shared_rows else 0
+        # Stages pad a step to one shape, and a stage whose layers all have windows cannot plan one with prefixes.
+        tile_tokens = self.backend.prefix_tile_tokens if config.max_shared_rows else 0
+        self._prefix_tile_tokens = self._groups.world.min(tile_tokens)
         self._kv_groups = kv_groups(self.model_config, self.stage)
         group_layers = tuple(group.layers for group in self._kv_groups)
         self._kv_spec = KVCacheSpec.of_layers(
@@ -274,7 +276,7 @@ class ModelRunner:
         num_tokens = num_tokens if on_gpu else min(num_tokens, _CPU_WARM_UP_TOKENS)
         num_seqs = self.config.max_num_seqs if on_gpu else 1
         num_sharing = min(num_seqs, self._max_shared_rows)
-        shares_prefixes = num_sharing > 1 and self._prefix_tile_tokens > 0
+        shares_prefixes = num_seqs > 1 and self._prefix_tile_tokens > 0
         for step in warm_up_steps(self.config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
             try:
                 self.launch(step)

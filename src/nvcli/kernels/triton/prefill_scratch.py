@@ -7,9 +7,9 @@ its first unit and those behind it. What a unit holds is planned on the GPU once
 depends on no host values: the chunks at the head of the list, those of the longest requests, find room as long as there
 is some. The rest of the list is for a kernel that reads the cache itself.
 
-A copy is a code times its scale, which has up to 12 significant bits, rounded to bfloat16's 8: it is off by 2^-9 of
-itself at most, as any number that a cache in bfloat16 keeps, and e4m3 has rounded it by up to 2^-4 before. float16 has
-the bits but not the range.
+A copy is a code times its scale, which has up to 12 significant bits, rounded to bfloat16's 8: it is off by 2^-8 of
+itself at most, as any number that a cache in bfloat16 keeps, and e4m3 has rounded it by up to 2^-4 before. float16
+keeps 11 bits but has not the range.
 """
 
 from __future__ import annotations

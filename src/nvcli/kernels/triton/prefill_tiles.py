@@ -7,8 +7,9 @@ in a CUDA graph serves any chunks. Tokens behind the last chunk's, which pad a g
 
 A list may be sorted by how many keys a tile sees, for kernels whose programs share it out in turns, each as many tiles
 as any other (`hopper_prefill_kernel.py`). Their turns are equally long only if neighbours of the list take equally
-long: with eight prompts of 1,024 tokens, listed by chunks, the busiest of 132 programs has 31 % more to do than the
-mean, and 3 % with tiles by their keys.
+long. If a tile costs as much as 512 keys beside those that it sees, then with eight prompts of 1,024 tokens, 32 query
+heads and 8 KV heads, listed by chunks, the busiest of 132 programs has 31 % more to do than the mean, and 3 % with
+tiles by their keys.
 
 In a step whose chunks share prefixes there are three lists more. That of the prefixes takes the chunks of a group for
 one chunk: their tokens stand side by side in the batch, so a tile has rows of several requests. That of the rests has
