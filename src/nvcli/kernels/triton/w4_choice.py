@@ -9,17 +9,15 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.triton import w4_experts, w4_linear
+from nvcli.kernels.triton.gluon_version import has_known_gluon
 from nvcli.kernels.triton.w4_launches import HOPPER_EXPERTS, HOPPER_ROWS, HopperLaunch, Kind, Launch
 from nvcli.kernels.weight_formats import W4Format
 
-_GLUON_VERSION = "3.6"
-"""The version of Triton with whose Gluon, an experimental language, the kernel for Hopper ran on a GPU."""
 _HOPPER_GROUP = 128
 _HOPPER_ALIGNMENT = 16
 
@@ -101,4 +99,4 @@ def _serves(x: Tensor, format: W4Format) -> bool:
 
 @lru_cache(maxsize=64)
 def _has_kernel(device: torch.device) -> bool:
-    return triton.__version__.startswith(f"{_GLUON_VERSION}.") and torch.cuda.get_device_capability(device) == (9, 0)
+    return has_known_gluon() and torch.cuda.get_device_capability(device) == (9, 0)
