@@ -182,18 +182,18 @@ class HashingRunner(CountingRunner):
         if step.shares_segments:
             self.check_segments([slot for slot, _, _ in rows_of(step)[: step.num_decodes]])
         self.check_prefixes(step)
-        starts = [self.lens[slot] for slot, _, _ in rows_of(step)]
-        tokens: list[int] = []
-        counts: list[int] = []
-        bounds = unpack(step.seq_lens)
-        for (slot, num_tokens, num_logits), bound in zip(rows_of(step), bounds, strict=True):
+        rows, bounds = rows_of(step), unpack(step.seq_lens)
+        starts = [self.lens[slot] for slot, _, _ in rows]
+        given: list[list[int]] = [[] for _ in rows]
+        # A real rank stores all keys before it reads any. Here the row that stores them comes before those that read.
+        for row in sorted(range(len(rows)), key=starts.__getitem__):
+            (slot, num_tokens, num_logits), bound = rows[row], bounds[row]
             assert slot in self.slots
             assert self.lens[slot] + num_tokens <= bound, "longer than the upper bound"
             assert self.accept is not None or self.lens[slot] + num_tokens == bound
-            given = self.compute(slot, num_tokens, num_logits)
-            tokens += given
-            if num_logits:
-                counts.append(len(given))
+            given[row] = self.compute(slot, num_tokens, num_logits)
+        tokens = [token for of_row in given for token in of_row]
+        counts = [len(of_row) for of_row, (_, _, num_logits) in zip(given, rows, strict=True) if num_logits]
         if not self.is_output_rank:
             return None
         return Output(

@@ -5,7 +5,9 @@ Time is not measured, which other work on the machine would disturb, but counted
 
 from __future__ import annotations
 
+import random
 import sys
+import tracemalloc
 from collections.abc import Callable
 from types import FrameType
 
@@ -16,7 +18,9 @@ from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
+from nvcli.engine.step_draft import StepDraft, _pack_blocks
 from nvcli.engine.step_recorder import StepRecorder
+from nvcli.messages import pack
 from requests_factory import make_request
 from scheduler_engine import InstantExecutor
 
@@ -70,3 +74,53 @@ def test_a_request_takes_no_more_calls_where_many_share_its_prefix(num_shared: i
     """A short prefix is not worth being read once for all, and a long one is."""
     few, many = (calls_of_an_admitting_step(num_shared, num_requests) for num_requests in (32, 256))
     assert many < 1.1 * few
+
+
+def test_a_block_for_a_long_request_takes_no_more_than_one_for_a_short_one() -> None:
+    tables = LIMITS.empty_tables(BlockManager(10))
+
+    def peak_bytes(column: int) -> int:
+        draft = StepDraft()
+        draft.add_blocks(0, 3, column, [5])
+        tracemalloc.start()
+        try:
+            step = draft.finish(
+                0,
+                decode_slots=pack([3]),
+                decode_width=1,
+                decode_lens=pack([column * 16 + 1]),
+                freed_slots=[],
+                restarts=False,
+                segments=tables.segments,
+                chunk_groups=tables.chunk_groups,
+            )
+            assert step is not None
+            assert step.block_columns == pack([column])
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(1)  # what is made once
+    assert peak_bytes(100_000) < peak_bytes(1) + 1_000
+
+
+def test_blocks_reach_the_ranks_in_the_order_in_which_they_were_given() -> None:
+    """Single blocks and runs of them, beside one another."""
+    rng = random.Random(0)
+    for _ in range(100):
+        runs = [
+            (
+                rng.randrange(3),
+                rng.randrange(9),
+                rng.randrange(50),
+                [rng.randint(1, 99) for _ in range(rng.randrange(4))],
+            )
+            for _ in range(rng.randrange(6))
+        ]
+        entries = [
+            (group, slot, column, block)
+            for group, slot, first, blocks in runs
+            for column, block in enumerate(blocks, first)
+        ]
+        expected = [pack(column) for column in zip(*entries, strict=True)] if entries else [b""] * 4
+        assert _pack_blocks(runs) == expected

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any
 
+import msgspec
 import pytest
 
 from nvcli.engine.block_tables import KVGroup
@@ -17,7 +18,7 @@ from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.engine.segment_forest import SegmentCosts
-from nvcli.messages import StepInput, unpack
+from nvcli.messages import StepInput, pack, unpack
 from nvcli.sampling_params import SamplingParams, StopRepetition
 from rank_in_process import RankInProcess, make_core, random_count, wait_for_last_tokens
 from requests_factory import make_request
@@ -82,6 +83,25 @@ def random_requests(rng: random.Random, number: int) -> list[Request]:
     return requests
 
 
+def behind_prefixes(requests: list[Request], rng: random.Random) -> list[Request]:
+    """The same requests, with short prompts behind one of a few prefixes."""
+    prefixes = [[rng.randrange(50) for _ in range(rng.randrange(10, 50))] for _ in range(rng.randint(1, 3))]
+    changed = []
+    for request in requests:
+        prompt = rng.choice(prefixes) + [rng.randrange(50) for _ in range(rng.randint(1, 6))]
+        read = rng.choice(
+            [None, None, PromptScoring(first=rng.randint(1, len(prompt)), next_id=7), Pooling(position="all")]
+        )
+        max_tokens = rng.choice([4, 8, 30])
+        sampling = msgspec.structs.replace(request.sampling, min_tokens=0)
+        changed.append(
+            msgspec.structs.replace(
+                request, prompt_ids=pack(prompt), max_tokens=max_tokens, sampling=sampling, read=read
+            )
+        )
+    return changed
+
+
 def num_lowerings(limits: SchedulerLimits) -> int:
     """How often a step may run out of memory before there is no smaller one."""
     lowered = limits.lowered()
@@ -92,13 +112,14 @@ def _costs(least_gain: int) -> SegmentCosts:
     return SegmentCosts(tile=1, partial_result=0, least_gain=least_gain, least_saved_in_step=1)
 
 
-def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
+def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool = False) -> Case:
+    """`shares_prefixes`: prompts are short behind common prefixes, and attended together wherever they may be."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 4, 4, 8])
-    num_seqs = rng.randint(1, 12)
+    num_seqs = rng.randint(6 if shares_prefixes else 1, 12)
     limits = SchedulerLimits(
         max_num_seqs=num_seqs,
-        max_num_batched_tokens=rng.randint(num_seqs, 64),
+        max_num_batched_tokens=rng.randint(40 if shares_prefixes else num_seqs, 64),
         max_model_len=MAX_MODEL_LEN,
         block_size=block_size,
         num_micro_batches=rng.choice([1, 1, 1, 2, 3]),
@@ -106,7 +127,9 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
         tokens_per_row=rng.choice([1, 1, 2, 3, 5]) if STATE not in groups else 1,
         kv_groups=groups,
         segment_costs=random.Random(seed).choice([None, *map(_costs, (1, 8, 30))]),
-        prefix_costs=PrefixCosts(tile_tokens=8, token=0, least_gain=1, least_gain_in_step=1) if seed % 2 else None,
+        prefix_costs=PrefixCosts(tile_tokens=8, token=0, least_gain=1, least_gain_in_step=1)
+        if seed % 2 or shares_prefixes
+        else None,
         plans_admission=seed % 3 == 0,
     )
     failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
@@ -124,7 +147,8 @@ def random_case(seed: int, groups: tuple[KVGroup, ...]) -> Case:
         fails=fails,
         blocks_anew=some_blocks if rng.random() < 0.5 else None,
     )
-    return Case(rng, limits, rank, some_blocks(), random_requests(rng, 40))
+    num_blocks, requests = some_blocks(), random_requests(rng, 40)
+    return Case(rng, limits, rank, num_blocks, behind_prefixes(requests, rng) if shares_prefixes else requests)
 
 
 def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[int, RequestOutput], Tokens]:
@@ -199,7 +223,20 @@ GROUPS = {
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
 @pytest.mark.parametrize("seed", range(20))
 def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGroup, ...]) -> None:
-    case = random_case(seed * 7 + len(groups), groups)
+    check_answers(random_case(seed * 7 + len(groups), groups))
+
+
+def test_answers_behind_shared_prefixes_are_those_of_one_token_at_a_time() -> None:
+    num_prefixes = 0
+    for seed in range(24):
+        case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)], shares_prefixes=True)
+        check_answers(case)
+        num_prefixes += sum(len(step.shared_prefixes) // 12 for step in case.rank.steps)
+    assert num_prefixes > 30
+
+
+def check_answers(case: Case) -> None:
+    """Assert that every request gets its tokens, or as many as it can get before it is aborted or has no room."""
     expected = expected_answers(case.requests)
     done, tokens = run_at_random(case, hold_back=case.rng.choice([0, 0.3]), abort=case.rng.choice([0, 0.02]))
     for request in case.requests:

@@ -29,7 +29,7 @@ class Prompt:
     def hash_blocks(self, hashes: PromptHashes) -> list[BlockHash]:
         """Return the hashes of all blocks that are full of prompt tokens. The caller does not change the list.
 
-        `hashes` is the same in every call.
+        `hashes` has the same block size in every call.
         """
         if self._block_hashes is None:
             self._block_hashes = hashes.of(self._packed_ids)

@@ -172,7 +172,7 @@ class RequestState:
     def hash_blocks(self, first: int, end: int, hashes: PromptHashes) -> list[BlockHash]:
         """Return the hashes of the blocks `first` to `end`, without `end`, which must be full of known tokens.
 
-        `hashes` is the same in every call.
+        `hashes` has the same block size in every call.
         """
         if end <= first:
             return []

@@ -234,15 +234,23 @@ class StepDraft:
 
 
 def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:
-    """Return the packed KV groups, slots, columns and ids of the blocks in some runs."""
+    """Return the packed KV groups, slots, columns and ids of the blocks in some runs. What it takes does not grow with
+    the columns of single blocks, which decoding requests are given in most steps."""
     groups, slots, columns = array("i"), array("i"), array("i")
     ids: list[int] = []
-    all_columns = array("i", range(max((first + len(blocks) for _, _, first, blocks in runs), default=0)))
+    long = [(first, first + len(blocks)) for _, _, first, blocks in runs if len(blocks) > 1]
+    least = min((first for first, _ in long), default=0)
+    all_columns = array("i", range(least, max((end for _, end in long), default=0)))
     for group, slot, first_column, blocks in runs:
         count = len(blocks)
-        groups += array("i", (group,)) * count
-        slots += array("i", (slot,)) * count
-        columns += all_columns[first_column : first_column + count]
+        if count == 1:
+            groups.append(group)
+            slots.append(slot)
+            columns.append(first_column)
+        else:
+            groups += array("i", (group,)) * count
+            slots += array("i", (slot,)) * count
+            columns += all_columns[first_column - least : first_column - least + count]
         ids += blocks
     return [groups.tobytes(), slots.tobytes(), columns.tobytes(), pack(ids)]
 
