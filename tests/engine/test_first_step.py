@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -50,18 +51,38 @@ def test_many_requests_are_sent_in_several_messages() -> None:
     assert sent([]) == []
 
 
-def test_the_engine_takes_some_messages_and_runs_a_step_before_it_takes_more() -> None:
+def make_core() -> tuple[EngineCore, Any]:
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, block_size=4)
     executor: Any = None  # not asked while there is work
-    core = EngineCore(Scheduler(limits, BlockManager(100)), executor, max_in_flight=2)
+    return EngineCore(Scheduler(limits, BlockManager(100)), executor, max_in_flight=2), executor
+
+
+def test_the_engine_takes_some_messages_and_runs_a_step_before_it_takes_more() -> None:
+    core, executor = make_core()
     inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+    late: deque[AddRequests] = deque()
     inbox.put(AddRequests([make_request(0, [1], 5, n=100)]))
-    inbox.put(AbortRequests([3]))
     for first in (100, 200, 300):
         inbox.put(AddRequests([make_request(first + i, [1], 5) for i in range(100)]))
-    inbox.put(CloseEngine())
-    assert _take_messages(inbox, core, executor)
+    assert _take_messages(inbox, late, core, executor)
     assert core.stats.num_waiting == 300
-    assert [output.request_id for output in core._scheduler.take_outputs()] == [3]
-    assert not _take_messages(inbox, core, executor)
+    assert _take_messages(inbox, late, core, executor)
     assert core.stats.num_waiting == 400
+    assert not late
+
+
+def test_what_is_no_request_does_not_wait_behind_requests() -> None:
+    """An engine that has a large job before it ends at once, and ends requests that it has not looked at."""
+    core, executor = make_core()
+    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+    late: deque[AddRequests] = deque()
+    for first in range(0, 1_000, 250):
+        inbox.put(AddRequests([make_request(first + i, [1], 5) for i in range(250)]))
+    inbox.put(AbortRequests([999]))
+    assert _take_messages(inbox, late, core, executor)
+    assert [output.request_id for output in core._scheduler.take_outputs()] == [999]
+    for first in range(1_000, 3_000, 250):
+        inbox.put(AddRequests([make_request(first + i, [1], 5) for i in range(250)]))
+    inbox.put(CloseEngine())
+    assert not _take_messages(inbox, late, core, executor)
+    assert core.stats.num_waiting == 1_000

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 _STATS_SECONDS = 0.2
 _IDLE_CHECK_SECONDS = 0.5
 _MOST_ADDED = 256
-"""Once so many requests were added, the next step is not kept waiting for more of them."""
+"""Once so many samples were added, the next step is not kept waiting for more of them."""
 
 
 def main(start: EngineStart, control: Connection) -> None:
@@ -129,7 +131,8 @@ def _serve(
     last_stats = 0.0
     last_lengths = 0.0
     running_lengths = b""
-    while _take_messages(inbox, core, executor):
+    late: deque[AddRequests] = deque()
+    while _take_messages(inbox, late, core, executor):
         outputs = core.step()
         now = time.monotonic()
         if outputs or core.notes or now - last_stats > _STATS_SECONDS:
@@ -168,28 +171,40 @@ def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
     return inbox
 
 
-def _take_messages(inbox: queue.SimpleQueue[ToEngine | None], core: EngineCore, executor: Executor) -> bool:
+def _take_messages(
+    inbox: queue.SimpleQueue[ToEngine | None], late: deque[AddRequests], core: EngineCore, executor: Executor
+) -> bool:
     """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine.
 
-    Messages with many requests are left for the time when the ranks run the next step.
+    Many requests are handed over in portions, the rest while the ranks run steps: until then their messages are in
+    `late`. All other messages are obeyed at once.
     """
-    num_added = 0
-    while num_added < _MOST_ADDED:
+    while True:
         try:
-            message = inbox.get(block=not core.has_work, timeout=_IDLE_CHECK_SECONDS)
+            message = inbox.get(block=not (core.has_work or late), timeout=_IDLE_CHECK_SECONDS)
         except queue.Empty:
-            if core.has_work:
+            if core.has_work or late:
+                _add_requests(late, core, most=_MOST_ADDED)
                 return True
             executor.check()
             continue
         if isinstance(message, AddRequests):
-            core.add(message.requests)
-            num_added += sum(request.n for request in message.requests)
+            late.append(message)
         elif isinstance(message, AbortRequests):
+            _add_requests(late, core)
             core.abort(message.request_ids)
         elif isinstance(message, ForgetPrefixes):
+            _add_requests(late, core)
             core.forget_prefixes()
         else:
             assert message is None or isinstance(message, CloseEngine)
             return False
-    return True
+
+
+def _add_requests(late: deque[AddRequests], core: EngineCore, *, most: float = math.inf) -> None:
+    """Hand over messages, oldest first, until these are all or have brought `most` samples."""
+    num_added = 0
+    while late and num_added < most:
+        requests = late.popleft().requests
+        core.add(requests)
+        num_added += sum(request.n for request in requests)
