@@ -95,7 +95,7 @@ def make_config(*, max_num_seqs: int, max_num_batched_tokens: int, record_steps:
 def measure(num_running: int, num_steps: int) -> dict[str, float]:
     """Median milliseconds of each part of a decode step with `num_running` requests."""
     config = make_config(max_num_seqs=num_running, max_num_batched_tokens=8192)
-    limits = scheduler_limits(config)
+    limits = scheduler_limits(config, NullRunner.ready)
     scheduler = Scheduler(limits, BlockManager(num_running * (config.max_blocks_per_seq + 1)))
     executor = Executor(config, runner="bench_host:create_null_runner")
     executor.wait_ready()

@@ -84,7 +84,7 @@ class EngineHere:
 
         config = self._config
         self._runner = ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
-        limits = scheduler_limits(config, self._runner.ready.group_windows)
+        limits = scheduler_limits(config, self._runner.ready)
         scheduler = Scheduler(limits, BlockManager(self._runner.ready.num_blocks))
         self._core = EngineCore(scheduler, self, max_in_flight=config.max_steps_in_flight)
         return self._runner.ready

@@ -118,13 +118,7 @@ def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
         context = RankContext(rank=0, report_phase=lambda phase: None, store_path=store_path)
         runner = ModelRunner(config, context)
     ready = runner.ready
-    limits = scheduler_limits(
-        config,
-        ready.group_windows,
-        ready.state_groups,
-        reads_segments=ready.reads_segments,
-        group_token_bytes=ready.group_token_bytes,
-    )
+    limits = scheduler_limits(config, ready)
     scheduler = Scheduler(limits, BlockManager(ready.num_blocks))
     core = EngineCore(scheduler, InProcess(runner, peers), max_in_flight=config.max_steps_in_flight)
     core.add(workload.requests(model.vocab_size))

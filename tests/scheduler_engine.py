@@ -36,10 +36,6 @@ class SchedulerEngine:
     """Takes a step with each poll. `num_blocks`: size of the KV cache."""
 
     def __init__(self, config: EngineConfig, *, num_blocks: int, executor: StepExecutor | None = None) -> None:
-        limits = scheduler_limits(config)
-        blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(limits, blocks)
-        self._core = EngineCore(self.scheduler, executor or InstantExecutor(), max_in_flight=config.max_steps_in_flight)
         self._ready = EngineReady(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -49,6 +45,9 @@ class SchedulerEngine:
             attention_backend="none",
             seconds={},
         )
+        blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(scheduler_limits(config, self._ready), blocks)
+        self._core = EngineCore(self.scheduler, executor or InstantExecutor(), max_in_flight=config.max_steps_in_flight)
         self._event = os.eventfd(1)
 
     def fileno(self) -> int:

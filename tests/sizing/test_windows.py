@@ -18,7 +18,7 @@ from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import StepRecord
 from nvcli.engine.scheduler import Scheduler
-from nvcli.messages import ForwardMode
+from nvcli.messages import EngineReady, ForwardMode
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.sizing.costs import AttentionCosts, model_costs
@@ -96,7 +96,17 @@ def test_gemma_3_at_32k_tokens_holds_a_fifth_of_what_full_attention_would(tmp_pa
     assert 5.0 < tokens_in(room, config, model) / (room / full_bytes * 32768) < 5.3
 
     windows = [group.window for group in kv_groups(model)]
-    scheduler = Scheduler(scheduler_limits(config, windows), BlockManager(held))
+    ready = EngineReady(
+        num_blocks=held,
+        block_size=config.block_size,
+        kv_cache_bytes=0,
+        kv_cache_tokens=0,
+        weight_bytes=0,
+        attention_backend="",
+        group_windows=windows,
+        seconds={},
+    )
+    scheduler = Scheduler(scheduler_limits(config, ready), BlockManager(held))
     core = EngineCore(scheduler, InstantExecutor(), max_in_flight=2)
     core.add([make_request(0, [6] * 32000, 768)])
     most = 0

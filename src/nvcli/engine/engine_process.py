@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.errors import NvcliError, WorkerError, first_line
 from nvcli.executor.child_process import end_at_sigterm, end_children
 from nvcli.executor.executor import Executor
+from nvcli.messages import EngineReady
 
 if TYPE_CHECKING:
     from nvcli.engine.step_recorder import StepRecorder
@@ -76,20 +77,10 @@ def main(start: EngineStart, control: Connection) -> None:
     os._exit(0)
 
 
-def scheduler_limits(
-    config: EngineConfig,
-    windows: Iterable[int | None] = (None,),
-    state_groups: Container[int] = (),
-    *,
-    reads_segments: bool = False,
-    prefix_tile_tokens: int = 0,
-    group_token_bytes: Sequence[int] = (),
-) -> SchedulerLimits:
-    """Return the limits that a configuration sets. The ranks report the rest: `windows` are those of the KV groups,
-    `state_groups` the numbers of the groups that hold recurrent states, `reads_segments` whether they read blocks that
-    requests share once for all of them, `prefix_tile_tokens` how many tokens a tile of theirs takes of chunks that
-    share prefixes (0: of one chunk only), `group_token_bytes` what a token takes in each group on a rank."""
-    token_bytes = dict(enumerate(group_token_bytes))
+def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimits:
+    """Return the limits that a configuration sets, with what the ranks report: their KV groups, and what they read once
+    for several requests."""
+    token_bytes = dict(enumerate(ready.group_token_bytes))
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -97,11 +88,11 @@ def scheduler_limits(
         block_size=config.block_size,
         num_micro_batches=config.pipeline_parallel_size,
         kv_groups=tuple(
-            KVGroup(window, number in state_groups, token_bytes.get(number, 0) * config.num_ranks)
-            for number, window in enumerate(windows)
+            KVGroup(window, number in ready.state_groups, token_bytes.get(number, 0) * config.num_ranks)
+            for number, window in enumerate(ready.group_windows)
         ),
-        segment_costs=SegmentCosts() if reads_segments else None,
-        prefix_costs=PrefixCosts(tile_tokens=prefix_tile_tokens) if prefix_tile_tokens else None,
+        segment_costs=SegmentCosts() if ready.reads_segments else None,
+        prefix_costs=PrefixCosts(tile_tokens=ready.prefix_tile_tokens) if ready.prefix_tile_tokens else None,
         plans_admission=config.plan_admission,
     )
 
@@ -115,14 +106,7 @@ def _serve(
     """Make the scheduler once the ranks are ready, and run the engine's loop until the parent ends it."""
     ready = executor.wait_ready()
     send(ReadyReport(ready))
-    limits = scheduler_limits(
-        config,
-        ready.group_windows,
-        ready.state_groups,
-        reads_segments=ready.reads_segments,
-        prefix_tile_tokens=ready.prefix_tile_tokens,
-        group_token_bytes=ready.group_token_bytes,
-    )
+    limits = scheduler_limits(config, ready)
     blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
     recorder = _make_recorder(limits) if config.record_steps else None
     core = EngineCore(Scheduler(limits, blocks), executor, max_in_flight=config.max_steps_in_flight, recorder=recorder)

@@ -69,8 +69,6 @@ class StepDraft:
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
         """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
-        self._groupable: list[Chunk] = []
-        """The same chunks, with their requests' blocks."""
         self._states: list[RequestState] = []
         """The request of each chunk."""
         self._reads: list[PromptRead] = []
@@ -163,7 +161,6 @@ class StepDraft:
                 self._reads.append(read)
                 self.reading.append(state)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
-        self._groupable.append(Chunk(state.blocks, start, num_tokens))
         self._states.append(state)
 
     def _arrange(self, arrangement: Arrangement) -> None:
@@ -198,7 +195,12 @@ class StepDraft:
         num_decodes = len(decode_slots) // 4
         if not num_decodes and not self._chunks:
             return None
-        arrangement = chunk_groups.arrange(self._groupable)
+        arrangement = chunk_groups.arrange(
+            [
+                Chunk(state.blocks, length - num_tokens, num_tokens)
+                for state, (_, num_tokens, _, length) in zip(self._states, self._chunks, strict=True)
+            ]
+        )
         if arrangement is not None:
             self._arrange(arrangement)
         groups = arrangement.groups if arrangement is not None else []
