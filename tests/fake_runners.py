@@ -174,6 +174,8 @@ class HashingRunner(CountingRunner):
         """Segments that steps read once for several rows."""
         self.num_prefixes = 0
         """Prefixes that chunks of a step shared."""
+        self.num_copied = 0
+        """Keys that were copied from one block to another."""
 
     def launch(self, step: StepInput) -> Output | None:
         self.apply(step)
@@ -191,6 +193,7 @@ class HashingRunner(CountingRunner):
             assert slot in self.slots
             assert self.lens[slot] + num_tokens <= bound, "longer than the upper bound"
             assert self.accept is not None or self.lens[slot] + num_tokens == bound
+            self.copy_keys(step, slot)
             given[row] = self.compute(slot, num_tokens, num_logits)
         tokens = [token for of_row in given for token in of_row]
         counts = [len(of_row) for of_row, (_, _, num_logits) in zip(given, rows, strict=True) if num_logits]
@@ -279,6 +282,23 @@ class HashingRunner(CountingRunner):
                     assert len({self.tables[group, slot][column] for slot in slots[first:end]}) == 1
             self.num_prefixes += 1
         assert end <= len(slots)
+
+    def copy_keys(self, step: StepInput, slot: int) -> None:
+        """Copy the keys that a row needs. A real rank copies all at a time, when all of the step's keys are stored."""
+        copies = [*zip(*[iter(unpack(step.key_copies))] * 5, strict=True)]
+        read = {(source, offset) for _, source, _, first, end in copies for offset in range(first, end)}
+        written = [(target, offset) for _, _, target, first, end in copies for offset in range(first, end)]
+        assert len(written) == len(set(written))
+        assert read.isdisjoint(written), "a copy of a copy"
+        assert [copy[0] for copy in copies] == sorted(copy[0] for copy in copies)
+        for group, source, target, first, end in copies:
+            assert group not in self.state_groups
+            assert 0 <= first < end <= self.block_size
+            if target in self.tables[group, slot].values():
+                assert all(new.slot != slot or new.num_cached_tokens for new in step.new_slots)
+                for offset in range(first, end):
+                    self.kv[target, offset] = self.kv[source, offset]
+                    self.num_copied += 1
 
     def compute(self, slot: int, num_tokens: int, num_logits: int) -> list[int]:
         """Store the keys of a row's tokens, drafted ones included; the tokens that count."""

@@ -55,7 +55,8 @@ def make_scheduler(
         segment_costs=segment_costs,
         prefix_costs=prefix_costs,
     )
-    return Scheduler(limits, BlockManager(num_blocks or runner.ready.num_blocks))
+    num_blocks = num_blocks or runner.ready.num_blocks
+    return Scheduler(limits, BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching))
 
 
 def run_requests(

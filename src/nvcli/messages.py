@@ -32,6 +32,9 @@ FORBIDDEN = -1e30
 """Added to the logit of a token that must not be chosen. It is finite, so that a row of which nothing else is left gets
 a token, and stays so when it is divided by the lowest temperature."""
 
+MOST_KEY_COPIES = 2
+"""The most pieces in which a request that enters a slot has keys copied for it, in each KV group."""
+
 MAX_KV_GROUPS = 16
 """The most KV groups that a model may have. The step channel is made before a rank can say how many there are."""
 
@@ -195,6 +198,11 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Three numbers for each group of prefill chunks that are to be attended together to the keys with which all of
     their requests begin: the number of the first chunk's row in the batch, the number of chunks, and the number of
     keys, which are whole blocks and come before all of the chunks' tokens (`engine.chunk_groups`)."""
+    key_copies: bytes = b""
+    """Five numbers for each run of keys and values that every layer of a KV group copies, once it has stored those of
+    the step: KV group, block that has them, block that gets them, and the first token and the end of the run, counted
+    in either block (`engine.key_copies`). They are sorted by KV group. No copy reads what another copy of the step
+    writes."""
 
     @property
     def num_rows(self) -> int:
@@ -323,13 +331,14 @@ def max_step_input_bytes(
     Cached prefixes that travel for penalties, bad words and grammars are together held under
     `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans
     of tokens, 4 where its slot was freed before, 32 where its prompt is read, beside the targets, and 6 for its part of
-    a group of chunks.
+    a group of chunks. A new slot may have keys copied in each KV group.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
     block_bytes = 4 * 4 * max_blocks_per_seq
     segment_bytes = MAX_KV_GROUPS * (3 + 5) * 4
-    per_seq = new_slot_bytes + block_bytes + segment_bytes + 12 * 4 + 32 + 6
+    copy_bytes = MAX_KV_GROUPS * MOST_KEY_COPIES * 5 * 4
+    per_seq = new_slot_bytes + block_bytes + segment_bytes + copy_bytes + 12 * 4 + 32 + 6
     grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
     return 1024 + grammar_bytes + max_num_seqs * per_seq + 4 * (3 * max_num_batched_tokens + max_model_len)
 

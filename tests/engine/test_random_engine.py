@@ -102,6 +102,21 @@ def behind_prefixes(requests: list[Request], rng: random.Random) -> list[Request
     return changed
 
 
+def choices_behind_contexts(requests: list[Request], rng: random.Random) -> list[Request]:
+    """The same number of requests, most of them choices to be scored, some of a context one after the other. Contexts
+    begin alike, and some have few different tokens, so that they are also alike behind where they part."""
+    lead = [rng.randrange(50) for _ in range(rng.randrange(12))]
+    num_tokens = rng.choice([2, 50])
+    changed: list[Request] = []
+    while len(changed) < len(requests):
+        context = lead + [rng.randrange(num_tokens) for _ in range(rng.choice([1, 2, 5, 40]))]
+        for request in requests[len(changed) :][: rng.choice([1, 4, 5])]:
+            prompt = context + [rng.randrange(3) for _ in range(rng.choice([0, 1, 3, 30]))]
+            read = rng.choice([None, *[PromptScoring(first=len(context), next_id=7)] * 5])
+            changed.append(make_request(request.request_id, prompt, rng.choice([1, 1, 1, 9]), read=read, n=request.n))
+    return changed
+
+
 def num_lowerings(limits: SchedulerLimits) -> int:
     """How often a step may run out of memory before there is no smaller one."""
     lowered = limits.lowered()
@@ -233,6 +248,16 @@ def test_answers_behind_shared_prefixes_are_those_of_one_token_at_a_time() -> No
         check_answers(case)
         num_prefixes += sum(len(step.shared_prefixes) // 12 for step in case.rank.steps)
     assert num_prefixes > 30
+
+
+def test_choices_that_copy_keys_are_read_as_one_token_at_a_time() -> None:
+    num_copied = 0
+    for seed in range(48):
+        case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)])
+        case.requests = choices_behind_contexts(case.requests, case.rng)
+        check_answers(case)
+        num_copied += case.rank.runner.num_copied
+    assert num_copied > 1_000
 
 
 def check_answers(case: Case) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
+from nvcli.kernels.key_copies import KeyCopies
 from nvcli.kernels.segment_tables import SegmentTables
 
 
@@ -114,6 +115,9 @@ class ForwardBatch:
     prefixes: ChunkPrefixes | None = None
     """The prefixes that prefill chunks share and that are worth being read for several of them at a time; None where
     there are none, and for backends that ignore them."""
+    key_copies: KeyCopies | None = None
+    """What each layer copies of the keys and values in its cache, behind the store of the batch's own and before it
+    attends; None: nothing."""
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
 from nvcli.engine.chunk_groups import ChunkGroups, PrefixCosts
+from nvcli.engine.key_copies import KeyCopies
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
@@ -92,6 +93,9 @@ class BlockTables:
             prefix_costs,
             token_bytes=sum(groups[number].token_bytes for number in without_window),
         )
+        self.key_copies = KeyCopies(
+            len(groups), block_size, is_on=block_manager.enable_prefix_caching and not self._states.groups
+        )
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk which the step after it does not attend to."""
 
@@ -103,6 +107,7 @@ class BlockTables:
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
         self._states.begin_step()
+        self.key_copies.begin_step()
         leaving, self._leaving = self._leaving, {}
         for state in leaving:
             if state.blocks:  # else it gave all of them back
@@ -120,7 +125,8 @@ class BlockTables:
         return num_requests * len(self._of_keys) * -(-num_tokens // self.block_size)
 
     def enter(self, state: RequestState, budget: int, *, reserve: int) -> int | None:
-        """Take the blocks with which a waiting request begins, cached ones first, and set `num_computed` accordingly.
+        """Take the blocks with which a waiting request begins, cached ones first, and set `num_computed` accordingly,
+        with the tokens whose keys are copied for it.
 
         Groups without a window get blocks for all known tokens, the others for the first chunk. Returns the number of
         its tokens, at most `budget`. Returns None, and takes nothing, if fewer than `reserve` free blocks would be
@@ -129,9 +135,10 @@ class BlockTables:
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
         # The last token is always computed: its logits are wanted.
-        num_reusable = (num_tokens - 1) // block_size if manager.enable_prefix_caching else 0
+        most_reusable = num_tokens - 1 if manager.enable_prefix_caching else 0
         if state.reads is not None and (unread := state.reads.first_unread) is not None:
-            num_reusable = min(num_reusable, unread // block_size)
+            most_reusable = min(most_reusable, unread)
+        num_reusable = most_reusable // block_size
         self._match(state, state.hash_blocks(0, num_reusable, self._prompt_hashes))
         num_cached = len(state.blocks[0])
         state.num_computed = num_cached * block_size
@@ -149,6 +156,7 @@ class BlockTables:
             state.blocks[group] += fresh[:count]
             del fresh[:count]
         state.set_hashed_blocks(num_cached, block_size)
+        state.num_computed += self.key_copies.plan(state, num_cached, most_reusable, self._prompt_hashes)
         state.capacity = len(min(state.blocks, key=len)) * block_size
         length = min(num_tokens - state.num_computed, budget)
         if state.num_computed + length > state.capacity:
@@ -256,12 +264,14 @@ class BlockTables:
     def forget_prefixes(self) -> None:
         """Make all blocks unfindable; held blocks stay with their holders."""
         self.block_manager.forget_prefixes()
+        self.key_copies.forget()
         self._prompt_hashes = PromptHashes(self.block_size)
 
     def release(self, state: RequestState) -> None:
         """Give all of a request's blocks back."""
         if state.slot is not None:
             self.segments.leave(state.slot)
+        self.key_copies.drop(state)
         for group in self._of_keys:
             blocks, first = state.blocks[group], state.first_columns[group]
             self.block_manager.release(blocks[first:] if first else blocks)

@@ -168,6 +168,7 @@ class Scheduler:
             restarts=self._restarts,
             segments=self._tables.segments,
             chunk_groups=self._tables.chunk_groups,
+            key_copies=self._tables.key_copies,
         )
         if step is None:
             return None
@@ -380,6 +381,7 @@ class Scheduler:
             waiting.popleft()
             state.slot = self._free_slots.pop()
             self._running[state] = None
+            self._tables.key_copies.entered(state)
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = state.num_computed
                 self._cached_tokens += state.num_computed

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from nvcli.engine.chunk_groups import Arrangement, Chunk, ChunkGroups
+from nvcli.engine.key_copies import KeyCopies
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
@@ -187,6 +188,7 @@ class StepDraft:
         restarts: bool,
         segments: SharedSegments,
         chunk_groups: ChunkGroups,
+        key_copies: KeyCopies,
     ) -> StepInput | None:
         """Return the step's input, or None if nothing is to be computed.
 
@@ -231,6 +233,7 @@ class StepDraft:
             slot_segments=pack(number for slot in changes.slots for number in slot),
             shares_segments=changes.is_used,
             shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
+            key_copies=key_copies.packed(),
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 

@@ -19,6 +19,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
@@ -196,6 +197,7 @@ class Attention(nn.Module):
             qkv = qkv[:, : -gate.shape[1]].contiguous()
         if self.config.shares_kv:
             return self._attend_to_cache(qkv, angles, batch)
+        scales = batch.kv_cache.scales(self.cache_layer)
         q, k, v = qk_norm_rope_store(
             qkv if self.prepare is None else self.prepare(qkv),
             angles.of(self.config),
@@ -208,9 +210,11 @@ class Attention(nn.Module):
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
             keep_keys=batch.backend.reads_new_keys,
-            scales=batch.kv_cache.scales(self.cache_layer),
+            scales=scales,
             static_scales=self.static_kv_scales,
         )
+        if batch.key_copies is not None:
+            copy_keys(k_cache, v_cache, scales, batch.key_copies.of_groups[self.spec.kv_group])
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
         attended = self._attend(q, k, v, batch)

@@ -7,6 +7,7 @@ its blocks are all the null block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
 from nvcli.config import EngineConfig
+from nvcli.kernels.key_copies import COPY_FIELDS, KeyCopies
 from nvcli.kernels.prepare_inputs import keep_tokens, write_tokens
 from nvcli.kernels.segment_tables import SEGMENT_FIELDS, SegmentTables
 from nvcli.kernels.step_tensors import SlotState
-from nvcli.messages import NewSlot, StepInput
+from nvcli.messages import MOST_KEY_COPIES, NewSlot, StepInput
 from nvcli.runner.sampling_table import SamplingTable
 from nvcli.runner.uploader import Uploader
 
@@ -64,8 +66,9 @@ class SlotTable:
         """The segments of KV blocks that requests share."""
         self.sampling = SamplingTable(config.max_num_seqs, device)
         tokens = 2 * config.max_num_batched_tokens + config.max_model_len
-        # A slot may have other blocks in all columns, and another segment and its entry, in each group.
-        per_slot = num_groups * (2 * config.max_blocks_per_seq + 6 + 2 * SEGMENT_FIELDS) + _INTS_PER_NEW_SLOT
+        # A slot may have other blocks in all columns, another segment and its entry, and copied keys, in each group.
+        per_group = 2 * config.max_blocks_per_seq + 6 + 2 * SEGMENT_FIELDS + MOST_KEY_COPIES * COPY_FIELDS
+        per_slot = num_groups * per_group + _INTS_PER_NEW_SLOT
         self.upload = Uploader(
             tokens + config.max_num_seqs * per_slot, device, steps_in_flight=config.max_steps_in_flight
         )
@@ -89,6 +92,15 @@ class SlotTable:
     def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
         """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
         keep_tokens(self.state.token_ids, slots, positions, ids)
+
+    def key_copies(self, step: StepInput) -> KeyCopies:
+        """Bring what a step copies of keys to the device."""
+        copies = unpack_ids(step.key_copies).reshape(-1, 1 + COPY_FIELDS)
+        num_groups = len(self.state.block_tables)
+        starts = np.searchsorted(copies[:, 0], np.arange(num_groups + 1)).tolist()
+        (uploaded,) = self.upload(copies[:, 1:].ravel())
+        entries = uploaded.view(-1, COPY_FIELDS)
+        return KeyCopies(of_groups=[entries[start:end] for start, end in pairwise(starts)])
 
     def _fill(self, new_slots: list[NewSlot]) -> None:
         slots, cached = self.upload(

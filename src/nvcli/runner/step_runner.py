@@ -149,7 +149,8 @@ class StepRunner:
         None."""
         shape = exact_shape(step)
         reads = self._reader.plan(step) if step.reads else None
-        padded = None if self._graphs is None or reads is not None else self._graphs.padded_shape(shape)
+        graphs = None if reads is not None or step.key_copies else self._graphs
+        padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch)
         self._plan(batch, padded)
@@ -162,6 +163,8 @@ class StepRunner:
         needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)
         if padded is None:
+            if step.key_copies:
+                batch = replace(batch, forward=replace(batch.forward, key_copies=self._slots.key_copies(step)))
             output = self._compute(batch, sample=needs.is_simple, reads=reads)
         else:
             assert self._graphs is not None

@@ -1,0 +1,86 @@
+"""Copies keys and values of some tokens from one block of the cache to another: a program for each copy, its keys or
+its values, and a few of its tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.fp8_kv import KVScales
+from nvcli.kernels.fp8_types import FP8
+
+_PROGRAM_NUMBERS = 4096
+"""Numbers that a program copies, about: 32 for each thread."""
+
+
+@triton.jit
+def _copy_keys_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scales_ptr,  # None: there are no scales
+    v_scales_ptr,
+    copies_ptr,
+    block_stride,
+    scale_block_stride,
+    TOKEN_NUMBERS: tl.constexpr,
+    ROW: tl.constexpr,  # TOKEN_NUMBERS, rounded up to a power of two
+    TOKENS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # NUM_KV_HEADS, rounded up likewise
+    BLOCK_SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Program (copy, some tokens of a block, keys or values); many have nothing to do, as copies are shorter than
+    blocks."""
+    copy = copies_ptr + tl.program_id(0) * FIELDS
+    first, end = tl.load(copy + 2), tl.load(copy + 3)
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_copied = (tokens >= first) & (tokens < end)
+    source, target = tl.load(copy).to(tl.int64), tl.load(copy + 1).to(tl.int64)
+    is_key = tl.program_id(2) == 0
+    cache = tl.where(is_key, k_cache_ptr, v_cache_ptr)
+    numbers = tl.arange(0, ROW)
+    places = tokens[:, None] * TOKEN_NUMBERS + numbers[None, :]
+    mask = is_copied[:, None] & (numbers < TOKEN_NUMBERS)[None, :]
+    tl.store(cache + target * block_stride + places, tl.load(cache + source * block_stride + places, mask=mask), mask)
+    if k_scales_ptr is not None:
+        scales = tl.where(is_key, k_scales_ptr, v_scales_ptr)
+        heads = tl.arange(0, HEADS)
+        places = heads[:, None] * BLOCK_SIZE + tokens[None, :]
+        mask = (heads < NUM_KV_HEADS)[:, None] & is_copied[None, :]
+        found = tl.load(scales + source * scale_block_stride + places, mask=mask)
+        tl.store(scales + target * scale_block_stride + places, found, mask)
+
+
+def copy_keys(k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, copies: Tensor) -> None:
+    """See `nvcli.kernels.key_copies.copy_keys`."""
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    token_numbers = num_kv_heads * head_dim
+    assert k_cache.stride() == v_cache.stride()
+    assert k_cache.stride()[1:] == (token_numbers, head_dim, 1)
+    assert copies.is_contiguous()
+    assert scales is None or scales.k.stride() == scales.v.stride()
+    assert scales is None or scales.k.stride()[1:] == (block_size, 1)
+    if k_cache.dtype == FP8:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    row = triton.next_power_of_2(token_numbers)
+    tokens = max(1, min(_PROGRAM_NUMBERS // row, triton.next_power_of_2(block_size)))
+    _copy_keys_kernel[(len(copies), triton.cdiv(block_size, tokens), 2)](
+        k_cache,
+        v_cache,
+        None if scales is None else scales.k,
+        None if scales is None else scales.v,
+        copies,
+        k_cache.stride(0),
+        0 if scales is None else scales.k.stride(0),
+        TOKEN_NUMBERS=token_numbers,
+        ROW=row,
+        TOKENS=tokens,
+        NUM_KV_HEADS=num_kv_heads,
+        HEADS=triton.next_power_of_2(num_kv_heads),
+        BLOCK_SIZE=block_size,
+        FIELDS=copies.shape[1],
+        num_warps=4,
+    )
