@@ -19,6 +19,8 @@ from nvcli.validation import show
 Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """One row: a prompt, its token ids, a conversation, or a whole row with keys."""
 
+FIRST_BATCH_ROWS = 8
+"""The first batch after a pause is small, so that engines soon have work; batches double from here."""
 MAX_QUEUED_ROWS = 256
 MAX_QUEUED_CHARS = 16 * 1024 * 1024
 """Bounds on the rows that wait for the tokenizer; a row that is larger waits alone."""
@@ -83,16 +85,20 @@ class RowQueue:
             return True
 
     def batches(self) -> Iterator[list[Job | JobResult]]:
-        """Yield the rows that wait, whenever there are some, until the queue is closed."""
+        """Yield rows that wait, whenever there are some, until the queue is closed."""
+        most = FIRST_BATCH_ROWS
         while True:
             with self._changed:
                 while not self._rows and not self._is_closed:
+                    most = FIRST_BATCH_ROWS
                     self._changed.wait()
                 if self._is_closed:
                     return
-                rows, self._rows, self._num_chars = self._rows, [], 0
+                rows, self._rows = self._rows[:most], self._rows[most:]
+                self._num_chars = sum(map(_num_chars, self._rows))
                 self._changed.notify_all()
             yield rows
+            most = min(2 * most, MAX_QUEUED_ROWS)
 
     def close(self) -> None:
         """Take no more rows, and forget those that wait."""
