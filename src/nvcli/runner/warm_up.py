@@ -17,7 +17,8 @@ def warm_up_steps(
     config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int, *, shares_prefixes: bool = False
 ) -> Iterator[StepInput]:
     """Yield steps with `num_tokens` and with at most 512 prompt tokens, each in as few requests as possible, then one
-    that decodes `num_seqs` requests. The first one also scores all of its tokens.
+    that decodes `num_seqs` requests. The first one also scores all of its tokens, and copies a key of the null block to
+    its own place.
 
     Where `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with
     so many requests and with two: few rows have launches of their own. With `shares_prefixes` the last step has two
@@ -74,6 +75,7 @@ def _step(
         reads=[PromptRead(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)]
         if is_scored
         else [],
+        key_copies=pack([0, 0, 0, 0, 1]) if is_scored else b"",
         segments=pack([0, 1, 0, 0, 0]) if shares_segments else b"",
         slot_segments=pack([0, 0, 0]) if shares_segments else b"",
         shares_segments=shares_segments,
