@@ -176,6 +176,8 @@ class HashingRunner(CountingRunner):
         """Prefixes that chunks of a step shared."""
         self.num_copied = 0
         """Keys that were copied from one block to another."""
+        self.num_early_copies = 0
+        """Steps before which keys were copied."""
 
     def launch(self, step: StepInput) -> Output | None:
         self.apply(step)
@@ -187,13 +189,17 @@ class HashingRunner(CountingRunner):
         rows, bounds = rows_of(step), unpack(step.seq_lens)
         starts = [self.lens[slot] for slot, _, _ in rows]
         given: list[list[int]] = [[] for _ in rows]
+        if step.key_copies and not step.copies_new_keys:
+            self.copy_keys(step, [slot for slot, _, _ in rows])
+            self.num_early_copies += 1
         # A real rank stores all keys before it reads any. Here the row that stores them comes before those that read.
         for row in sorted(range(len(rows)), key=starts.__getitem__):
             (slot, num_tokens, num_logits), bound = rows[row], bounds[row]
             assert slot in self.slots
             assert self.lens[slot] + num_tokens <= bound, "longer than the upper bound"
             assert self.accept is not None or self.lens[slot] + num_tokens == bound
-            self.copy_keys(step, slot)
+            if step.copies_new_keys:
+                self.copy_keys(step, [slot])
             given[row] = self.compute(slot, num_tokens, num_logits)
         tokens = [token for of_row in given for token in of_row]
         counts = [len(of_row) for of_row, (_, _, num_logits) in zip(given, rows, strict=True) if num_logits]
@@ -283,19 +289,20 @@ class HashingRunner(CountingRunner):
             self.num_prefixes += 1
         assert end <= len(slots)
 
-    def copy_keys(self, step: StepInput, slot: int) -> None:
-        """Copy the keys that a row needs. A real rank copies all at a time, when all of the step's keys are stored."""
+    def copy_keys(self, step: StepInput, slots: list[int]) -> None:
+        """Copy the keys that some rows need. A real rank copies those of all rows at a time, before the step or when
+        all of its keys are stored."""
         copies = [*zip(*[iter(unpack(step.key_copies))] * 5, strict=True)]
         read = {(source, offset) for _, source, _, first, end in copies for offset in range(first, end)}
         written = [(target, offset) for _, _, target, first, end in copies for offset in range(first, end)]
         assert len(written) == len(set(written))
         assert read.isdisjoint(written), "a copy of a copy"
         assert [copy[0] for copy in copies] == sorted(copy[0] for copy in copies)
+        entering = {new.slot for new in step.new_slots}.intersection(slots)
         for group, source, target, first, end in copies:
             assert group not in self.state_groups
             assert 0 <= first < end <= self.block_size
-            if target in self.tables[group, slot].values():
-                assert all(new.slot != slot or new.num_cached_tokens for new in step.new_slots)
+            if any(target in self.tables[group, slot].values() for slot in entering):
                 for offset in range(first, end):
                     self.kv[target, offset] = self.kv[source, offset]
                     self.num_copied += 1

@@ -199,10 +199,12 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     their requests begin: the number of the first chunk's row in the batch, the number of chunks, and the number of
     keys, which are whole blocks and come before all of the chunks' tokens (`engine.chunk_groups`)."""
     key_copies: bytes = b""
-    """Five numbers for each run of keys and values that every layer of a KV group copies, once it has stored those of
-    the step: KV group, block that has them, block that gets them, and the first token and the end of the run, counted
-    in either block (`engine.key_copies`). They are sorted by KV group. No copy reads what another copy of the step
-    writes."""
+    """Five numbers for each run of keys and values that is copied in all layers of a KV group: KV group, block that has
+    them, block that gets them, and the first token and the end of the run, counted in either block
+    (`engine.key_copies`). They are sorted by KV group. No copy reads what another copy of the step writes."""
+    copies_new_keys: bool = False
+    """Whether some of these keys are computed by the step itself, so that each layer copies when it has stored them;
+    else all are copied before the step."""
 
     @property
     def num_rows(self) -> int:

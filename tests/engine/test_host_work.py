@@ -93,6 +93,7 @@ def test_a_block_for_a_long_request_takes_no_more_than_one_for_a_short_one() -> 
                 restarts=False,
                 segments=tables.segments,
                 chunk_groups=tables.chunk_groups,
+                key_copies=tables.key_copies,
             )
             assert step is not None
             assert step.block_columns == pack([column])

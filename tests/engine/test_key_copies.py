@@ -1,4 +1,5 @@
-"""What requests begin with alike is computed once to the token, where their prompts are read."""
+"""What requests begin with alike is computed once to the token: by choices that are scored, and by requests that enter
+in a later step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import PromptScoring, Request
 from nvcli.engine.scheduler import Scheduler
-from nvcli.messages import MOST_KEY_COPIES, StepInput, unpack
+from nvcli.engine.step_draft import ScheduledStep
+from nvcli.messages import MOST_KEY_COPIES, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 
 BLOCK_SIZE = 64
@@ -89,10 +91,35 @@ def test_what_the_other_request_copies_comes_from_where_it_copies_it() -> None:
 def test_nothing_is_copied_where_it_must_not_be() -> None:
     context = list(range(100))
     plain = [make_request(number, [*context, number], 5) for number in range(4)]
-    assert not first_step(plain).key_copies, "steps that read no prompt run as graphs"
+    assert not first_step(plain).key_copies, "keys of the step itself are not copied where graphs may run it"
     requests = choices(0, context, 4)
     assert first_step(requests).key_copies
     assert not first_step(requests, caching=False).key_copies
     assert not first_step(requests, groups=(FULL, STATE)).key_copies
     whole = [make_request(number, [*context, number], 1, read=PromptScoring(first=1)) for number in range(4)]
     assert not first_step(whole).key_copies, "all of their tokens are read"
+
+
+def next_step(scheduler: Scheduler, last: ScheduledStep | None = None) -> ScheduledStep:
+    """Give the last step's tokens, all of them 5, and return the next one."""
+    if last is not None:
+        num_logits = sum(unpack(last.input.num_logits))
+        scheduler.process(last, StepOutput(step_id=last.input.step_id, token_ids=pack([5] * num_logits)))
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.check_integrity()
+    return step
+
+
+@pytest.mark.parametrize(("length", "num_computed"), [(100, 1), (79, 15)])
+def test_a_request_that_enters_later_copies_before_its_step(length: int, num_computed: int) -> None:
+    """It computes the prompt's last token alone. Few tokens are not worth a copy."""
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=512, max_model_len=256, block_size=BLOCK_SIZE)
+    scheduler = Scheduler(limits, BlockManager(100))
+    scheduler.add([make_request(number, list(range(length)), 9 if number == 1 else 1) for number in range(3)])
+    first = next_step(scheduler)
+    assert not first.input.key_copies
+    step = next_step(scheduler, first).input
+    assert unpack(step.num_tokens).tolist() == [1, num_computed]
+    assert bool(step.key_copies) == (num_computed == 1)
+    assert not step.copies_new_keys

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from nvcli.engine import key_copies
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.limits import SchedulerLimits
@@ -112,7 +113,7 @@ def choices_behind_contexts(requests: list[Request], rng: random.Random) -> list
         context = lead + [rng.randrange(num_tokens) for _ in range(rng.choice([1, 2, 5, 40]))]
         for request in requests[len(changed) :][: rng.choice([1, 4, 5])]:
             prompt = context + [rng.randrange(3) for _ in range(rng.choice([0, 1, 3, 30]))]
-            read = rng.choice([None, *[PromptScoring(first=len(context), next_id=7)] * 5])
+            read = rng.choice([None, None, *[PromptScoring(first=len(context), next_id=7)] * 4])
             changed.append(make_request(request.request_id, prompt, rng.choice([1, 1, 1, 9]), read=read, n=request.n))
     return changed
 
@@ -250,14 +251,17 @@ def test_answers_behind_shared_prefixes_are_those_of_one_token_at_a_time() -> No
     assert num_prefixes > 30
 
 
-def test_choices_that_copy_keys_are_read_as_one_token_at_a_time() -> None:
-    num_copied = 0
-    for seed in range(48):
+def test_requests_that_copy_keys_are_answered_as_one_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_copies, "_LEAST_TOKENS", 1)
+    num_copied = num_early = 0
+    for seed in range(60):
         case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)])
         case.requests = choices_behind_contexts(case.requests, case.rng)
         check_answers(case)
         num_copied += case.rank.runner.num_copied
+        num_early += case.rank.runner.num_early_copies
     assert num_copied > 1_000
+    assert num_early > 50
 
 
 def check_answers(case: Case) -> None:

@@ -13,8 +13,9 @@ from generation import generate
 from checkpoints import reference_logits_of, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import SHAPES
+from nvcli.engine import key_copies
 from nvcli.engine.request import PromptScoring, Request, RequestOutput
-from nvcli.messages import StepInput
+from nvcli.messages import StepInput, unpack
 from one_rank import make_runner, run_to_outputs
 from requests_factory import make_request
 
@@ -103,6 +104,56 @@ def test_several_ranks_copy_their_own_keys(circumstance: str, tmp_path: Path) ->
     path = write_tiny_model(tmp_path / "model", "Qwen3")
     done, _ = generate(path, requests(), max_num_batched_tokens=100, block_size=16, **{circumstance: 2})
     check(logprobs_of(done), expected_logprobs(path))
+
+
+def answers(path: Path, device: str = "cpu", **settings: Any) -> tuple[list[list[int]], list[StepInput]]:
+    """Answer prompts that begin with 28 tokens in common, three at a time, greedily; return the answers and the steps
+    that copied keys."""
+    rng = random.Random(6)
+    lead = [rng.randrange(3, 97) for _ in range(28)]
+    prompts = [lead + [rng.randrange(3, 97) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    values = {"max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 100, "block_size": 16, **settings}
+    runner = make_runner(path, device, kv_cache_memory=1 << 22, **values)
+    steps: list[StepInput] = []
+    launch = runner.launch
+
+    def noted(step: StepInput) -> Any:
+        steps.extend([step] if step.key_copies else [])
+        return launch(step)
+
+    runner.launch = noted  # type: ignore[method-assign]
+    requests = [make_request(number, prompt, 3 + number % 4) for number, prompt in enumerate(prompts)]
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(key_copies, "_LEAST_TOKENS", 8)
+    try:
+        tokens = run_to_outputs(runner, requests)
+    finally:
+        monkey.undo()
+    return [unpack(tokens[number].token_ids).tolist() for number in range(len(prompts))], steps
+
+
+@pytest.mark.parametrize("name", ["qwen 3", "gemma 2"])
+def test_answers_behind_a_common_beginning_do_not_change(name: str, tmp_path: Path) -> None:
+    """Its last tokens, which fill no block, are copied before the steps in which requests enter."""
+    family, settings = {"qwen 3": ("Qwen3", {}), **SHAPES}[name]
+    path = write_tiny_model(tmp_path / "model", family, **settings)
+    found, steps = answers(path)
+    assert len(steps) > 3
+    assert not any(step.copies_new_keys for step in steps)
+    expected, steps = answers(path, enable_prefix_caching=False)
+    assert not steps
+    assert found == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen 3", "gemma 2"])
+def test_answers_on_a_gpu_do_not_change(name: str, tmp_path: Path) -> None:
+    """In steps that run as graphs."""
+    family, settings = {"qwen 3": ("Qwen3", {}), **SHAPES}[name]
+    path = write_tiny_model(tmp_path / "model", family, **settings)
+    found, steps = answers(path, "cuda", dtype="float32")
+    assert len(steps) > 3
+    assert found == answers(path, "cuda", dtype="float32", enable_prefix_caching=False)[0]
 
 
 @pytest.mark.gpu

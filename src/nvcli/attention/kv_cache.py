@@ -25,6 +25,7 @@ from nvcli.attention.spec import AttentionSpec, StateSpec
 from nvcli.attention.state_size import STATE_ALIGNMENT
 from nvcli.kernels.fp8_kv import KVScales
 from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.key_copies import KeyCopies, copy_keys
 
 NULL_BLOCK = 0
 
@@ -227,6 +228,26 @@ class KVCache:
     def clear(self, blocks: Tensor) -> None:
         """Put zeros into blocks [n] int64, in all layers."""
         self.data.index_fill_(self._blocks_dim, blocks, 0)
+
+    def copy_keys(self, copies: KeyCopies) -> None:
+        """Copy keys and values from block to block, in all layers."""
+        spec = self.spec
+        if spec.is_uniform and self.data.is_cuda:
+            from nvcli.kernels.triton import key_copies
+
+            # Blocks of all groups lie alike. A group with fewer layers than others has blocks with unused ends.
+            first = next(group[0] for group in spec.group_layers if group)
+            key_copies.copy_keys(
+                *self.layer(first),
+                self.scales(first),
+                copies.entries,
+                num_layers=len(self.data),
+                layer_stride=self.data.stride(0),
+            )
+            return
+        for layers, of_group in zip(spec.group_layers, copies.of_groups, strict=True):
+            for layer in layers if len(of_group) else ():
+                copy_keys(*self.layer(layer), self.scales(layer), of_group)
 
     @property
     def num_bytes(self) -> int:

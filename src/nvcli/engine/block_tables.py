@@ -93,9 +93,8 @@ class BlockTables:
             prefix_costs,
             token_bytes=sum(groups[number].token_bytes for number in without_window),
         )
-        self.key_copies = KeyCopies(
-            len(groups), block_size, is_on=block_manager.enable_prefix_caching and not self._states.groups
-        )
+        may_copy = block_manager.enable_prefix_caching and not self._states.groups
+        self.key_copies = KeyCopies(block_size, is_on=may_copy)
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk which the step after it does not attend to."""
 

@@ -2,12 +2,12 @@
 the token and not to the block.
 
 The prefix cache shares whole blocks. Requests that part within a block (the choices of a row that is scored, behind its
-context) would each compute that block's common tokens again. Instead a request that enters is given the keys of the
-common tokens out of the block of the request that entered before it. The ranks copy them in each layer, behind the
-store of the step's own keys: so they may be computed in the same step, and no request waits for them.
+context; the samples of a row) would each compute that block's common tokens again. Instead a request that enters is
+given the keys of the common tokens out of the block of the request that entered before it.
 
-Only requests whose prompts are read copy keys. Steps that read run without CUDA graphs in any case; a request that only
-generates would take the graph from its step, for a part of a block.
+Where all of a step's copies are of keys that earlier steps have computed, the ranks copy them before the step, which
+may then run as a CUDA graph. Else each layer copies behind the store of the step's own keys, outside of graphs. Only
+requests whose prompts are read copy such new keys: steps that read run outside of graphs in any case.
 """
 
 from __future__ import annotations
@@ -19,37 +19,48 @@ from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.state import RequestState
 from nvcli.messages import MOST_KEY_COPIES, pack
 
+_LEAST_TOKENS = 16
+"""Fewer tokens are computed by a request whose prompt is not read: copying them would cost its step as much."""
+
 
 class _Piece(NamedTuple):
-    """Keys of consecutive tokens within one column."""
+    """Keys of consecutive tokens that a block gets from another one of its KV group."""
 
-    column: int
+    source: int
     first: int
-    """The first token, counted from the beginning of the column."""
+    """The first token, counted from the beginning of the block."""
     end: int
-    blocks: list[int]
-    """The block of each KV group that holds them."""
 
 
 class KeyCopies:
     """Finds what requests that enter in a step may copy."""
 
-    def __init__(self, num_groups: int, block_size: int, *, is_on: bool) -> None:
-        """`num_groups`: the number of KV groups. `is_on`: whether anything may be copied: the prefix cache is on, and
-        no group has recurrent states, which are not kept for each token."""
-        self._num_groups, self._block_size, self._is_on = num_groups, block_size, is_on
+    def __init__(self, block_size: int, *, is_on: bool) -> None:
+        """`is_on`: whether anything may be copied: the prefix cache is on, and no group has recurrent states, which are
+        not kept for each token."""
+        self._block_size, self._is_on = block_size, is_on
         self._latest: RequestState | None = None
         """The request that entered last."""
-        self._of_step: dict[RequestState, list[_Piece]] = {}
-        """What each request copies in the step that is planned."""
+        self._num_early = 0
+        """The tokens of its prompt whose keys were computed by steps before the one that is planned."""
+        self._pieces: dict[tuple[int, int], list[_Piece]] = {}
+        """What is copied in the step that is planned, by KV group and block that gets it, first tokens first."""
+        self._targets: dict[RequestState, list[tuple[int, int]]] = {}
+        """By the request that owns them, the KV groups and blocks that get something."""
+        self.copies_new_keys = False
+        """Whether any of it is computed by the same step."""
 
     def begin_step(self) -> None:
         """Note that a step is planned next: what those before copy will be in its place when it runs."""
-        self._of_step.clear()
+        self._pieces.clear()
+        self._targets.clear()
+        self.copies_new_keys = False
+        latest = self._latest
+        self._num_early = 0 if latest is None else min(latest.num_prompt, latest.num_computed)
 
     def entered(self, state: RequestState) -> None:
         """Note the request that entered last; the next one may copy from it as long as it runs."""
-        self._latest = state
+        self._latest, self._num_early = state, 0
 
     def plan(self, state: RequestState, column: int, most: int, hashes: PromptHashes) -> int:
         """Plan what a request copies that enters with `column` blocks of the prefix cache and a block of its own behind
@@ -58,28 +69,40 @@ class KeyCopies:
         Returns the number of tokens that are copied.
         """
         donor, start = self._latest, column * self._block_size
-        if not self._is_on or state.reads is None or donor is None or donor.slot is None:
+        if not self._is_on or donor is None or donor.slot is None:
             return 0
-        most = min(start + self._block_size, most, donor.num_tokens, donor.num_computed)
-        if most <= start or any(column >= len(blocks) or not blocks[column] for blocks in donor.blocks):
+        is_read = state.reads is not None and state.reads.first_unread is not None
+        least = 1 if is_read else _LEAST_TOKENS
+        num_there = min(donor.num_prompt, donor.num_computed) if is_read else self._num_early
+        most = min(start + self._block_size, most, num_there)
+        if most < start + least or any(column >= len(blocks) or not blocks[column] for blocks in donor.blocks):
             return 0
         if column and donor.hash_blocks(column - 1, column, hashes) != state.hash_blocks(column - 1, column, hashes):
             return 0
-        end = _num_equal(donor.tokens(start, most), state.tokens(start, most))
-        # What the other one copies in this step itself is not there to be copied: it comes from where that comes from.
-        pieces = [
-            piece._replace(end=min(piece.end, end))
-            for piece in self._of_step.get(donor, [])
-            if piece.column == column and piece.first < end
-        ]
-        first = pieces[-1].end if pieces else 0
-        if first < end:
-            pieces.append(_Piece(column, first, end, [blocks[column] for blocks in donor.blocks]))
-        pieces = pieces[:MOST_KEY_COPIES]
-        if not pieces:
+        count = _num_equal(donor.tokens(start, most), state.tokens(start, most))
+        if count < least:
             return 0
-        self._of_step[state] = pieces
-        return pieces[-1].end
+        found = [self._pieces_of(group, blocks[column], count) for group, blocks in enumerate(donor.blocks)]
+        count = min(pieces[-1].end for pieces in found)
+        if count < least:
+            return 0
+        self._targets[state] = [(group, blocks[column]) for group, blocks in enumerate(state.blocks)]
+        for target, pieces in zip(self._targets[state], found, strict=True):
+            self._pieces[target] = [p._replace(end=min(p.end, count)) for p in pieces if p.first < count]
+        self.copies_new_keys |= start + count > self._num_early
+        return count
+
+    def _pieces_of(self, group: int, block: int, count: int) -> list[_Piece]:
+        """Return where the keys of a block's first `count` tokens come from, or of as many as may be copied.
+
+        Those that are copied to the block in this step are not there yet: they come from where that comes from.
+        """
+        copied = self._pieces.get((group, block), [])
+        pieces = [piece._replace(end=min(piece.end, count)) for piece in copied if piece.first < count]
+        first = pieces[-1].end if pieces else 0
+        if first < count:
+            pieces.append(_Piece(block, first, count))
+        return pieces[:MOST_KEY_COPIES]
 
     def forget(self) -> None:
         """Let no request copy from those that entered before."""
@@ -87,16 +110,16 @@ class KeyCopies:
 
     def drop(self, state: RequestState) -> None:
         """Copy nothing for a request, which gives its blocks back."""
-        self._of_step.pop(state, None)
+        for target in self._targets.pop(state, ()):
+            del self._pieces[target]
 
     def packed(self) -> bytes:
         """Return `StepInput.key_copies` for the step that is planned."""
         return pack(
             number
-            for group in range(self._num_groups)
-            for state, pieces in self._of_step.items()
-            for piece in pieces
-            for number in (group, piece.blocks[group], state.blocks[group][piece.column], piece.first, piece.end)
+            for group, target in sorted(self._pieces)
+            for piece in self._pieces[group, target]
+            for number in (group, piece.source, target, piece.first, piece.end)
         )
 
 

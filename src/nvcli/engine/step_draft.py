@@ -234,6 +234,7 @@ class StepDraft:
             shares_segments=changes.is_used,
             shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             key_copies=key_copies.packed(),
+            copies_new_keys=key_copies.copies_new_keys,
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
 

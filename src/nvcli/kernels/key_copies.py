@@ -21,14 +21,16 @@ COPY_FIELDS = 4
 class KeyCopies:
     """What is copied in a step, for each KV group."""
 
+    entries: Tensor
+    """[N, `COPY_FIELDS`] int32 on the device of the cache. No copy reads what another one writes."""
     of_groups: Sequence[Tensor]
-    """[n, `COPY_FIELDS`] int32 for each KV group, on the device of the cache. No copy reads what another writes."""
+    """Those of each KV group."""
 
 
 def copy_keys(k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, copies: Tensor) -> None:
     """Copy keys and values within a layer's cache, with their scales where it has any.
 
-    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, D]; copies: see `KeyCopies`.
+    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, D]; copies: `KeyCopies.entries` of the layer's KV group.
     """
     if len(copies) == 0:
         return

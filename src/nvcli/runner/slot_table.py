@@ -100,7 +100,7 @@ class SlotTable:
         starts = np.searchsorted(copies[:, 0], np.arange(num_groups + 1)).tolist()
         (uploaded,) = self.upload(copies[:, 1:].ravel())
         entries = uploaded.view(-1, COPY_FIELDS)
-        return KeyCopies(of_groups=[entries[start:end] for start, end in pairwise(starts)])
+        return KeyCopies(entries=entries, of_groups=[entries[start:end] for start, end in pairwise(starts)])
 
     def _fill(self, new_slots: list[NewSlot]) -> None:
         slots, cached = self.upload(

@@ -149,7 +149,7 @@ class StepRunner:
         None."""
         shape = exact_shape(step)
         reads = self._reader.plan(step) if step.reads else None
-        graphs = None if reads is not None or step.key_copies else self._graphs
+        graphs = None if reads is not None or step.copies_new_keys else self._graphs
         padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch)
@@ -160,10 +160,12 @@ class StepRunner:
         if step.block_ids and self._backend.reads_behind_rows:
             (blocks,) = self._slots.upload(partly_filled_blocks(step, self._kv_cache.spec.state_groups))
             self._kv_cache.clear(blocks.long())
+        if step.key_copies and not step.copies_new_keys:
+            self._kv_cache.copy_keys(self._slots.key_copies(step))
         needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)
         if padded is None:
-            if step.key_copies:
+            if step.copies_new_keys:
                 batch = replace(batch, forward=replace(batch.forward, key_copies=self._slots.key_copies(step)))
             output = self._compute(batch, sample=needs.is_simple, reads=reads)
         else:

@@ -17,8 +17,8 @@ def warm_up_steps(
     config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int, *, shares_prefixes: bool = False
 ) -> Iterator[StepInput]:
     """Yield steps with `num_tokens` and with at most 512 prompt tokens, each in as few requests as possible, then one
-    that decodes `num_seqs` requests. The first one also scores all of its tokens, and copies a key of the null block to
-    its own place.
+    that decodes `num_seqs` requests. The first one also scores all of its tokens, and copies keys within its layers,
+    the others before them.
 
     Where `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with
     so many requests and with two: few rows have launches of their own. With `shares_prefixes` the last step has two
@@ -53,8 +53,10 @@ def _step(
     num_shared: int = 0,
 ) -> StepInput:
     """The tokens come with the step, and each slot gets the null block, so that what takes them in is loaded too; so do
-    a segment without keys and word that a slot has none, which leave the tables as they are. `num_shared`: keys that
-    all requests begin with, and that are in the cache."""
+    a segment without keys, word that a slot has none, and the copy of a key to its own place, which leave all as it is.
+
+    `num_shared`: keys that all requests begin with, and that are in the cache.
+    """
     slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
         step_id=step_id,
@@ -75,7 +77,8 @@ def _step(
         reads=[PromptRead(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)]
         if is_scored
         else [],
-        key_copies=pack([0, 0, 0, 0, 1]) if is_scored else b"",
+        key_copies=pack([0, 0, 0, 0, 1]),
+        copies_new_keys=is_scored,
         segments=pack([0, 1, 0, 0, 0]) if shares_segments else b"",
         slot_segments=pack([0, 0, 0]) if shares_segments else b"",
         shares_segments=shares_segments,

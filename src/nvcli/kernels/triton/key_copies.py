@@ -1,5 +1,5 @@
 """Copies keys and values of some tokens from one block of the cache to another: a program for each copy, its keys or
-its values, and a few of its tokens."""
+its values in one layer, and a few of its tokens."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def _copy_keys_kernel(
     copies_ptr,
     block_stride,
     scale_block_stride,
+    layer_stride: tl.int64,
+    scale_layer_stride: tl.int64,
     TOKEN_NUMBERS: tl.constexpr,
     ROW: tl.constexpr,  # TOKEN_NUMBERS, rounded up to a power of two
     TOKENS: tl.constexpr,
@@ -32,21 +34,22 @@ def _copy_keys_kernel(
     BLOCK_SIZE: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Program (copy, some tokens of a block, keys or values); many have nothing to do, as copies are shorter than
-    blocks."""
+    """Program (copy, some tokens of a block, keys of a layer or its values); many have nothing to do, as copies are
+    shorter than blocks."""
     copy = copies_ptr + tl.program_id(0) * FIELDS
     first, end = tl.load(copy + 2), tl.load(copy + 3)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_copied = (tokens >= first) & (tokens < end)
     source, target = tl.load(copy).to(tl.int64), tl.load(copy + 1).to(tl.int64)
-    is_key = tl.program_id(2) == 0
-    cache = tl.where(is_key, k_cache_ptr, v_cache_ptr)
+    is_key = tl.program_id(2) % 2 == 0
+    layer = (tl.program_id(2) // 2).to(tl.int64)
+    cache = tl.where(is_key, k_cache_ptr, v_cache_ptr) + layer * layer_stride
     numbers = tl.arange(0, ROW)
     places = tokens[:, None] * TOKEN_NUMBERS + numbers[None, :]
     mask = is_copied[:, None] & (numbers < TOKEN_NUMBERS)[None, :]
     tl.store(cache + target * block_stride + places, tl.load(cache + source * block_stride + places, mask=mask), mask)
     if k_scales_ptr is not None:
-        scales = tl.where(is_key, k_scales_ptr, v_scales_ptr)
+        scales = tl.where(is_key, k_scales_ptr, v_scales_ptr) + layer * scale_layer_stride
         heads = tl.arange(0, HEADS)
         places = heads[:, None] * BLOCK_SIZE + tokens[None, :]
         mask = (heads < NUM_KV_HEADS)[:, None] & is_copied[None, :]
@@ -54,8 +57,17 @@ def _copy_keys_kernel(
         tl.store(scales + target * scale_block_stride + places, found, mask)
 
 
-def copy_keys(k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, copies: Tensor) -> None:
-    """See `nvcli.kernels.key_copies.copy_keys`."""
+def copy_keys(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: KVScales | None,
+    copies: Tensor,
+    *,
+    num_layers: int = 1,
+    layer_stride: int = 0,
+) -> None:
+    """See `nvcli.kernels.key_copies.copy_keys`. It is done in `num_layers` layers, of which the cache is the first; the
+    others' are `layer_stride` elements apart, bytes where there are scales."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     token_numbers = num_kv_heads * head_dim
     assert k_cache.stride() == v_cache.stride()
@@ -67,7 +79,7 @@ def copy_keys(k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, copies:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     row = triton.next_power_of_2(token_numbers)
     tokens = max(1, min(_PROGRAM_NUMBERS // row, triton.next_power_of_2(block_size)))
-    _copy_keys_kernel[(len(copies), triton.cdiv(block_size, tokens), 2)](
+    _copy_keys_kernel[(len(copies), triton.cdiv(block_size, tokens), 2 * num_layers)](
         k_cache,
         v_cache,
         None if scales is None else scales.k,
@@ -75,6 +87,8 @@ def copy_keys(k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, copies:
         copies,
         k_cache.stride(0),
         0 if scales is None else scales.k.stride(0),
+        layer_stride,
+        layer_stride // 2,
         TOKEN_NUMBERS=token_numbers,
         ROW=row,
         TOKENS=tokens,

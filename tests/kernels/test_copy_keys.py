@@ -8,10 +8,11 @@ import torch
 from kernel_device import DEVICE, DTYPES, MARKS
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.key_copies import copy_keys
+from nvcli.kernels.key_copies import KeyCopies, copy_keys
 from nvcli.kernels.triton import key_copies
 
 pytestmark = MARKS
+CPU = torch.device("cpu")
 
 COPIES = [(3, 5, 0, 16), (3, 1, 0, 5), (9, 1, 5, 11), (2, 7, 3, 4), (4, 6, 0, 1), (8, 10, 15, 16)]
 
@@ -41,7 +42,7 @@ def test_the_kernel_copies_what_plain_torch_does(
     heads: tuple[tuple[int, int], ...], kv_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     """Layers one behind the other, and of several shapes in each block; all other bytes stay as they are."""
-    expected = filled_cache(heads, dtype, kv_dtype, torch.device("cpu"))
+    expected = filled_cache(heads, dtype, kv_dtype, CPU)
     before = expected.data.view(torch.uint8).clone()
     found = filled_cache(heads, dtype, kv_dtype, DEVICE)
     copies = torch.tensor(COPIES, dtype=torch.int32)
@@ -56,6 +57,22 @@ def test_the_kernel_copies_what_plain_torch_does(
     assert torch.equal(found.data.view(torch.uint8).cpu(), expected.data.view(torch.uint8))
     changed = (before != expected.data.view(torch.uint8)).float().mean()
     assert 0 < changed < 0.4
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_one_launch_copies_in_all_layers(kv_dtype: torch.dtype | None) -> None:
+    """As many times plain torch in each layer. Keys of all KV groups have one shape here."""
+    expected, found = (filled_cache(((2, 64), (2, 64)), torch.float32, kv_dtype, device) for device in (CPU, DEVICE))
+    entries = torch.tensor(COPIES, dtype=torch.int32)
+    expected.copy_keys(KeyCopies(entries=entries, of_groups=[entries[:2], entries[2:]]))
+    k_cache, v_cache = found.layer(0)
+    layers = {"num_layers": len(found.data), "layer_stride": found.data.stride(0)}
+    key_copies.copy_keys(k_cache, v_cache, found.scales(0), entries.to(DEVICE), **layers)
+    assert torch.equal(found.data.view(torch.uint8).cpu(), expected.data.view(torch.uint8))
+    again = filled_cache(((2, 64), (2, 64)), torch.float32, kv_dtype, DEVICE)
+    entries = entries.to(DEVICE)
+    again.copy_keys(KeyCopies(entries=entries, of_groups=[entries[:2], entries[2:]]))
+    assert torch.equal(again.data.view(torch.uint8), found.data.view(torch.uint8))
 
 
 def test_nothing_is_copied_without_copies() -> None:
