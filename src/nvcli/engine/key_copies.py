@@ -74,7 +74,8 @@ class KeyCopies:
         is_read = state.reads is not None and state.reads.first_unread is not None
         least = 1 if is_read else _LEAST_TOKENS
         num_there = min(donor.num_prompt, donor.num_computed) if is_read else self._num_early
-        most = min(start + self._block_size, most, num_there)
+        # A token is left for the block: to compute any behind it would take another one, which may not be there.
+        most = min(start + self._block_size - 1, most, num_there)
         if most < start + least or any(column >= len(blocks) or not blocks[column] for blocks in donor.blocks):
             return 0
         if column and donor.hash_blocks(column - 1, column, hashes) != state.hash_blocks(column - 1, column, hashes):

@@ -42,6 +42,7 @@ def copy_keys(k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, copies:
     if k_cache.dtype == FP8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     by_token = [k_cache, v_cache] if scales is None else [k_cache, v_cache, *(each.transpose(1, 2) for each in scales)]
-    for source, target, first, end in copies.tolist():
-        for numbers in by_token:
-            numbers[target, first:end] = numbers[source, first:end]
+    for numbers in by_token:
+        read = [numbers[source, first:end].clone() for source, _, first, end in copies.tolist()]
+        for (_, target, first, end), values in zip(copies.tolist(), read, strict=True):
+            numbers[target, first:end] = values
