@@ -163,7 +163,7 @@ def test_scores_on_a_gpu(name: str, kv_cache_dtype: str, tmp_path: Path) -> None
     """They are those that are computed without the prefix cache."""
     family, settings = {"qwen 3": ("Qwen3", {}), **SHAPES}[name]
     path = write_tiny_model(tmp_path / "model", family, **settings)
-    common: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
+    common: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype, "enforce_eager": True}
     if kv_cache_dtype == "fp8":
         common["dtype"] = "bfloat16"
     found, steps = run(path, "cuda", **common)
