@@ -20,7 +20,7 @@ from nvcli.engine.state import RequestState
 from nvcli.messages import MOST_KEY_COPIES, pack
 
 _LEAST_TOKENS = 16
-"""Fewer tokens are computed by a request whose prompt is not read: copying them would cost its step as much."""
+"""A request whose prompt is not read copies no fewer tokens, so that its step has no launch more for next to nothing."""
 
 
 class _Piece(NamedTuple):
