@@ -20,7 +20,8 @@ from nvcli.engine.state import RequestState
 from nvcli.messages import MOST_KEY_COPIES, pack
 
 _LEAST_TOKENS = 16
-"""A request whose prompt is not read copies no fewer tokens, so that its step has no launch more for next to nothing."""
+"""A request whose prompt is not read copies no fewer tokens: for next to nothing, its step would have one more
+launch."""
 
 
 class _Piece(NamedTuple):
