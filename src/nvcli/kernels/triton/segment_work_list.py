@@ -21,11 +21,16 @@ from nvcli.kernels.triton.decode_work_list import cut
 
 LEVELS = 4
 """The most segments of a request that are read once for all; each costs a row a partial result."""
-TILE_FIELDS = 6
-"""The int32 words of an entry: level, first of the tile's rows among the members of the level, number of rows, first
-key of the chunk, end of its keys, number of the chunk."""
+TILE_FIELDS = 8
+"""The int32 words of an entry: where its level begins in the lists of rows, first of the tile's rows among the members
+of the level, number of rows, first key of the chunk, end of its keys, number of the chunk, slot of the first row; 1
+unused, so that an entry lies in one sector of memory."""
 MIN_SEGMENT_CHUNK = 256
 """The fewest keys of a chunk of a segment that is cut: each chunk more is a partial result more for each row."""
+_OWN_QUARTERS = 3
+"""How long a multiprocessor takes for a key of a row's own, in quarters of what it takes for one key of a tile, each
+with all KV heads (an H200 with heads of 128: 1.9 µs for 128 keys of a tile of 128 queries; for the rows' own, 135 µs
+for 131,072 keys at the memory's speed, which about six tenths of the multiprocessors reach)."""
 _ROWS, _COLUMNS = 16, 256
 """A program places _ROWS rows, and compares them with _COLUMNS others at a time."""
 
@@ -83,10 +88,13 @@ def find_segments_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "target_programs"],
-    do_not_specialize_on_alignment=["segments"],
+    do_not_specialize=["num_rows", "target_programs", "num_processors"],
+    do_not_specialize_on_alignment=["slots", "seq_lens", "segments"],
 )
 def plan_segments_kernel(
+    slots,  # [R] int64
+    seq_lens,  # [R] int32
+    own_begins,  # [R] int32
     segments,  # [N + 1, SEGMENT_FIELDS] int32
     row_segments,  # [LEVELS, max_rows] int32
     row_spans,  # [LEVELS, max_rows] int32
@@ -95,13 +103,16 @@ def plan_segments_kernel(
     num_partials,  # [R] int32, written: partial results of the row, from its place of level 0 on
     items,  # [capacity, TILE_FIELDS] int32, written
     num_items,  # [1] int32, 0 before
+    num_beside,  # [1] int32, written
     max_rows,
     num_rows,
     target_programs,
+    num_processors,
     NUM_KV_HEADS: tl.constexpr,
     LEVELS: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    OWN_QUARTERS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -117,9 +128,20 @@ def plan_segments_kernel(
             tokens += tl.load(row_spans + level * max_rows + others, mask=others < num_rows, other=0)
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs * TILE_ROWS).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(per_program, KEYS) * KEYS, MIN_CHUNK)
+    if tl.program_id(0) == 0:
+        own_tokens = tl.zeros([COLUMNS], tl.int64)
+        for start in range(0, num_rows, COLUMNS):
+            others = start + columns
+            lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
+            own_tokens += tl.maximum(lens - tl.load(own_begins + others, mask=others < num_rows, other=0), 0)
+        of_tiles = tl.cdiv(tl.sum(tokens, 0), TILE_ROWS) * 4
+        of_all = of_tiles + tl.sum(own_tokens, 0) * OWN_QUARTERS
+        share = num_processors * of_tiles // tl.maximum(of_all, 1)
+        tl.store(num_beside, tl.maximum(share, 1).to(tl.int32))
 
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
+    row_slots = tl.load(slots + rows, mask=is_row, other=0).to(tl.int32)
     first_partial = tl.zeros([ROWS], tl.int32)
     for level in tl.static_range(LEVELS):
         for start in range(0, num_rows, COLUMNS):
@@ -157,12 +179,13 @@ def plan_segments_kernel(
         for index in range(tl.max(num_chunks, 0)):
             item = items + (first_item + index) * TILE_FIELDS
             is_mine = index < num_chunks
-            tl.store(item, tl.full([ROWS], level, tl.int32), mask=is_mine)
+            tl.store(item, tl.full([ROWS], level, tl.int32) * max_rows, mask=is_mine)
             tl.store(item + 1, place, mask=is_mine)
             tl.store(item + 2, tl.minimum(num_members - rank, TILE_ROWS), mask=is_mine)
             tl.store(item + 3, begin + index * size, mask=is_mine)
             tl.store(item + 4, tl.minimum(begin + (index + 1) * size, end), mask=is_mine)
             tl.store(item + 5, tl.zeros([ROWS], tl.int32) + index, mask=is_mine)
+            tl.store(item + 6, row_slots, mask=is_mine)
     tl.store(num_partials + rows, count, mask=is_row)
 
 
@@ -177,10 +200,12 @@ class SegmentWorkList:
     ) -> None:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._keys, self._tile_rows, self.max_rows = keys, tile_rows, max_rows
-        self.num_programs = (
-            2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self.num_processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         )
-        """The programs that attend the list."""
+        """The multiprocessors of the GPU."""
+        self.num_programs = 2 * self.num_processors
+        """Into as many parts of about equal size the work is cut."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -199,6 +224,9 @@ class SegmentWorkList:
         """[capacity, TILE_FIELDS] int32."""
         self.num_items = ints(1)
         """[1] int32, the number of items."""
+        self.num_beside = ints(1)
+        """[1] int32, how many multiprocessors are to attend the list while the others attend the rows' own keys, so
+        that both end at about the same time: at least 1."""
 
     @property
     def max_partials(self) -> int:
@@ -231,6 +259,9 @@ class SegmentWorkList:
             num_warps=1,
         )
         plan_segments_kernel[grid](
+            slots,
+            seq_lens,
+            self.own_begins,
             segments,
             self._row_segments,
             self._row_spans,
@@ -239,13 +270,16 @@ class SegmentWorkList:
             self.num_partials,
             self.items,
             self.num_items,
+            self.num_beside,
             self.max_rows,
             num_rows,
             self.num_programs,
+            self.num_processors,
             NUM_KV_HEADS=self._num_kv_heads,
             LEVELS=LEVELS,
             SEGMENT_FIELDS=SEGMENT_FIELDS,
             TILE_ROWS=self._tile_rows,
+            OWN_QUARTERS=_OWN_QUARTERS,
             KEYS=self._keys,
             MIN_CHUNK=MIN_SEGMENT_CHUNK,
             ROWS=_ROWS,
