@@ -1,81 +1,97 @@
-"""The kernel for segments on Hopper, simulated on the CPU, over lists of the planning kernels. On a GPU it is held to
-attention written out by `tests/attention/test_segments.py`."""
+"""The kernel for segments on Hopper GPUs: simulated on the CPU over lists of the planning kernels, as the assembler
+sees it, how it is launched, and when it is chosen. On a GPU it is held to attention written out by
+`tests/attention/test_segments.py`."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from gluon_simulator import Pointer, Simulator
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_device import DEVICE, HAS_GPU, MARKS
+from kernel_device import INTERPRETED_MARKS
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.triton import hopper_prefill_kernel, hopper_segment_kernel
 from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
+from nvcli.kernels.triton.prefill_choice import attends_segments, prefill_kernel
 from nvcli.kernels.triton.segment_work_list import TILE_FIELDS, SegmentWorkList
 
-pytestmark = MARKS
+pytestmark = [*INTERPRETED_MARKS, pytest.mark.skipif(torch.cuda.is_available(), reason="it is a simulation")]
+CPU = torch.device("cpu")
 
 
-def make_list(
-    segments: list[tuple[int, int, int]], last_segments: list[int], lens: list[int], group: int, block_size: int
-) -> SegmentWorkList:
-    """Plan rows in slots 0, 1, …; segments: (begin, end, parent), numbered from 1."""
-    kind = {"num_heads": group, "num_kv_heads": 1, "head_dim": 64, "block_size": block_size}
-    attention = HopperSegmentAttention(**kind, dtype=torch.float32, device=DEVICE, max_rows=len(lens) + 3)
-    planned = attention.work_list(None)
-    tables = SegmentTables.empty(1, len(segments), len(lens), DEVICE)
-    tables.segments[0, 1:] = torch.tensor(segments)
-    tables.slot_segments[0] = torch.tensor(last_segments)
-    planned.plan(
-        torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-        torch.arange(len(lens), device=DEVICE),
-        tables.segments[0],
-        tables.slot_segments[0],
-    )
-    return planned
+@dataclass
+class Tree:
+    """A segment of five blocks, others of two blocks and of one behind it, and rows behind each and behind none."""
+
+    block_size: int
+    last_segments: list[int]
+    """Of each row; 0: none."""
+
+    @property
+    def segments(self) -> Tensor:
+        blocks = torch.tensor([(0, 5), (5, 7), (5, 6)]) * self.block_size
+        return torch.cat([blocks, torch.tensor([[0], [1], [1]])], dim=1)
+
+    def columns(self, row: int) -> list[int]:
+        """The blocks of the row's segments."""
+        return {0: [], 1: [1, 2, 3, 4, 5], 2: [1, 2, 3, 4, 5, 6, 7], 3: [1, 2, 3, 4, 5, 8]}[self.last_segments[row]]
+
+    def plan(self, planned: SegmentWorkList, own_keys: int) -> None:
+        num_rows = len(self.last_segments)
+        tables = SegmentTables.empty(1, 3, num_rows, CPU)
+        tables.segments[0, 1:] = self.segments
+        tables.slot_segments[0] = torch.tensor(self.last_segments)
+        lens = [len(self.columns(row)) * self.block_size + own_keys for row in range(num_rows)]
+        lens_tensor = torch.tensor(lens, dtype=torch.int32)
+        planned.plan(lens_tensor, torch.arange(num_rows), tables.segments[0], tables.slot_segments[0])
 
 
-@pytest.mark.skipif(HAS_GPU, reason="it is a simulation")
+def make_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, max_rows: int) -> HopperSegmentAttention:
+    return HopperSegmentAttention(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.float32,
+        device=CPU, max_rows=max_rows,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "block_size", "soft_cap", "programs"),
-    [(2, 4, 64, 64, 0.0, 3), (1, 5, 128, 128, 5.0, 9), (1, 64, 64, 192, 0.0, 4)],
+    ("kv_heads", "group", "head_dim", "block_size", "soft_cap", "programs", "wanted"),
+    [(2, 4, 64, 64, 0.0, 5, 3), (1, 5, 128, 128, 5.0, 4, 9), (1, 64, 64, 192, 0.0, 4, 1)],
 )
-def test_attention(kv_heads: int, group: int, head_dim: int, block_size: int, soft_cap: float, programs: int) -> None:
-    """Of rows behind two levels of segments, anywhere in the batch. What is not a segment's is NaN."""
+def test_attention(
+    kv_heads: int, group: int, head_dim: int, block_size: int, soft_cap: float, programs: int, wanted: int
+) -> None:
+    """Rows stand anywhere in the batch. What is not in their segments is NaN."""
     generator = torch.Generator().manual_seed(0)
-    ends = [5, 7, 6]  # blocks: one segment, two others behind it
-    segments = [(0, 5 * block_size, 0), (5 * block_size, 7 * block_size, 1), (5 * block_size, 6 * block_size, 1)]
-    num_rows = 45
-    rows_of = [0, 1, 2, 3] * 11 + [0]
-    tables = torch.randperm(6 + 5 * num_rows, generator=generator)[: num_rows * 8].view(-1)[: 5 * num_rows]
-    shared = torch.arange(8) + 1
-    behind = {1: [], 2: [5, 6], 3: [7]}
-    tables = torch.full((num_rows, 9), 0, dtype=torch.int32)
-    for row, last in enumerate(rows_of):
-        if last:
-            columns = [*range(5), *behind[last]]
-            tables[row, : len(columns)] = shared[columns].int()
+    heads = kv_heads * group
+    tree = Tree(block_size, [0, 1, 2, 3] * 10 + [0, 3])
+    num_rows = len(tree.last_segments)
+    planned = make_attention(heads, kv_heads, head_dim, block_size, num_rows + 3).work_list(None)
+    tree.plan(planned, own_keys=3)
+    tables = torch.zeros(num_rows, 9, dtype=torch.int32)
+    for row in range(num_rows):
+        tables[row, : len(tree.columns(row))] = torch.tensor(tree.columns(row))
     caches = torch.randn(2, 9, block_size, kv_heads, head_dim, generator=generator)
     caches[:, 0] = torch.nan
-    lens = [(ends[last - 1] if last else 0) * block_size + 1 + row for row, last in enumerate(rows_of)]
-    planned = make_list(segments, rows_of, lens, group, block_size)
-    heads = kv_heads * group
     q = torch.randn(num_rows, heads, head_dim, generator=generator)
     num_partials = int(planned.num_partials.sum())
-    out = torch.full((num_partials, heads, head_dim), torch.nan)
-    lse = torch.full((num_partials, heads), torch.nan)
+    out, lse = torch.full((num_partials, heads, head_dim), torch.nan), torch.full((num_partials, heads), torch.nan)
     k_matrix, v_matrix = caches.reshape(2, -1, kv_heads * head_dim)
-    Simulator(
-        SimpleNamespace(
-            **vars(hopper_prefill_kernel), hopper_segment_kernel=hopper_segment_kernel.hopper_segment_kernel
-        ),
-        functions={"gdc_launch_dependents": lambda: None},
-    ).launch(
+    module: Any = SimpleNamespace(**{**vars(hopper_prefill_kernel), **vars(hopper_segment_kernel)})
+    Simulator(module, functions={"gdc_launch_dependents": lambda: None}).launch(
         "hopper_segment_kernel",
         programs,
         Pointer(q.flatten()),
@@ -85,7 +101,7 @@ def test_attention(kv_heads: int, group: int, head_dim: int, block_size: int, so
         Pointer(tables.flatten()),
         Pointer(planned.items.flatten()),
         Pointer(planned.num_items),
-        Pointer(planned.num_beside),
+        Pointer(torch.tensor([wanted])),
         Pointer(planned.members.flatten()),
         Pointer(planned.first_partials.flatten()),
         Pointer(out.view(-1)),
@@ -101,18 +117,66 @@ def test_attention(kv_heads: int, group: int, head_dim: int, block_size: int, so
         SOFT_CAP=soft_cap * math.log2(math.e),
         TILE_FIELDS=TILE_FIELDS,
     )
-    print(planned.num_items, planned.num_beside, planned.num_partials)
-    for row, last in enumerate(rows_of):
+    lse = lse * math.log(2)
+    for row in range(num_rows):
         first, count = int(planned.first_partials[0, row]), int(planned.num_partials[row])
-        assert (count > 0) == (last > 0)
-        if not last:
+        assert (count > 0) == (tree.last_segments[row] > 0)
+        if count == 0:
             continue
-        columns = shared[[*range(5), *behind[last]]]
-        keys, values = (x[columns].flatten(0, 1).repeat_interleave(group, 1) for x in caches)
+        keys, values = caches[:, tree.columns(row)].flatten(1, 2).repeat_interleave(group, dim=2)
         scores = torch.einsum("hd,khd->hk", q[row], keys) / math.sqrt(head_dim)
         scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+        results = slice(first, first + count)
+        merged = torch.einsum("ph,phd->hd", lse[results].softmax(0), out[results])
         expected = torch.einsum("hk,khd->hd", scores.softmax(1), values)
-        mine = slice(first, first + count)
-        merged = torch.einsum("ph,phd->hd", (lse[mine] * math.log(2)).softmax(0), out[mine])
         torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close((lse[mine] * math.log(2)).logsumexp(0), scores.logsumexp(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(lse[results].logsumexp(0), scores.logsumexp(1), atol=1e-4, rtol=1e-4)
+
+
+def test_multiprocessors_are_shared_out_by_what_there_is_to_do() -> None:
+    """Those that attend segments, and those that attend the rows' own keys, end at about the same time."""
+    tree = Tree(64, [2] * 64)  # two tiles of 32 rows, each of 448 keys
+    planned = make_attention(8, 2, 64, 64, 70).work_list(None)
+    planned.num_processors = 132
+    wanted = []
+    for own_keys in (1, 12, 20_000):
+        tree.plan(planned, own_keys)
+        wanted.append(int(planned.num_beside))
+    # An own key counts as three quarters of a key of a tile: 896 keys against 48, 576 and 960,000.
+    assert wanted == [132 * 896 // 944, 132 * 896 // 1472, 1]
+
+
+def test_launches() -> None:
+    """The rows' own keys may begin before segments have ended, and what merges both may not."""
+    script = Path(__file__).with_name("hopper_segments_compile.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["names"] == ["hopper_segment_kernel", "decode_attention_kernel", "merge_segments_kernel"] * 2
+    assert found["early"] == [False, True, False] * 2
+    assert "Performance Loss" not in found["report"], "ptxas waits for each matrix product"
+
+
+@pytest.mark.parametrize(
+    ("change", "serves"),
+    [
+        ({}, True),
+        ({"num_heads": 258}, False),  # a tile of 128 has no room for one row's heads
+        ({"kv_dtype": torch.float8_e4m3fn}, False),
+        ({"has_window": True}, False),
+        ({"block_size": 16}, False),
+    ],
+)
+def test_choice(change: dict[str, Any], serves: bool) -> None:
+    arguments: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": CPU}
+    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "scratch_tokens": 128}
+    arguments |= {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
+    for capability, expected in (((9, 0), serves), ((8, 0), False)):
+        with (
+            patch.object(torch.cuda, "get_device_capability", return_value=capability),
+            patch("triton.__version__", "3.6.0"),
+            patch.object(torch.cuda, "get_device_properties"),
+        ):
+            kernel, _ = prefill_kernel(**(arguments | change))
+        assert attends_segments(kernel) == expected
