@@ -146,6 +146,19 @@ def test_multiprocessors_are_shared_out_by_what_there_is_to_do() -> None:
     assert wanted == [132 * 896 // 944, 132 * 896 // 1472, 1]
 
 
+def test_segments_whose_rows_fill_their_tiles_take_the_keys_before_them() -> None:
+    """Such rows have one result for both, and the others one for each."""
+    tree = Tree(64, [2] * 64 + [3] * 33 + [1] * 5)  # 33 rows of a tile for 32 would leave 31 of a second one empty
+    planned = make_attention(8, 2, 64, 64, 110).work_list(None)
+    planned.num_programs = 2
+    tree.plan(planned, own_keys=5)
+    assert planned.num_partials[: len(tree.last_segments)].tolist() == [1] * 64 + [2] * 33 + [1] * 5
+    items = planned.items[: int(planned.num_items)].tolist()
+    tiles = sorted((num_rows, begin, end) for _, _, num_rows, begin, end, _, _, _ in items)
+    joined = [(32, 0, 448)] * 2
+    assert tiles == sorted([*joined, (32, 0, 320), (6, 0, 320), (32, 320, 384), (1, 320, 384)])
+
+
 def test_launches() -> None:
     """The rows' own keys may begin before segments have ended, and what merges both may not."""
     script = Path(__file__).with_name("hopper_segments_compile.py")
