@@ -47,7 +47,7 @@ def launch(active: Driver) -> list[str]:
     kind = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "block_size": BLOCK_SIZE}
     shared = HopperSegmentAttention(**kind, dtype=torch.bfloat16, device=CPU, max_rows=ROWS)
     own = DecodeAttention(
-        **kind, windows=[None], dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=CPU, max_rows=ROWS
+        **kind, windows=[None], dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=CPU, max_rows=ROWS, is_beside=True
     )
     shared_list, own_list = shared.work_list(None), own.work_list(None)
     caches = torch.zeros(2, 2, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -60,7 +60,7 @@ def launch(active: Driver) -> list[str]:
         results = shared.run(
             q, *layer, tables, shared_list, torch.arange(ROWS), lens, scale=0.1, window=None, soft_cap=30.0
         )
-        own.run(q, *layer, tables, out, scale=0.1, window=None, own=(own_list, log_sums), is_beside=True)
+        own.run(q, *layer, tables, out, scale=0.1, window=None, own=(own_list, log_sums))
         merge_segments(out, log_sums, results)
     return names
 

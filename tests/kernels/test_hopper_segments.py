@@ -68,11 +68,11 @@ def make_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, ma
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "block_size", "soft_cap", "programs", "wanted"),
-    [(2, 4, 64, 64, 0.0, 5, 3), (1, 5, 128, 128, 5.0, 4, 9), (1, 64, 64, 192, 0.0, 4, 1)],
+    ("kv_heads", "group", "head_dim", "block_size", "soft_cap", "programs", "work"),
+    [(2, 4, 64, 64, 0.0, 5, (1000, 900)), (1, 5, 128, 128, 5.0, 4, (1000, 0)), (1, 64, 64, 192, 0.0, 4, (1, 1000))],
 )
 def test_attention(
-    kv_heads: int, group: int, head_dim: int, block_size: int, soft_cap: float, programs: int, wanted: int
+    kv_heads: int, group: int, head_dim: int, block_size: int, soft_cap: float, programs: int, work: tuple[int, int]
 ) -> None:
     """Rows stand anywhere in the batch. What is not in their segments is NaN."""
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ def test_attention(
         Pointer(tables.flatten()),
         Pointer(planned.items.flatten()),
         Pointer(planned.num_items),
-        Pointer(torch.tensor([wanted])),
+        Pointer(torch.tensor(work)),
         Pointer(planned.members.flatten()),
         Pointer(planned.first_partials.flatten()),
         Pointer(out.view(-1)),
@@ -133,17 +133,15 @@ def test_attention(
         torch.testing.assert_close(lse[results].logsumexp(0), scores.logsumexp(1), atol=1e-4, rtol=1e-4)
 
 
-def test_multiprocessors_are_shared_out_by_what_there_is_to_do() -> None:
-    """Those that attend segments, and those that attend the rows' own keys, end at about the same time."""
-    tree = Tree(64, [2] * 64)  # two tiles of 32 rows, each of 448 keys
+def test_what_there_is_to_do_is_counted() -> None:
+    """By it the multiprocessors are shared out. A tile that has few rows counts as any other."""
     planned = make_attention(8, 2, 64, 64, 70).work_list(None)
-    planned.num_processors = 132
-    wanted = []
-    for own_keys in (1, 12, 20_000):
-        tree.plan(planned, own_keys)
-        wanted.append(int(planned.num_beside))
-    # An own key counts as three quarters of a key of a tile: 896 keys against 48, 576 and 960,000.
-    assert wanted == [132 * 896 // 944, 132 * 896 // 1472, 1]
+    for last_segments, own_keys, of_tiles in (([2] * 64, 7, 2 * 448), ([1] * 3 + [3], 1, 320 + 64), ([0] * 5, 9, 0)):
+        tree = Tree(64, last_segments)
+        for _ in range(2):
+            tree.plan(planned, own_keys)
+        num_items = int(planned.num_items)
+        assert planned.work.tolist() == [of_tiles + num_items * 256, len(last_segments) * own_keys]
 
 
 def test_segments_whose_rows_fill_their_tiles_take_the_keys_before_them() -> None:

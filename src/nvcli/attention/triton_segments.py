@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kernels:
+    """What attends for one geometry, with windows or without."""
+
+    shared: SegmentAttention | HopperSegmentAttention
+    own: DecodeAttention
+
+
+@dataclass(frozen=True, slots=True)
 class _Lists:
     """The work lists of one geometry, window and KV group."""
 
@@ -43,18 +51,20 @@ class SegmentedDecode:
     def __init__(
         self, case: AttentionCase, decodes: dict[Geometry, DecodeAttention], on_hopper: set[tuple[Geometry, bool]]
     ) -> None:
-        self._decodes = decodes
-        self._segments: dict[tuple[Geometry, bool], SegmentAttention | HopperSegmentAttention] = {}
+        self._kernels: dict[tuple[Geometry, bool], _Kernels] = {}
         self._lists: dict[tuple[Geometry, int | None, int], _Lists] = {}
         for spec in case.specs:
-            geometry, has_window = spec.geometry, spec.window is not None
-            if (geometry, has_window) not in self._segments:
-                is_on_hopper = (geometry, has_window) in on_hopper
-                self._segments[geometry, has_window] = _segment_attention(case, geometry, is_on_hopper)
+            geometry, kind = spec.geometry, (spec.geometry, spec.window is not None)
+            if kind not in self._kernels:
+                if kind in on_hopper:
+                    self._kernels[kind] = _hopper_kernels(case, geometry)
+                else:
+                    self._kernels[kind] = _Kernels(_segment_attention(case, geometry), decodes[geometry])
+            kernels = self._kernels[kind]
             key = geometry, spec.window, spec.kv_group
             if key not in self._lists:
-                shared = self._segments[geometry, has_window].work_list(spec.window)
-                self._lists[key] = _Lists(spec.kv_group, shared, decodes[geometry].work_list(spec.window))
+                shared, own = kernels.shared.work_list(spec.window), kernels.own.work_list(spec.window)
+                self._lists[key] = _Lists(spec.kv_group, shared, own)
         most_heads = max(spec.geometry[0] for spec in case.specs)
         self._log_sums = torch.empty(case.max_shared_rows * most_heads, dtype=torch.float32, device=case.device)
 
@@ -76,8 +86,8 @@ class SegmentedDecode:
         lists = self._lists[geometry, spec.window, spec.kv_group]
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
-        segments = self._segments[geometry, spec.window is not None]
-        results = segments.run(
+        kernels = self._kernels[geometry, spec.window is not None]
+        results = kernels.shared.run(
             q,
             k_cache,
             v_cache,
@@ -89,7 +99,7 @@ class SegmentedDecode:
             window=spec.window,
             soft_cap=spec.soft_cap,
         )
-        self._decodes[geometry].run(
+        kernels.own.run(
             q,
             k_cache,
             v_cache,
@@ -100,27 +110,40 @@ class SegmentedDecode:
             soft_cap=spec.soft_cap,
             sinks=sinks,
             own=(lists.own, self._log_sums),
-            is_beside=segments.runs_beside,
         )
         merge_segments(out, self._log_sums, results)
 
 
-def _segment_attention(
-    case: AttentionCase, geometry: Geometry, on_hopper: bool
-) -> SegmentAttention | HopperSegmentAttention:
-    num_heads, num_kv_heads, head_dim = geometry
-    if on_hopper:
-        from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
+def _hopper_kernels(case: AttentionCase, geometry: Geometry) -> _Kernels:
+    from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
 
-        return HopperSegmentAttention(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=case.block_size,
-            dtype=case.dtype,
-            device=case.device,
-            max_rows=case.max_shared_rows,
-        )
+    num_heads, num_kv_heads, head_dim = geometry
+    shared = HopperSegmentAttention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        device=case.device,
+        max_rows=case.max_shared_rows,
+    )
+    own = DecodeAttention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        windows=[None],
+        block_size=case.block_size,
+        dtype=case.dtype,
+        kv_dtype=case.cache_dtype,
+        device=case.device,
+        max_rows=case.max_shared_rows,
+        is_beside=True,
+    )
+    return _Kernels(shared, own)
+
+
+def _segment_attention(case: AttentionCase, geometry: Geometry) -> SegmentAttention:
+    num_heads, num_kv_heads, head_dim = geometry
     return SegmentAttention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -313,6 +313,10 @@ class DecodeAttention:
 
     Call `plan` each step, then `run` in each layer. Neither waits for the device or allocates anything, so both may be
     captured in a CUDA graph. Everything must be launched on one stream at a time: the scratch memory is shared.
+
+    is_beside: the kernel begins as soon as the one launched just before lets it, and ends after it
+    (`hopper_segment_kernel.py`). It has a part of the multiprocessors, and tiles of half the size, so that twice as
+    many programs run on each.
     """
 
     def __init__(
@@ -327,10 +331,14 @@ class DecodeAttention:
         kv_dtype: torch.dtype,
         device: torch.device,
         max_rows: int,
+        is_beside: bool = False,
     ) -> None:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
         self._head_dim, self._block_size = head_dim, block_size
-        self._tile = min(64, max(16, _TILE_BYTES // (head_dim * dtype.itemsize)))
+        tile_bytes = _TILE_BYTES // 2 if is_beside else _TILE_BYTES
+        self._tile = min(64, max(16, tile_bytes // (head_dim * dtype.itemsize)))
+        self._is_full_tile = self._tile * head_dim * kv_dtype.itemsize == tile_bytes
+        self._is_beside = is_beside
         self._num_warps = _num_warps(head_dim, kv_dtype)
         self._align = self._tile if block_size % self._tile == 0 else 1
         self._direct_kernel = _load_direct_kernel(
@@ -374,21 +382,18 @@ class DecodeAttention:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         own: tuple[DecodeWorkList, Tensor] | None = None,
-        is_beside: bool = False,
     ) -> None:
         """Attend as planned. q, out: [B, H, D]; q's rows may be strided, out is contiguous; block_tables: [slots, ...]
         int32, of the layer's KV group; window: one of those that this was made for; sinks: [H] float32.
 
         `own`: the list of the keys that are to be attended, planned by the caller, and the tensor for the log-sum-exp
-        of their scores, at least [B, H] float32, base 2. `is_beside`: this kernel may begin as soon as the one launched
-        just before lets it (`hopper_segment_kernel.py`), and ends after it.
+        of their scores, at least [B, H] float32, base 2.
         """
         num_rows = q.shape[0]
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         work_list, log_sums = (self._lists[window], None) if own is None else own
-        is_full_tile = self._tile * self._head_dim * k_cache.element_size() == _TILE_BYTES
-        num_stages = 2 if is_full_tile and num_rows > FEW_ROWS else 3
+        num_stages = 2 if self._is_full_tile and num_rows > FEW_ROWS else 3
         assert k_cache.stride() == v_cache.stride()
         assert k_cache.stride()[1:] == (self._num_kv_heads * self._head_dim, self._head_dim, 1)
         grid = (self._num_kv_heads, work_list.capacity(num_rows))
@@ -421,7 +426,7 @@ class DecodeAttention:
             "ITEM_FIELDS": ITEM_FIELDS,
         }
         if self._direct_kernel is not None and num_rows > _FEW_LONG_ROWS:
-            assert not is_beside
+            assert not self._is_beside
             self._direct_kernel[grid](*arguments, **constants, TILE=_DIRECT_TILE, num_warps=1)
             return
         decode_attention_kernel[grid](
@@ -430,9 +435,9 @@ class DecodeAttention:
             TILE=self._tile,
             PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
             NUM_STAGES=num_stages,
-            IS_BESIDE=is_beside,
+            IS_BESIDE=self._is_beside,
             ON_GPU=q.is_cuda,
             num_warps=self._num_warps,
             num_stages=num_stages,
-            **({"launch_pdl": True} if is_beside else {}),
+            **({"launch_pdl": True} if self._is_beside else {}),
         )

@@ -5,7 +5,7 @@ A tile is up to 128 // G rows, which stand anywhere in the batch, with all their
 chunk of a segment. Every row sees all of its keys.
 
 A program takes a multiprocessor of its own, with all its registers. Tiles keep the tensor cores busy and the rows' own
-keys the memory, so both are attended at once: as many programs work as the plan has found, and the others leave their
+keys the memory, so both are attended at once: as many programs work as need about as long, and the others leave their
 multiprocessors to the kernel that is launched next (`decode_attention.py`). That one may begin as soon as all programs
 of this one have (programmatic dependent launch).
 
@@ -20,6 +20,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from nvcli.kernels.triton.hopper_prefill_kernel import attend_tiles
 
+_OWN_QUARTERS = gl.constexpr(3)
+"""How long a multiprocessor takes for a key of a row's own, in quarters of what it takes for one key of a tile."""
+
 
 @gluon.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def hopper_segment_kernel(
@@ -30,7 +33,7 @@ def hopper_segment_kernel(
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
     items,  # [capacity, TILE_FIELDS] int32
     num_items,  # [1] int32
-    num_wanted,  # [1] int32, about how many programs are to work
+    work,  # [2] int32, keys of all tiles, and keys of the rows' own
     members,  # [LEVELS × max_rows] int32
     first_partials,  # [LEVELS × max_rows] int32
     partial_out,  # [partial results, H, D], written
@@ -49,7 +52,9 @@ def hopper_segment_kernel(
     gdc_launch_dependents()
     # Each program takes an item in each round. As few work as need no more rounds.
     num_tiles = gl.load(num_items) * NUM_KV_HEADS
-    wanted = gl.load(num_wanted)
+    of_tiles = gl.load(work).to(gl.int64) * 4
+    of_all = of_tiles + gl.load(work + 1).to(gl.int64) * _OWN_QUARTERS
+    wanted = gl.maximum(gl.num_programs(0) * of_tiles // gl.maximum(of_all, 1), 1).to(gl.int32)
     num_rounds = gl.maximum((num_tiles + wanted // 2) // wanted, gl.cdiv(num_tiles, gl.num_programs(0)))
     num_programs = gl.cdiv(num_tiles, gl.maximum(num_rounds, 1))
     if gl.program_id(0) >= num_programs:

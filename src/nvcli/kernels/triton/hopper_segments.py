@@ -27,8 +27,6 @@ class HopperSegmentAttention:
     read the results.
     """
 
-    runs_beside = True
-
     def __init__(
         self,
         *,
@@ -96,7 +94,7 @@ class HopperSegmentAttention:
             block_tables,
             work_list.items,
             work_list.num_items,
-            work_list.num_beside,
+            work_list.work,
             work_list.members,
             work_list.first_partials,
             self._partial_out,

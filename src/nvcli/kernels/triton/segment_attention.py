@@ -232,9 +232,6 @@ class SegmentAttention:
     both may be captured in a CUDA graph. The results are those of the last `run`.
     """
 
-    runs_beside = False
-    """Whether the kernel that is launched next may begin before `run`'s has ended."""
-
     def __init__(
         self,
         *,

@@ -28,10 +28,6 @@ of the level, number of rows, first key of the chunk, end of its keys, number of
 unused, so that an entry lies in one sector of memory."""
 MIN_SEGMENT_CHUNK = 256
 """The fewest keys of a chunk of a segment that is cut: each chunk more is a partial result more for each row."""
-_OWN_QUARTERS = 3
-"""How long a multiprocessor takes for a key of a row's own, in quarters of what it takes for one key of a tile, each
-with all KV heads (an H200 with heads of 128: 1.9 µs for 128 keys of a tile of 128 queries; for the rows' own, 135 µs
-for 131,072 keys at the memory's speed, which about six tenths of the multiprocessors reach)."""
 _TILE_COST = 256
 """What a tile takes beside its keys, in keys (`prefill_tiles.py`: about 512), with its rows' partial results, less what
 must be certain."""
@@ -51,6 +47,7 @@ def find_segments_kernel(
     row_segments,  # [LEVELS, max_rows] int32, written
     own_begins,  # [R] int32, written: the first key behind the row's segments
     num_items,  # [1] int32, cleared
+    work,  # [2] int32, cleared
     max_rows,
     num_rows,
     window,  # keys that a row sees at most, where HAS_WINDOW
@@ -86,6 +83,7 @@ def find_segments_kernel(
     tl.store(own_begins + rows, tl.max(tl.where(found > 0, end, 0), 1), mask=is_row)
     if tl.program_id(0) == 0:
         tl.store(num_items, 0)
+        tl.store(work + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["segments"])
@@ -135,7 +133,7 @@ def join_levels_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "target_programs", "num_processors"],
+    do_not_specialize=["num_rows", "target_programs"],
     do_not_specialize_on_alignment=["slots", "seq_lens", "segments"],
 )
 def plan_segments_kernel(
@@ -150,16 +148,15 @@ def plan_segments_kernel(
     num_partials,  # [R] int32, written: partial results of the row, from its place of level 0 on
     items,  # [capacity, TILE_FIELDS] int32, written
     num_items,  # [1] int32, 0 before
-    num_beside,  # [1] int32, written
+    work,  # [2] int32, 0 before, written
     max_rows,
     num_rows,
     target_programs,
-    num_processors,
     NUM_KV_HEADS: tl.constexpr,
     LEVELS: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    OWN_QUARTERS: tl.constexpr,
+    TILE_COST: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -175,20 +172,13 @@ def plan_segments_kernel(
             tokens += tl.load(row_spans + level * max_rows + others, mask=others < num_rows, other=0)
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs * TILE_ROWS).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(per_program, KEYS) * KEYS, MIN_CHUNK)
-    if tl.program_id(0) == 0:
-        own_tokens = tl.zeros([COLUMNS], tl.int64)
-        for start in range(0, num_rows, COLUMNS):
-            others = start + columns
-            lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
-            own_tokens += tl.maximum(lens - tl.load(own_begins + others, mask=others < num_rows, other=0), 0)
-        of_tiles = tl.cdiv(tl.sum(tokens, 0), TILE_ROWS) * 4
-        of_all = of_tiles + tl.sum(own_tokens, 0) * OWN_QUARTERS
-        share = num_processors * of_tiles // tl.maximum(of_all, 1)
-        tl.store(num_beside, tl.maximum(share, 1).to(tl.int32))
 
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     row_slots = tl.load(slots + rows, mask=is_row, other=0).to(tl.int32)
+    own = tl.load(seq_lens + rows, mask=is_row, other=0) - tl.load(own_begins + rows, mask=is_row, other=0)
+    tl.atomic_add(work + 1, tl.sum(tl.maximum(own, 0), 0), sem="relaxed")
+    tile_keys = tl.zeros([ROWS], tl.int32)
     first_partial = tl.zeros([ROWS], tl.int32)
     for level in tl.static_range(LEVELS):
         for start in range(0, num_rows, COLUMNS):
@@ -220,6 +210,7 @@ def plan_segments_kernel(
         # The first row of each tile lists its items.
         is_first = (segment > 0) & (rank % TILE_ROWS == 0)
         num_chunks = tl.where(is_first, num_chunks, 0)
+        tile_keys += tl.where(is_first, span + num_chunks * TILE_COST, 0)
         first_item = tl.atomic_add(num_items + tl.zeros([ROWS], tl.int32), num_chunks, mask=is_first, sem="relaxed")
         end = tl.load(segments + segment * SEGMENT_FIELDS + 1)
         begin = end - span
@@ -234,6 +225,7 @@ def plan_segments_kernel(
             tl.store(item + 5, tl.zeros([ROWS], tl.int32) + index, mask=is_mine)
             tl.store(item + 6, row_slots, mask=is_mine)
     tl.store(num_partials + rows, count, mask=is_row)
+    tl.atomic_add(work, tl.sum(tile_keys, 0), sem="relaxed")
 
 
 class SegmentWorkList:
@@ -272,9 +264,9 @@ class SegmentWorkList:
         """[capacity, TILE_FIELDS] int32."""
         self.num_items = ints(1)
         """[1] int32, the number of items."""
-        self.num_beside = ints(1)
-        """[1] int32, how many multiprocessors are to attend the list while the others attend the rows' own keys, so
-        that both end at about the same time: at least 1."""
+        self.work = ints(2)
+        """[2] int32, what there is to do: keys of all tiles, with what a tile takes beside them, and keys of the rows'
+        own."""
 
     @property
     def max_partials(self) -> int:
@@ -296,6 +288,7 @@ class SegmentWorkList:
             self._row_segments,
             self.own_begins,
             self.num_items,
+            self.work,
             self.max_rows,
             num_rows,
             self._window or 0,
@@ -333,16 +326,15 @@ class SegmentWorkList:
             self.num_partials,
             self.items,
             self.num_items,
-            self.num_beside,
+            self.work,
             self.max_rows,
             num_rows,
             self.num_programs,
-            self.num_processors,
             NUM_KV_HEADS=self._num_kv_heads,
             LEVELS=LEVELS,
             SEGMENT_FIELDS=SEGMENT_FIELDS,
             TILE_ROWS=self._tile_rows,
-            OWN_QUARTERS=_OWN_QUARTERS,
+            TILE_COST=_TILE_COST,
             KEYS=self._keys,
             MIN_CHUNK=MIN_SEGMENT_CHUNK,
             ROWS=_ROWS,
