@@ -50,7 +50,7 @@ KINDS = {
     "q/k norm, RoPE, KV store": r"qk_norm_rope",
     "SiLU": r"silu",
     "quantised to FP8": r"_quantise_kernel",
-    "attention": r"attention|plan_",
+    "attention": r"attention|segment|hopper_prefill|plan_",
     "norms": r"rms_norm",
     "sampler": r"_sample_|_min_kept|_choose_candidates",
     "step inputs": r"prepare_inputs|write_tokens",

@@ -21,15 +21,15 @@ def numbers(words: Tensor) -> tuple[Tensor, ...]:
     return tuple(block(x) for x in codes.half().unflatten(-1, (-1, 4)).unbind(-1))
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, cap: float, sinks: Tensor | None) -> Tensor:
-    """q: [H, D]; keys, values: [keys, KV, D] → [H, D]."""
+def attend(q: Tensor, keys: Tensor, values: Tensor, cap: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q: [H, D]; keys, values: [keys, KV, D] → [H, D], and the log-sum-exp of the scores, [H]."""
     group = q.shape[0] // keys.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("hd,khd->hk", q, keys) / math.sqrt(q.shape[1])
     scores = cap * torch.tanh(scores / cap) if cap else scores
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None]], dim=1)
-    return torch.einsum("hk,khd->hd", scores.softmax(dim=1)[:, : len(keys)], values)
+    return torch.einsum("hk,khd->hd", scores.softmax(dim=1)[:, : len(keys)], values), scores.logsumexp(1)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_attention(
     num_heads = kv_heads * group
     q = torch.randn(len(lens), num_heads, head_dim, generator=generator)
     sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
-    out = torch.full_like(q, 7.0)
+    out, log_sums = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0)
     arrivals = torch.zeros(len(lens) * kv_heads, dtype=torch.int32)
     fields = torch.zeros(len(items), ITEM_FIELDS, dtype=torch.int32)
     fields[:, :8] = torch.tensor(items)
@@ -97,10 +97,7 @@ def test_attention(
         Pointer(torch.full((max(partials, 1) * num_heads,), torch.nan)),
         Pointer(arrivals),
         Pointer(q.flatten() if sinks is None else sinks),
-        None,
-        None,
-        None,
-        None,
+        Pointer(log_sums.view(-1)),
         math.log2(math.e) / math.sqrt(head_dim),
         num_heads * head_dim,
         tables.shape[1],
@@ -118,7 +115,8 @@ def test_attention(
     for row, num_keys in enumerate(lens[:-1]):
         first = max(0, num_keys - window) if window is not None else 0
         keys, values = (part[blocks[row]].flatten(0, 1)[first:num_keys] for part in exact)
-        expected = attend(q[row], keys, values, soft_cap, sinks)
+        expected, log_sum = attend(q[row], keys, values, soft_cap, sinks)
         torch.testing.assert_close(out[row], expected, atol=2e-3 * float(expected.norm(dim=-1).max()), rtol=0)
+        torch.testing.assert_close(log_sums[row] * math.log(2), log_sum, atol=2e-3, rtol=1e-3)
     assert not out[-1].any(), "padding attends to nothing"
     assert not arrivals.any()

@@ -56,6 +56,7 @@ def compiled_variants() -> set[tuple[str, str]]:
         prefill_attention,
         prefill_tiles,
         segment_attention,
+        segment_merge,
         segment_work_list,
     )
 
@@ -63,6 +64,7 @@ def compiled_variants() -> set[tuple[str, str]]:
         decode_attention.decode_attention_kernel,
         decode_work_list.plan_decode_kernel,
         segment_attention.segment_attention_kernel,
+        segment_merge.merge_segments_kernel,
         segment_work_list.find_segments_kernel,
         segment_work_list.plan_segments_kernel,
         prefill_attention.prefill_attention_kernel,

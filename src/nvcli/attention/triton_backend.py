@@ -31,7 +31,12 @@ class TritonBackend(AttentionBackend):
         from nvcli.attention.triton_prefixes import PrefixedPrefill
         from nvcli.attention.triton_segments import SegmentedDecode
         from nvcli.kernels.triton import decode_attention, invariant_attention
-        from nvcli.kernels.triton.prefill_choice import PrefillKernel, attends_prefixes, prefill_kernel
+        from nvcli.kernels.triton.prefill_choice import (
+            PrefillKernel,
+            attends_prefixes,
+            attends_segments,
+            prefill_kernel,
+        )
         from nvcli.kernels.triton.prefill_scratch import ScratchTiles
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
@@ -92,7 +97,8 @@ class TritonBackend(AttentionBackend):
                 for geometry, decode in self._decodes.items()
                 if isinstance(decode, decode_attention.DecodeAttention)
             }
-            self._segmented = SegmentedDecode(case, decodes)
+            on_hopper = {kind for kind, prefill in self._prefills.items() if attends_segments(prefill)}
+            self._segmented = SegmentedDecode(case, decodes, on_hopper)
         self._prefixed: PrefixedPrefill | None = None
         prefills = {
             geometry: prefill

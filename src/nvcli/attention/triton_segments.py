@@ -8,7 +8,9 @@ the backend it plans on the GPU, so that such steps may be captured.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
@@ -16,7 +18,19 @@ from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
 from nvcli.kernels.triton.decode_attention import DecodeAttention
 from nvcli.kernels.triton.decode_work_list import DecodeWorkList
 from nvcli.kernels.triton.segment_attention import SegmentAttention
+from nvcli.kernels.triton.segment_merge import merge_segments
 from nvcli.kernels.triton.segment_work_list import SegmentWorkList
+
+if TYPE_CHECKING:
+    from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """What attends for one geometry, with windows or without."""
+
+    shared: SegmentAttention | HopperSegmentAttention
+    own: DecodeAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +43,30 @@ class _Lists:
 
 
 class SegmentedDecode:
-    """The kernels and work lists for steps with shared segments."""
+    """The kernels and work lists for steps with shared segments.
 
-    def __init__(self, case: AttentionCase, decodes: dict[Geometry, DecodeAttention]) -> None:
-        self._decodes = decodes
-        self._segments: dict[Geometry, SegmentAttention] = {}
+    `on_hopper`: the kinds of attention, by whether they have windows, that the kernels for Hopper GPUs serve.
+    """
+
+    def __init__(
+        self, case: AttentionCase, decodes: dict[Geometry, DecodeAttention], on_hopper: set[tuple[Geometry, bool]]
+    ) -> None:
+        self._kernels: dict[tuple[Geometry, bool], _Kernels] = {}
         self._lists: dict[tuple[Geometry, int | None, int], _Lists] = {}
         for spec in case.specs:
-            geometry = spec.geometry
-            num_heads, num_kv_heads, head_dim = geometry
-            if geometry not in self._segments:
-                self._segments[geometry] = SegmentAttention(
-                    num_heads=num_heads,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                    block_size=case.block_size,
-                    dtype=case.dtype,
-                    kv_dtype=case.cache_dtype,
-                    device=case.device,
-                    max_rows=case.max_shared_rows,
-                )
+            geometry, kind = spec.geometry, (spec.geometry, spec.window is not None)
+            if kind not in self._kernels:
+                if kind in on_hopper:
+                    self._kernels[kind] = _hopper_kernels(case, geometry)
+                else:
+                    self._kernels[kind] = _Kernels(_segment_attention(case, geometry), decodes[geometry])
+            kernels = self._kernels[kind]
             key = geometry, spec.window, spec.kv_group
             if key not in self._lists:
-                shared = self._segments[geometry].work_list(spec.window)
-                self._lists[key] = _Lists(spec.kv_group, shared, decodes[geometry].work_list(spec.window))
+                shared, own = kernels.shared.work_list(spec.window), kernels.own.work_list(spec.window)
+                self._lists[key] = _Lists(spec.kv_group, shared, own)
+        most_heads = max(spec.geometry[0] for spec in case.specs)
+        self._log_sums = torch.empty(case.max_shared_rows * most_heads, dtype=torch.float32, device=case.device)
 
     def plan(self, batch: ForwardBatch) -> None:
         """List the step's work; the batch has segments."""
@@ -72,7 +86,8 @@ class SegmentedDecode:
         lists = self._lists[geometry, spec.window, spec.kv_group]
         k_cache, v_cache = batch.kv_cache.layer(layer)
         block_tables = batch.block_tables[spec.kv_group]
-        results = self._segments[geometry].run(
+        kernels = self._kernels[geometry, spec.window is not None]
+        results = kernels.shared.run(
             q,
             k_cache,
             v_cache,
@@ -84,7 +99,7 @@ class SegmentedDecode:
             window=spec.window,
             soft_cap=spec.soft_cap,
         )
-        self._decodes[geometry].run(
+        kernels.own.run(
             q,
             k_cache,
             v_cache,
@@ -94,5 +109,48 @@ class SegmentedDecode:
             window=spec.window,
             soft_cap=spec.soft_cap,
             sinks=sinks,
-            own=(lists.own, results),
+            own=(lists.own, self._log_sums),
         )
+        merge_segments(out, self._log_sums, results)
+
+
+def _hopper_kernels(case: AttentionCase, geometry: Geometry) -> _Kernels:
+    from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
+
+    num_heads, num_kv_heads, head_dim = geometry
+    shared = HopperSegmentAttention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        device=case.device,
+        max_rows=case.max_shared_rows,
+    )
+    own = DecodeAttention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        windows=[None],
+        block_size=case.block_size,
+        dtype=case.dtype,
+        kv_dtype=case.cache_dtype,
+        device=case.device,
+        max_rows=case.max_shared_rows,
+        is_beside=True,
+    )
+    return _Kernels(shared, own)
+
+
+def _segment_attention(case: AttentionCase, geometry: Geometry) -> SegmentAttention:
+    num_heads, num_kv_heads, head_dim = geometry
+    return SegmentAttention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        kv_dtype=case.cache_dtype,
+        device=case.device,
+        max_rows=case.max_shared_rows,
+    )

@@ -12,7 +12,6 @@ Shapes: B rows, H query heads, KV heads, G = H / KV, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -71,10 +70,7 @@ def decode_attention_kernel(
     partial_lse,  # [chunks of cut rows, KV, G] float32, base 2
     arrivals,  # [B, KV] int32, 0 between launches
     sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
-    segment_out,  # [partial results, KV, G, D] float32, over segments that rows share; None: no row shares any
-    segment_lse,  # [partial results, KV, G] float32, base 2
-    segment_firsts,  # [B] int32, the first of a row's partial results over segments
-    segment_counts,  # [B] int32, the number of them
+    log_sums,  # [B, H] float32, log-sum-exp of each row's scores, base 2, written; None: nobody asks for them
     scale_log2,  # scores × scale × log2(e)
     q_stride,
     block_table_stride,
@@ -90,11 +86,16 @@ def decode_attention_kernel(
     PADDED_GROUP: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    IS_BESIDE: tl.constexpr,  # the kernel launched before may still run, and ends before this one does
     ON_GPU: tl.constexpr,  # false in the interpreter
 ):
     """Program (KV head, entry of the work list)."""
     kv_head = tl.program_id(0)
     index = tl.program_id(1)
+    if IS_BESIDE:
+        is_last = (kv_head == NUM_KV_HEADS - 1) & (index == tl.num_programs(1) - 1)
+        if is_last:
+            tl.extra.cuda.gdc_wait()
     if index >= tl.load(num_items):
         return
     item = items + index * ITEM_FIELDS
@@ -208,28 +209,15 @@ def decode_attention_kernel(
     if IS_FP8:
         acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(PADDED_GROUP, HEAD_DIM)
         acc = acc * tl.where(highest_scaled > -float("inf"), tl.exp2(highest_scaled - highest), 0.0)[:, None]
-    if segment_out is not None:
-        # A row's first chunk alone adds what was attended in segments, too.
-        first_result = tl.load(segment_firsts + row).to(tl.int64)
-        num_results = tl.where(tl.load(item + 5) == 0, tl.load(segment_counts + row), 0)
-        for number in tl.range(0, num_results, num_stages=1):
-            place = ((first_result + number) * NUM_KV_HEADS + kv_head) * GROUP + group
-            lse = tl.load(segment_lse + place, mask=in_group, other=0.0)
-            value = tl.load(
-                segment_out + place[:, None] * HEAD_DIM + dims[None, :], mask=in_group[:, None], other=0.0
-            )  # fmt: skip
-            new_highest = tl.maximum(highest, lse)
-            decay = tl.exp2(highest - new_highest)
-            weight = tl.exp2(lse - new_highest)
-            weight_sum = weight_sum * decay + weight
-            acc = acc * decay[:, None] + value * weight[:, None]
-            highest = new_highest
     # A padding row has no key: it gets zeros.
     acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
 
     out_row = out + row.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
     if num_chunks == 1:
         tl.store(out_row + head_offset, acc.to(out.dtype.element_ty), mask=in_group[:, None])
+        if log_sums is not None:
+            place = (row * NUM_KV_HEADS + kv_head) * GROUP + group
+            tl.store(log_sums + place, highest + tl.log2(weight_sum), mask=in_group)
     else:
         first_partial = tl.load(item + 4)
         partial = ((first_partial + tl.load(item + 5)) * NUM_KV_HEADS + kv_head) * GROUP
@@ -242,7 +230,7 @@ def decode_attention_kernel(
         if arrived == num_chunks - 1:
             tl.store(arrivals + row * NUM_KV_HEADS + kv_head, 0)  # for the next layer
             _reduce_chunks(
-                out_row, partial_out, partial_lse, first_partial, num_chunks, kv_head,
+                out_row, log_sums, partial_out, partial_lse, row, first_partial, num_chunks, kv_head,
                 NUM_KV_HEADS, GROUP, HEAD_DIM,
             )  # fmt: skip
 
@@ -250,8 +238,10 @@ def decode_attention_kernel(
 @triton.jit
 def _reduce_chunks(
     out_row,  # [H, D], contiguous, written
+    log_sums,  # [B, H] float32, written if it is not None
     partial_out,  # [chunks of cut rows, KV, G, D] float32
     partial_lse,  # [chunks of cut rows, KV, G] float32, base 2
+    row,
     first_partial,  # the row's chunks are the partial results from here on
     num_chunks,
     kv_head,
@@ -283,6 +273,9 @@ def _reduce_chunks(
             highest = new_highest
         head = kv_head * GROUP + member
         tl.store(out_row + head * HEAD_DIM + dims, (acc / weight_sum).to(out_row.dtype.element_ty))
+        if log_sums is not None:
+            one = tl.arange(0, 1)
+            tl.store(log_sums + row * (NUM_KV_HEADS * GROUP) + head + one, highest + tl.log2(weight_sum))
 
 
 def _num_warps(head_dim: int, kv_dtype: torch.dtype) -> int:
@@ -315,25 +308,15 @@ def _load_direct_kernel(
     return fp8_decode_attention_kernel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentResults:
-    """What rows attended in the segments of keys that they share (`segment_attention.py`)."""
-
-    out: Tensor
-    """[partial results, KV, G, D] float32."""
-    lse: Tensor
-    """[partial results, KV, G] float32, the log-sum-exp of the scores, base 2."""
-    firsts: Tensor
-    """[at least B] int32, the first partial result of each row."""
-    counts: Tensor
-    """[at least B] int32, the number of each row's partial results."""
-
-
 class DecodeAttention:
     """Decode attention of one geometry: its work lists and scratch memory, allocated once for a run.
 
     Call `plan` each step, then `run` in each layer. Neither waits for the device or allocates anything, so both may be
     captured in a CUDA graph. Everything must be launched on one stream at a time: the scratch memory is shared.
+
+    is_beside: the kernel begins as soon as the one launched just before lets it, and ends after it
+    (`hopper_segment_kernel.py`). It has a part of the multiprocessors, and tiles of half the size, so that twice as
+    many programs run on each.
     """
 
     def __init__(
@@ -348,10 +331,14 @@ class DecodeAttention:
         kv_dtype: torch.dtype,
         device: torch.device,
         max_rows: int,
+        is_beside: bool = False,
     ) -> None:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
         self._head_dim, self._block_size = head_dim, block_size
-        self._tile = min(64, max(16, _TILE_BYTES // (head_dim * dtype.itemsize)))
+        tile_bytes = _TILE_BYTES // 2 if is_beside else _TILE_BYTES
+        self._tile = min(64, max(16, tile_bytes // (head_dim * dtype.itemsize)))
+        self._is_full_tile = self._tile * head_dim * kv_dtype.itemsize == tile_bytes
+        self._is_beside = is_beside
         self._num_warps = _num_warps(head_dim, kv_dtype)
         self._align = self._tile if block_size % self._tile == 0 else 1
         self._direct_kernel = _load_direct_kernel(
@@ -394,19 +381,19 @@ class DecodeAttention:
         window: int | None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
-        own: tuple[DecodeWorkList, SegmentResults] | None = None,
+        own: tuple[DecodeWorkList, Tensor] | None = None,
     ) -> None:
         """Attend as planned. q, out: [B, H, D]; q's rows may be strided, out is contiguous; block_tables: [slots, ...]
         int32, of the layer's KV group; window: one of those that this was made for; sinks: [H] float32.
 
-        `own`: the list of what is each row's own, planned by the caller, and what the rows attended in segments.
+        `own`: the list of the keys that are to be attended, planned by the caller, and the tensor for the log-sum-exp
+        of their scores, at least [B, H] float32, base 2.
         """
         num_rows = q.shape[0]
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
-        work_list, segments = (self._lists[window], None) if own is None else own
-        is_full_tile = self._tile * self._head_dim * k_cache.element_size() == _TILE_BYTES
-        num_stages = 2 if is_full_tile and num_rows > FEW_ROWS else 3
+        work_list, log_sums = (self._lists[window], None) if own is None else own
+        num_stages = 2 if self._is_full_tile and num_rows > FEW_ROWS else 3
         assert k_cache.stride() == v_cache.stride()
         assert k_cache.stride()[1:] == (self._num_kv_heads * self._head_dim, self._head_dim, 1)
         grid = (self._num_kv_heads, work_list.capacity(num_rows))
@@ -422,10 +409,7 @@ class DecodeAttention:
             self._partial_lse,
             self._arrivals,
             self._partial_lse if sinks is None else sinks,
-            None if segments is None else segments.out,
-            None if segments is None else segments.lse,
-            None if segments is None else segments.firsts,
-            None if segments is None else segments.counts,
+            log_sums,
             scale * LOG2_E,
             q.stride(0),
             block_tables.stride(0),
@@ -442,6 +426,7 @@ class DecodeAttention:
             "ITEM_FIELDS": ITEM_FIELDS,
         }
         if self._direct_kernel is not None and num_rows > _FEW_LONG_ROWS:
+            assert not self._is_beside
             self._direct_kernel[grid](*arguments, **constants, TILE=_DIRECT_TILE, num_warps=1)
             return
         decode_attention_kernel[grid](
@@ -450,7 +435,9 @@ class DecodeAttention:
             TILE=self._tile,
             PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
             NUM_STAGES=num_stages,
+            IS_BESIDE=self._is_beside,
             ON_GPU=q.is_cuda,
             num_warps=self._num_warps,
             num_stages=num_stages,
+            **({"launch_pdl": True} if self._is_beside else {}),
         )

@@ -193,10 +193,7 @@ def fp8_decode_attention_kernel(
     partial_lse,
     arrivals,
     sinks,
-    segment_out,
-    segment_lse,
-    segment_firsts,
-    segment_counts,
+    log_sums,
     scale_log2,
     q_stride,
     block_table_stride,
@@ -348,22 +345,6 @@ def fp8_decode_attention_kernel(
     group = gl.arange(0, 8, memory_rows)
     in_group = group < GROUP
     dims = gl.arange(0, HEAD_DIM, memory_columns)
-    if segment_out is not None:
-        # A row's first chunk alone adds what was attended in segments, too.
-        first_result = gl.load(segment_firsts + row).to(gl.int64)
-        num_results = gl.where(gl.load(item + 5) == 0, gl.load(segment_counts + row), 0)
-        for number in range(num_results):
-            result = ((first_result + number) * NUM_KV_HEADS + kv_head) * GROUP + group
-            lse = gl.load(segment_lse + result, mask=in_group, other=0.0)
-            value = gl.load(
-                segment_out + (result[:, None] * HEAD_DIM + dims[None, :]), mask=in_group[:, None], other=0.0
-            )
-            new_highest = gl.maximum(highest, lse)
-            decay = gl.exp2(highest - new_highest)
-            weight = gl.exp2(lse - new_highest)
-            weight_sum = weight_sum * decay + weight
-            acc = acc * decay[:, None] + value * weight[:, None]
-            highest = new_highest
     # A padding row has no key: it gets zeros.
     acc = acc / gl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
 
@@ -371,6 +352,9 @@ def fp8_decode_attention_kernel(
     if num_chunks == 1:
         out_places = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
         gl.store(out_row + out_places, acc.to(out.dtype.element_ty), mask=in_group[:, None])
+        if log_sums is not None:
+            place = (row * NUM_KV_HEADS + kv_head) * GROUP + group
+            gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=in_group)
     else:
         first_partial = gl.load(item + 4)
         partial = ((first_partial + gl.load(item + 5)) * NUM_KV_HEADS + kv_head) * GROUP
@@ -382,7 +366,7 @@ def fp8_decode_attention_kernel(
         if arrived == num_chunks - 1:
             gl.store(arrivals + row * NUM_KV_HEADS + kv_head, 0)  # for the next layer
             _reduce_chunks(
-                out_row, partial_out, partial_lse, first_partial, num_chunks, kv_head, in_memory,
+                out_row, log_sums, partial_out, partial_lse, row, first_partial, num_chunks, kv_head, in_memory,
                 NUM_KV_HEADS, GROUP, HEAD_DIM,
             )  # fmt: skip
 
@@ -390,8 +374,10 @@ def fp8_decode_attention_kernel(
 @gluon.jit
 def _reduce_chunks(
     out_row,
+    log_sums,
     partial_out,
     partial_lse,
+    row,
     first_partial,
     num_chunks,
     kv_head,
@@ -423,3 +409,6 @@ def _reduce_chunks(
         highest = new_highest
     places = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
     gl.store(out_row + places, (acc / weight_sum[:, None]).to(out_row.dtype.element_ty), mask=in_group[:, None])
+    if log_sums is not None:
+        place = (row * NUM_KV_HEADS + kv_head) * GROUP + group
+        gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=in_group)

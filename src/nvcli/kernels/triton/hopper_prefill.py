@@ -18,15 +18,12 @@ Lists were then in the order of prompts (`prefill_tiles.py` says what sorting th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nvcli.kernels.triton.hopper_prefill_kernel import PART, ROWS, hopper_prefill_kernel
+from nvcli.kernels.triton.hopper_cache import CacheDescriptors
+from nvcli.kernels.triton.hopper_prefill_kernel import ROWS, hopper_prefill_kernel
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList, TilePart
 
 _LOG2_E = 1.4426950408889634
@@ -41,7 +38,7 @@ class HopperPrefillAttention:
         self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
         self._head_dim, self._block_size = head_dim, block_size
         self._num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self._described: dict[tuple[int, int, int], TensorDescriptor] = {}
+        self._descriptors = CacheDescriptors(num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
         self._compiled: dict[tuple[object, ...], CompiledKernel] = {}
 
     @property
@@ -70,11 +67,7 @@ class HopperPrefillAttention:
         assert q.stride()[1:] == (self._head_dim, 1)
         assert out.is_contiguous()
         assert k_cache.stride() == v_cache.stride()
-        row_size = self._num_kv_heads * self._head_dim
-        assert k_cache.stride()[1:] == (row_size, self._head_dim, 1)
-        block_rows, rest = divmod(k_cache.stride(0), row_size)
-        assert rest == 0
-        num_rows = (len(k_cache) - 1) * block_rows + self._block_size
+        block_rows = self._descriptors.block_rows(k_cache)
         constants = (
             self._num_kv_heads,
             self._group,
@@ -88,8 +81,8 @@ class HopperPrefillAttention:
         )
         arguments = (
             q,
-            self._describe(k_cache, num_rows, row_size),
-            self._describe(v_cache, num_rows, row_size),
+            self._descriptors.describe(k_cache),
+            self._descriptors.describe(v_cache),
             v_cache,
             out,
             block_tables,
@@ -112,30 +105,3 @@ class HopperPrefillAttention:
             compiled = hopper_prefill_kernel.warmup(*arguments, grid=grid, num_warps=4)
             self._compiled[kind] = compiled
         compiled[grid](*arguments)
-
-    def _describe(self, cache: Tensor, num_rows: int, row_size: int) -> TensorDescriptor:
-        """Describe a cache for TMA as [num_rows, row_size], of which a load brings 64 × 64.
-
-        A descriptor says where a cache lies and how large it is, and holds for whatever cache lies there. One that lies
-        elsewhere gets its own.
-        """
-        key = cache.data_ptr(), num_rows, row_size
-        described = self._described.get(key)
-        if described is None:
-            layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-            part = [PART.value, PART.value]
-            base = _Place(key[0], cache.dtype)
-            described = TensorDescriptor(base, [num_rows, row_size], [row_size, 1], part, layout)
-            self._described[key] = described
-        return described
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """It stands for a tensor in a descriptor, which would else keep the memory of a cache that is gone."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address

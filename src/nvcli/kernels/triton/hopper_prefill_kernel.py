@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 _LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(128)
 """Rows of a tile, half of them for each group of warps."""
-_KEYS = gl.constexpr(128)
+KEYS = gl.constexpr(128)
 """Keys of a tile."""
 PART = gl.constexpr(64)
 """Keys and columns of what one TMA load brings: 64 columns of 16 bits are the 128 bytes of its swizzle."""
@@ -39,17 +39,17 @@ _LOADING_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def _item(step):
-    """Return which item of the list this program takes next. Programs take them in one direction and then in the other,
-    so that none has the longer one of every round."""
+def _item(step, count):
+    """Return which item of the list this program, one of `count`, takes next. Programs take them in one direction and
+    then in the other, so that none has the longer one of every round."""
     place = gl.program_id(0)
-    count = gl.num_programs(0)
     return step * count + gl.where(step % 2 == 0, place, count - 1 - place)
 
 
 @gluon.jit
 def _read_tile(
     tiles,
+    members,
     item,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -58,8 +58,19 @@ def _read_tile(
 ):
     """Return the slot, the first row, the chunk's first token and its number of tokens, the tokens before the chunk
     (below 0 for tokens that attend to nothing), how many keys are attended without masks, a whole number of tiles, and
-    how many are seen by any row, and the request's keys."""
+    how many are seen by any row, the request's keys, and the first key.
+
+    Of a segment: the slot of the tile's first row, 0, the place of its first member and their number, 0, the keys that
+    count as those of a prefix do, and the first key: that of the segment's chunk, from which the others count."""
     tile = tiles + item // NUM_KV_HEADS * TILE_FIELDS
+    if members is not None:
+        first_member = gl.load(tile) + gl.load(tile + 1)
+        num_members = gl.load(tile + 2)
+        first_key = gl.load(tile + 3)
+        num_keys = gl.load(tile + 4) - first_key
+        slot = gl.load(tile + 6)
+        full = gl.maximum(num_keys - 1, 0) // KEYS * KEYS
+        return slot, 0, first_member, num_members, 0, full, num_keys, num_keys, first_key
     slot = gl.load(tile)
     first_row = gl.load(tile + 1)
     first_token = gl.load(tile + 2)
@@ -68,13 +79,13 @@ def _read_tile(
     prefix = num_keys - num_tokens
     if IS_PREFIX:
         # The last tile takes the masks, which it may need at its end.
-        full = gl.maximum(num_keys - 1, 0) // _KEYS * _KEYS
+        full = gl.maximum(num_keys - 1, 0) // KEYS * KEYS
         end = num_keys
     else:
         last_token = gl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
-        full = gl.maximum(prefix + first_row // GROUP, 0) // _KEYS * _KEYS
+        full = gl.maximum(prefix + first_row // GROUP, 0) // KEYS * KEYS
         end = gl.maximum(prefix + last_token + 1, 0)
-    return slot, first_row, first_token, num_tokens, prefix, full, end, num_keys
+    return slot, first_row, first_token, num_tokens, prefix, full, end, num_keys, 0
 
 
 @gluon.jit
@@ -95,7 +106,9 @@ def _load(
     block_tables,
     block_table_stride,
     tiles,
+    members,
     num_items,
+    num_programs,
     k_smem,
     v_smem,
     k_full,
@@ -112,29 +125,31 @@ def _load(
 ):
     """The group that loads: of each tile of rows the keys from `full` to `end`, and then those up to `full`."""
     PANELS: gl.constexpr = HEAD_DIM // PART
-    NUM_BYTES: gl.constexpr = _KEYS * HEAD_DIM * 2
+    NUM_BYTES: gl.constexpr = KEYS * HEAD_DIM * 2
     ROW_STRIDE: gl.constexpr = NUM_KV_HEADS * HEAD_DIM
     # A tile of keys lies in shared memory as panels of 64 columns, each of its two halves one behind the other.
     k_parts = k_smem._reinterpret(k_smem.dtype, [_STAGES * PANELS * 2, PART, PART], k_desc.layout)
     v_parts = v_smem._reinterpret(v_smem.dtype, [_STAGES * PANELS * 2, PART, PART], v_desc.layout)
     i = 0
     step = 0
-    item = _item(step)
+    item = _item(step, num_programs)
     while item < num_items:
-        slot, _, _, _, _, full, end, num_keys = _read_tile(tiles, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS)
-        table = block_tables + slot.to(gl.int64) * block_table_stride
+        slot, _, _, _, _, full, end, num_keys, first_key = _read_tile(
+            tiles, members, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS
+        )
+        table = block_tables + slot.to(gl.int64) * block_table_stride + first_key // BLOCK_SIZE
         last_key = gl.maximum(num_keys - 1, 0)
-        num_masked = gl.maximum(gl.cdiv(end - full, _KEYS), 1)
+        num_masked = gl.maximum(gl.cdiv(end - full, KEYS), 1)
         column = item % NUM_KV_HEADS * HEAD_DIM
         # The next blocks' ids are loaded ahead of their use.
         block = gl.load(table + gl.minimum(full, last_key) // BLOCK_SIZE)
         second_block = gl.load(table + gl.minimum(full + PART, last_key) // BLOCK_SIZE)
-        for n in range(num_masked + full // _KEYS):
-            start = gl.where(n < num_masked, full + n * _KEYS, (n - num_masked) * _KEYS)
+        for n in range(num_masked + full // KEYS):
+            start = gl.where(n < num_masked, full + n * KEYS, (n - num_masked) * KEYS)
             row = block * BLOCK_ROWS + start % BLOCK_SIZE
             second_row = second_block * BLOCK_ROWS + (start + PART) % BLOCK_SIZE
             m = n + 1
-            next_start = gl.where(m < num_masked, full + m * _KEYS, (m - num_masked) * _KEYS)
+            next_start = gl.where(m < num_masked, full + m * KEYS, (m - num_masked) * KEYS)
             block = gl.load(table + gl.minimum(next_start, last_key) // BLOCK_SIZE)
             second_block = gl.load(table + gl.minimum(next_start + PART, last_key) // BLOCK_SIZE)
             stage = i % _STAGES
@@ -149,7 +164,7 @@ def _load(
                 tma.async_copy_global_to_shared(k_desc, [row, place], full_bar, k_parts.index(at))
                 tma.async_copy_global_to_shared(k_desc, [second_row, place], full_bar, k_parts.index(at + 1))
             mbarrier.wait(v_free.index(stage), phase ^ 1)
-            if start + _KEYS <= end:
+            if start + KEYS <= end:
                 mbarrier.expect(v_full.index(stage), NUM_BYTES)
                 for panel in gl.static_range(PANELS):
                     at = (stage * PANELS + panel) * 2
@@ -170,7 +185,7 @@ def _load(
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(stage), count=1)
         step += 1
-        item = _item(step)
+        item = _item(step, num_programs)
 
 
 @gluon.jit
@@ -205,7 +220,10 @@ def _attend(
     sinks,
     log_sums,
     tiles,
+    members,
+    first_partials,
     num_items,
+    num_programs,
     scale_log2,
     q_stride,
     q_smem,
@@ -228,21 +246,21 @@ def _attend(
     """A group that attends its half of each tile of rows."""
     OWN_ROWS: gl.constexpr = ROWS // 2
     in_memory: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     of_result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     of_weights: gl.constexpr = gl.DotOperandLayout(0, of_result, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
     result_rows: gl.constexpr = gl.SliceLayout(1, of_result)
     dtype: gl.constexpr = q.dtype.element_ty
     query = q_smem.index(SELF)
-    no_scores = gl.zeros([OWN_ROWS, _KEYS], gl.float32, of_scores)
+    no_scores = gl.zeros([OWN_ROWS, KEYS], gl.float32, of_scores)
     i = 0
     turn = 0
     step = 0
-    item = _item(step)
+    item = _item(step, num_programs)
     while item < num_items:
-        _, first_row, first_token, num_tokens, prefix, full, end, num_keys = _read_tile(
-            tiles, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS
+        _, first_row, first_token, num_tokens, prefix, full, end, num_keys, _ = _read_tile(
+            tiles, members, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS
         )
         first_head = item % NUM_KV_HEADS * GROUP
         own_row = first_row + SELF * OWN_ROWS
@@ -251,7 +269,10 @@ def _attend(
         token = rows // GROUP
         head = first_head + rows % GROUP
         in_chunk = (token < num_tokens)[:, None]
-        q_offset = (first_token + token).to(gl.int64) * q_stride + head * HEAD_DIM
+        q_row = first_token + token
+        if members is not None:
+            q_row = gl.load(members + q_row, mask=token < num_tokens, other=0)
+        q_offset = q_row.to(gl.int64) * q_stride + head * HEAD_DIM
         query.store(gl.load(q + q_offset[:, None] + dims[None, :], mask=in_chunk, other=0.0))
         fence_async_shared()
 
@@ -259,7 +280,7 @@ def _attend(
         positions = prefix + score_row // GROUP
         if IS_PREFIX:
             positions = gl.full([OWN_ROWS], 0, gl.int32, score_rows) + (num_keys - 1)
-        lanes = gl.arange(0, _KEYS, gl.SliceLayout(0, of_scores))
+        lanes = gl.arange(0, KEYS, gl.SliceLayout(0, of_scores))
         acc = gl.zeros([OWN_ROWS, HEAD_DIM], gl.float32, of_result)
         highest = gl.full([OWN_ROWS], -float("inf"), gl.float32, score_rows)
         weight_sum = gl.zeros([OWN_ROWS], gl.float32, score_rows)
@@ -268,8 +289,8 @@ def _attend(
             weight_sum += 1.0
 
         # With masks: one tile of keys, or two.
-        last_start = full + gl.maximum(end - full - 1, 0) // _KEYS * _KEYS
-        for start in range(full, last_start, _KEYS):
+        last_start = full + gl.maximum(end - full - 1, 0) // KEYS * KEYS
+        for start in range(full, last_start, KEYS):
             stage = i % _STAGES
             phase = (i // _STAGES) & 1
             i += 1
@@ -300,7 +321,7 @@ def _attend(
         weights = gl.convert_layout(weights.to(dtype), of_weights)
 
         # Without masks: the scores of a tile are multiplied together with the values of the one before.
-        num_full = full // _KEYS
+        num_full = full // KEYS
         if num_full > 0:
             mbarrier.wait(k_full.index(i % _STAGES), (i // _STAGES) & 1)
         for n in range(num_full):
@@ -334,14 +355,22 @@ def _attend(
         # Tokens that attend to nothing get zeros. The result goes out through the place of the queries.
         divisor = gl.convert_layout(gl.where(weight_sum > 0, weight_sum, 1.0), result_rows)
         query.store((acc / divisor[:, None]).to(dtype))
-        out_offset = ((first_token + token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+        out_row = q_row
+        if members is not None:
+            tile = tiles + item // NUM_KV_HEADS * TILE_FIELDS
+            first_partial = gl.load(first_partials + gl.load(tile) + q_row, mask=token < num_tokens, other=0)
+            out_row = first_partial + gl.load(tile + 5)
+        out_offset = (out_row.to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
         gl.store(out + out_offset[:, None] + dims[None, :], query.load(in_memory), mask=in_chunk)
         if IS_PREFIX:
             score_token = score_row // GROUP
-            place = (first_token + score_token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + first_head + score_row % GROUP
+            sums_row = first_token + score_token
+            if members is not None:
+                sums_row = gl.convert_layout(out_row, score_rows)
+            place = sums_row.to(gl.int64) * (NUM_KV_HEADS * GROUP) + first_head + score_row % GROUP
             gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=score_token < num_tokens)
         step += 1
-        item = _item(step)
+        item = _item(step, num_programs)
 
 
 @gluon.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -372,11 +401,47 @@ def hopper_prefill_kernel(
     num_items = gl.load(num_tiles) * NUM_KV_HEADS
     if gl.program_id(0) >= num_items:
         return
+    attend_tiles(
+        q, k_desc, v_desc, v_cache, out, block_tables, tiles, None, None, num_items, gl.num_programs(0), sinks,
+        log_sums, scale_log2, q_stride, block_table_stride, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS,
+        SOFT_CAP, HAS_SINKS, IS_PREFIX, TILE_FIELDS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_tiles(
+    q,
+    k_desc,
+    v_desc,
+    v_cache,
+    out,
+    block_tables,
+    tiles,
+    members,  # of tiles of segments (`hopper_segment_kernel.py`); None: the tiles are of chunks
+    first_partials,  # likewise
+    num_items,  # tiles × KV heads
+    num_programs,  # the first so many take the items in turns
+    sinks,
+    log_sums,
+    scale_log2,
+    q_stride,
+    block_table_stride,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    IS_PREFIX: gl.constexpr,
+    TILE_FIELDS: gl.constexpr,
+):
+    """Take this program's share of the items; the arguments are those of the kernel."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = q.dtype.element_ty
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, HEAD_DIM], layout)
-    k_smem = gl.allocate_shared_memory(dtype, [_STAGES, _KEYS, HEAD_DIM], layout)
-    v_smem = gl.allocate_shared_memory(dtype, [_STAGES, _KEYS, HEAD_DIM], layout)
+    k_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, HEAD_DIM], layout)
+    v_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, HEAD_DIM], layout)
     k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -395,25 +460,25 @@ def hopper_prefill_kernel(
             (
                 _attend,
                 (
-                    q, out, sinks, log_sums, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full,
-                    v_full, k_free, v_free, turns, 0, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX,
-                    TILE_FIELDS,
+                    q, out, sinks, log_sums, tiles, members, first_partials, num_items, num_programs, scale_log2,
+                    q_stride, q_smem, k_smem, v_smem, k_full, v_full, k_free, v_free, turns, 0, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX, TILE_FIELDS,
                 ),
             ),
             (
                 _attend,
                 (
-                    q, out, sinks, log_sums, tiles, num_items, scale_log2, q_stride, q_smem, k_smem, v_smem, k_full,
-                    v_full, k_free, v_free, turns, 1, NUM_KV_HEADS, GROUP, HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX,
-                    TILE_FIELDS,
+                    q, out, sinks, log_sums, tiles, members, first_partials, num_items, num_programs, scale_log2,
+                    q_stride, q_smem, k_smem, v_smem, k_full, v_full, k_free, v_free, turns, 1, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX, TILE_FIELDS,
                 ),
             ),
             (
                 _load,
                 (
-                    k_desc, v_desc, v_cache, block_tables, block_table_stride, tiles, num_items, k_smem, v_smem,
-                    k_full, v_full, k_free, v_free, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, IS_PREFIX,
-                    TILE_FIELDS,
+                    k_desc, v_desc, v_cache, block_tables, block_table_stride, tiles, members, num_items, num_programs,
+                    k_smem, v_smem, k_full, v_full, k_free, v_free, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE,
+                    BLOCK_ROWS, IS_PREFIX, TILE_FIELDS,
                 ),
             ),
         ],

@@ -35,6 +35,16 @@ def attends_prefixes(kernel: PrefillKernel) -> TypeGuard[PrefixKernel]:
     return kernel.tile_key.scratch_units == 0 and not isinstance(kernel, invariant_attention.PrefillAttention)
 
 
+def attends_segments(kernel: PrefillKernel) -> bool:
+    """Tell whether `hopper_segments.py` serves a kind of attention whose chunks this kernel attends."""
+    if isinstance(kernel, prefill_attention.PrefillAttention | invariant_attention.PrefillAttention):
+        return False
+    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+
+    key = kernel.tile_key
+    return isinstance(kernel, HopperPrefillAttention) and key.group <= key.rows
+
+
 def prefill_kernel(
     *,
     num_heads: int,

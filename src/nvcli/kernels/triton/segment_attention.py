@@ -3,7 +3,7 @@
 A program takes one chunk of a segment, one KV head, and a tile of the rows that share the segment (the work list of
 `segment_work_list.py`): the query heads of all these rows that share the KV head are the rows of its matrix products
 (Hydragen, Juravsky et al. 2024; FlashInfer's cascade, Ye et al. 2025). Their results are partial ones, weighed by the
-log of their sums of weights (log-sum-exp) into those of the rows' own keys by the kernel of `decode_attention.py`.
+log of their sums of weights (log-sum-exp) into those of the rows' own keys by `segment_merge.py`.
 
 Held to `attention/torch_backend.py` by tests/attention.
 Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.decode_attention import LOG2_E, SegmentResults, float16_query, soft_capped
+from nvcli.kernels.triton.decode_attention import LOG2_E, float16_query, soft_capped
 from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales
+from nvcli.kernels.triton.segment_merge import SegmentResults
 from nvcli.kernels.triton.segment_work_list import TILE_FIELDS, SegmentWorkList
 
 _NOTHING_SEEN = -1e30
@@ -27,7 +28,7 @@ _NOTHING_SEEN = -1e30
 
 
 @triton.jit(
-    do_not_specialize=["window", "max_rows", "block_table_stride"],
+    do_not_specialize=["window", "block_table_stride"],
     do_not_specialize_on_alignment=["block_tables", "slots", "seq_lens"],
 )
 def segment_attention_kernel(
@@ -45,7 +46,6 @@ def segment_attention_kernel(
     partial_lse,  # [partial results, KV, G] float32, base 2, written
     scale_log2,  # scores × scale × log2(e); positive
     window,  # keys that a row sees at most, where HAS_WINDOW
-    max_rows,
     q_stride,
     block_table_stride,
     NUM_KV_HEADS: tl.constexpr,
@@ -71,7 +71,7 @@ def segment_attention_kernel(
     for work in tl.range(tl.program_id(0), tl.load(num_items) * NUM_KV_HEADS, tl.num_programs(0), num_stages=1):
         kv_head = work % NUM_KV_HEADS
         item = items + work // NUM_KV_HEADS * TILE_FIELDS
-        level = tl.load(item)
+        level_place = tl.load(item)
         first_member = tl.load(item + 1)
         num_rows = tl.load(item + 2)
         begin = tl.load(item + 3)
@@ -79,7 +79,7 @@ def segment_attention_kernel(
         chunk = tl.load(item + 5)
 
         in_tile = lanes < num_rows * GROUP
-        member = level * max_rows + first_member
+        member = level_place + first_member
         row = tl.load(members + member + lanes // GROUP, mask=in_tile, other=0)
         head = kv_head * GROUP + lanes % GROUP
         query = tl.load(
@@ -94,7 +94,7 @@ def segment_attention_kernel(
             query = query.to(k_cache.dtype.element_ty)
         # The blocks of a segment stand in the table of each of its rows; with a window, those that the tile sees do in
         # that of the shortest row.
-        source = tl.load(members + member)
+        slot = tl.load(item + 6)
         if HAS_WINDOW:
             first_seen = tl.load(seq_lens + row, mask=in_tile, other=2147483647) - window
             least_seen = tl.min(first_seen, 0)
@@ -103,7 +103,8 @@ def segment_attention_kernel(
             if ONE_BLOCK:
                 least_seen = least_seen // KEYS * KEYS
             begin = tl.minimum(least_seen, end)
-        table = block_tables + tl.load(slots + source) * block_table_stride
+            slot = tl.load(slots + source).to(tl.int32)
+        table = block_tables + slot.to(tl.int64) * block_table_stride
 
         last_key = end - 1
         # The next tile's block id is loaded ahead: see decode_attention.
@@ -182,7 +183,7 @@ def segment_attention_kernel(
         divisor = tl.where(weight_sum > 0, weight_sum, 1.0)
         acc = acc / divisor[:, None]
         lse = tl.where(weight_sum > 0, highest + tl.log2(divisor), NOTHING_SEEN)
-        partial = tl.load(first_partials + level * max_rows + row, mask=in_tile, other=0) + chunk
+        partial = tl.load(first_partials + level_place + row, mask=in_tile, other=0) + chunk
         place = (partial.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + lanes % GROUP
         tl.store(partial_out + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_tile[:, None])
         tl.store(partial_lse + place, lse, mask=in_tile)
@@ -298,7 +299,6 @@ class SegmentAttention:
             self._partial_lse,
             scale * LOG2_E,
             window or 0,
-            work_list.max_rows,
             q.stride(0),
             block_tables.stride(0),
             NUM_KV_HEADS=self._num_kv_heads,

@@ -1,9 +1,10 @@
 """The work list of attention over shared segments: tiles of rows against chunks of the keys that they share.
 
-Three kernels plan it on the GPU once a step. The first finds the segments of each row, by level: a request's first
+Four kernels plan it on the GPU once a step. The first finds the segments of each row, by level: a request's first
 segment is at level 0, the one behind it at level 1, and so on; a segment is at one level for all of its rows. The
-second cuts segments into chunks and their rows into tiles, and gives each row places for its partial results, one for
-each chunk of each of its segments. The third is that of `decode_work_list.py`: it lists what is each row's own.
+second joins segments to those before them where that makes fewer results and no more tiles. The third cuts segments
+into chunks and their rows into tiles, and gives each row places for its partial results, one for each chunk of each of
+its segments. The last one is that of `decode_work_list.py`: it lists what is each row's own.
 Requests may have more levels than LEVELS: what is behind them is read as their own.
 
 Shapes: R rows, LEVELS levels.
@@ -21,11 +22,15 @@ from nvcli.kernels.triton.decode_work_list import cut
 
 LEVELS = 4
 """The most segments of a request that are read once for all; each costs a row a partial result."""
-TILE_FIELDS = 6
-"""The int32 words of an entry: level, first of the tile's rows among the members of the level, number of rows, first
-key of the chunk, end of its keys, number of the chunk."""
+TILE_FIELDS = 8
+"""The int32 words of an entry: where its level begins in the lists of rows, first of the tile's rows among the members
+of the level, number of rows, first key of the chunk, end of its keys, number of the chunk, slot of the first row; 1
+unused, so that an entry lies in one sector of memory."""
 MIN_SEGMENT_CHUNK = 256
 """The fewest keys of a chunk of a segment that is cut: each chunk more is a partial result more for each row."""
+_TILE_COST = 256
+"""What a tile takes beside its keys, in keys (`prefill_tiles.py`: about 512), with its rows' partial results, less what
+must be certain."""
 _ROWS, _COLUMNS = 16, 256
 """A program places _ROWS rows, and compares them with _COLUMNS others at a time."""
 
@@ -40,9 +45,9 @@ def find_segments_kernel(
     slot_segments,  # [S] int32
     segments,  # [N + 1, SEGMENT_FIELDS] int32
     row_segments,  # [LEVELS, max_rows] int32, written
-    row_spans,  # [LEVELS, max_rows] int32, written: keys of the segment
     own_begins,  # [R] int32, written: the first key behind the row's segments
     num_items,  # [1] int32, cleared
+    work,  # [2] int32, cleared
     max_rows,
     num_rows,
     window,  # keys that a row sees at most, where HAS_WINDOW
@@ -68,7 +73,6 @@ def find_segments_kernel(
         depth -= (segment > 0).to(tl.int32)
         found = tl.where((levels[None, :] == depth[:, None]) & (segment > 0)[:, None], segment[:, None], found)
         segment = tl.load(segments + segment * SEGMENT_FIELDS + 2)
-    begin = tl.load(segments + found * SEGMENT_FIELDS)
     end = tl.load(segments + found * SEGMENT_FIELDS + 1)
     if HAS_WINDOW:
         # The window has left the segment behind; a request that never had its blocks is among these.
@@ -76,17 +80,66 @@ def find_segments_kernel(
         found = tl.where(end > (lens - window)[:, None], found, 0)
     place = levels[None, :] * max_rows + rows[:, None]
     tl.store(row_segments + place, found, mask=is_row[:, None])
-    tl.store(row_spans + place, tl.where(found > 0, end - begin, 0), mask=is_row[:, None])
     tl.store(own_begins + rows, tl.max(tl.where(found > 0, end, 0), 1), mask=is_row)
     if tl.program_id(0) == 0:
         tl.store(num_items, 0)
+        tl.store(work + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["segments"])
+def join_levels_kernel(
+    segments,  # [N + 1, SEGMENT_FIELDS] int32
+    row_segments,  # [LEVELS, max_rows] int32
+    joined_segments,  # [LEVELS, max_rows] int32, written
+    joined_spans,  # [LEVELS, max_rows] int32, written: keys of the segment and of those before it that it took
+    max_rows,
+    num_rows,
+    LEVELS: tl.constexpr,
+    SEGMENT_FIELDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Program (ROWS rows). Where the rows of a segment fill their tiles, these take the keys of the one before it as
+    well, instead of other tiles with these rows: as many keys for as many tiles, and fewer results. Not with a window,
+    which may have left the one before behind for some of the rows."""
+    columns = tl.arange(0, COLUMNS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    segment = tl.load(row_segments + rows, mask=is_row, other=0)
+    begin = tl.load(segments + segment * SEGMENT_FIELDS)
+    for level in tl.static_range(LEVELS):
+        span = tl.load(segments + segment * SEGMENT_FIELDS + 1) - begin
+        place = level * max_rows + rows
+        if level + 1 < LEVELS:
+            child = tl.load(row_segments + place + max_rows, mask=is_row, other=0)
+            num_members = tl.zeros([ROWS], tl.int32)
+            for start in range(0, num_rows, COLUMNS):
+                others = start + columns
+                other = tl.load(row_segments + (level + 1) * max_rows + others, mask=others < num_rows, other=0)
+                num_members += tl.sum((other[None, :] == child[:, None]).to(tl.int32), 1)
+            padding = tl.cdiv(num_members, TILE_ROWS) * TILE_ROWS - num_members
+            pays = padding.to(tl.int64) * span <= num_members.to(tl.int64) * TILE_COST
+            is_joined = (segment > 0) & (child > 0) & pays & (not HAS_WINDOW)
+            tl.store(joined_segments + place, tl.where(is_joined, 0, segment), mask=is_row)
+            tl.store(joined_spans + place, tl.where(is_joined, 0, span), mask=is_row)
+            begin = tl.where(is_joined, begin, tl.load(segments + child * SEGMENT_FIELDS))
+            segment = child
+        else:
+            tl.store(joined_segments + place, segment, mask=is_row)
+            tl.store(joined_spans + place, span, mask=is_row)
 
 
 @triton.jit(
     do_not_specialize=["num_rows", "target_programs"],
-    do_not_specialize_on_alignment=["segments"],
+    do_not_specialize_on_alignment=["slots", "seq_lens", "segments"],
 )
 def plan_segments_kernel(
+    slots,  # [R] int64
+    seq_lens,  # [R] int32
+    own_begins,  # [R] int32
     segments,  # [N + 1, SEGMENT_FIELDS] int32
     row_segments,  # [LEVELS, max_rows] int32
     row_spans,  # [LEVELS, max_rows] int32
@@ -95,6 +148,7 @@ def plan_segments_kernel(
     num_partials,  # [R] int32, written: partial results of the row, from its place of level 0 on
     items,  # [capacity, TILE_FIELDS] int32, written
     num_items,  # [1] int32, 0 before
+    work,  # [2] int32, 0 before, written
     max_rows,
     num_rows,
     target_programs,
@@ -102,6 +156,7 @@ def plan_segments_kernel(
     LEVELS: tl.constexpr,
     SEGMENT_FIELDS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    TILE_COST: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -120,6 +175,10 @@ def plan_segments_kernel(
 
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
+    row_slots = tl.load(slots + rows, mask=is_row, other=0).to(tl.int32)
+    own = tl.load(seq_lens + rows, mask=is_row, other=0) - tl.load(own_begins + rows, mask=is_row, other=0)
+    tl.atomic_add(work + 1, tl.sum(tl.maximum(own, 0), 0), sem="relaxed")
+    tile_keys = tl.zeros([ROWS], tl.int32)
     first_partial = tl.zeros([ROWS], tl.int32)
     for level in tl.static_range(LEVELS):
         for start in range(0, num_rows, COLUMNS):
@@ -151,19 +210,22 @@ def plan_segments_kernel(
         # The first row of each tile lists its items.
         is_first = (segment > 0) & (rank % TILE_ROWS == 0)
         num_chunks = tl.where(is_first, num_chunks, 0)
+        tile_keys += tl.where(is_first, span + num_chunks * TILE_COST, 0)
         first_item = tl.atomic_add(num_items + tl.zeros([ROWS], tl.int32), num_chunks, mask=is_first, sem="relaxed")
-        begin = tl.load(segments + segment * SEGMENT_FIELDS)
         end = tl.load(segments + segment * SEGMENT_FIELDS + 1)
+        begin = end - span
         for index in range(tl.max(num_chunks, 0)):
             item = items + (first_item + index) * TILE_FIELDS
             is_mine = index < num_chunks
-            tl.store(item, tl.full([ROWS], level, tl.int32), mask=is_mine)
+            tl.store(item, tl.full([ROWS], level, tl.int32) * max_rows, mask=is_mine)
             tl.store(item + 1, place, mask=is_mine)
             tl.store(item + 2, tl.minimum(num_members - rank, TILE_ROWS), mask=is_mine)
             tl.store(item + 3, begin + index * size, mask=is_mine)
             tl.store(item + 4, tl.minimum(begin + (index + 1) * size, end), mask=is_mine)
             tl.store(item + 5, tl.zeros([ROWS], tl.int32) + index, mask=is_mine)
+            tl.store(item + 6, row_slots, mask=is_mine)
     tl.store(num_partials + rows, count, mask=is_row)
+    tl.atomic_add(work, tl.sum(tile_keys, 0), sem="relaxed")
 
 
 class SegmentWorkList:
@@ -177,15 +239,18 @@ class SegmentWorkList:
     ) -> None:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._keys, self._tile_rows, self.max_rows = keys, tile_rows, max_rows
-        self.num_programs = (
-            2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self.num_processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         )
-        """The programs that attend the list."""
+        """The multiprocessors of the GPU."""
+        self.num_programs = 2 * self.num_processors
+        """Into as many parts of about equal size the work is cut."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._row_segments, self._row_spans = ints(LEVELS, max_rows), ints(LEVELS, max_rows)
+        self._row_segments = ints(LEVELS, max_rows)
+        self._joined_segments, self._joined_spans = ints(LEVELS, max_rows), ints(LEVELS, max_rows)
         self.own_begins = ints(max_rows)
         """[R] int32, the first key of each row behind its segments."""
         self.members = ints(LEVELS, max_rows)
@@ -199,6 +264,9 @@ class SegmentWorkList:
         """[capacity, TILE_FIELDS] int32."""
         self.num_items = ints(1)
         """[1] int32, the number of items."""
+        self.work = ints(2)
+        """[2] int32, what there is to do: keys of all tiles, with what a tile takes beside them, and keys of the rows'
+        own."""
 
     @property
     def max_partials(self) -> int:
@@ -218,9 +286,9 @@ class SegmentWorkList:
             slot_segments,
             segments,
             self._row_segments,
-            self._row_spans,
             self.own_begins,
             self.num_items,
+            self.work,
             self.max_rows,
             num_rows,
             self._window or 0,
@@ -230,15 +298,35 @@ class SegmentWorkList:
             ROWS=_ROWS,
             num_warps=1,
         )
-        plan_segments_kernel[grid](
+        join_levels_kernel[grid](
             segments,
             self._row_segments,
-            self._row_spans,
+            self._joined_segments,
+            self._joined_spans,
+            self.max_rows,
+            num_rows,
+            LEVELS=LEVELS,
+            SEGMENT_FIELDS=SEGMENT_FIELDS,
+            TILE_ROWS=self._tile_rows,
+            TILE_COST=_TILE_COST,
+            HAS_WINDOW=self._window is not None,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+            num_warps=4,
+        )
+        plan_segments_kernel[grid](
+            slots,
+            seq_lens,
+            self.own_begins,
+            segments,
+            self._joined_segments,
+            self._joined_spans,
             self.members,
             self.first_partials,
             self.num_partials,
             self.items,
             self.num_items,
+            self.work,
             self.max_rows,
             num_rows,
             self.num_programs,
@@ -246,6 +334,7 @@ class SegmentWorkList:
             LEVELS=LEVELS,
             SEGMENT_FIELDS=SEGMENT_FIELDS,
             TILE_ROWS=self._tile_rows,
+            TILE_COST=_TILE_COST,
             KEYS=self._keys,
             MIN_CHUNK=MIN_SEGMENT_CHUNK,
             ROWS=_ROWS,
