@@ -46,7 +46,9 @@ def test_what_is_prepared_is_taken_if_it_is_what_answers_need(tmp_path: Path) ->
     assert prepared.take([0]) is None
     assert PreparedVocabulary(tmp_path, vocab_size=640, end_ids=[0]).take([0]) is None
     for end_ids, is_taken in (([0, 2], True), ([2], False)):
-        constraints = Constraints(demo_path(), 640, torch.device("cpu"), follows=True, prepared=prepared)
+        constraints = Constraints(
+            demo_path(), 640, torch.device("cpu"), max_answers=2, follows=True, may_hold=True, prepared=prepared
+        )
         constraints._load(end_ids)
         assert constraints._vocabulary is not None
         assert (constraints._vocabulary is vocabulary) is is_taken

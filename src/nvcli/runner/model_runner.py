@@ -251,7 +251,13 @@ class ModelRunner:
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         follows = self._context.rank == config.output_rank
         self.constraints = Constraints(
-            config.model_path, vocab_size, self.device, follows=follows, prepared=self._vocabulary
+            config.model_path,
+            vocab_size,
+            self.device,
+            max_answers=config.max_num_seqs,
+            follows=follows,
+            may_hold=self._may_hold_rows(),
+            prepared=self._vocabulary,
         )
         self.buffers = InputBuffers(
             self.slots.state,
@@ -260,6 +266,12 @@ class ModelRunner:
             max_logits=config.max_num_seqs,
             steps_in_flight=config.max_steps_in_flight,
         )
+
+    def _may_hold_rows(self) -> bool:
+        """Whether a step may compute a row again that an earlier one computed. A state would be advanced twice, and the
+        stages before the last one do not learn of it."""
+        is_state = any(group.is_state for group in self._kv_groups)
+        return not is_state and not self.backend.needs_exact_lens and self.config.pipeline_parallel_size == 1
 
     def _warm_up(self) -> None:
         """Run the largest batches once, on the null block, and measure the memory that they need beside the weights."""
