@@ -26,7 +26,7 @@ from nvcli.runner.followed_answer import FollowedAnswer
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
-_MAX_THREADS = 16
+_MIN_THREADS, _MAX_THREADS = 2, 16
 _LEAST_GROUP, _MAX_GROUP = 4, 16
 """The fewest and the most answers that a thread takes at a time."""
 _GROUPS_PER_THREAD = 4
@@ -85,7 +85,7 @@ class MaskMaker:
     def __init__(self, vocabulary: Vocabulary, masks: np.ndarray, *, num_threads: int | None = None) -> None:
         """masks: [rows, W] uint32, which stays where it is. `num_threads`: None for most of the cores that this process
         may use."""
-        self._num_threads = num_threads or min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) * 3 // 4))
+        self._num_threads = num_threads or min(_MAX_THREADS, max(_MIN_THREADS, len(os.sched_getaffinity(0)) * 3 // 4))
         self._groups: SimpleQueue[_Group | None] = SimpleQueue()
         self._progress = _Progress()
         for number in range(self._num_threads):

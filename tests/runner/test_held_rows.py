@@ -1,0 +1,199 @@
+"""Rows whose masks are late are left out of steps: the others go on, and every answer is what it is without delays."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from constrained_requests import END_IDS, Rank, load_vocabulary, make_requests
+from late_masks import make_late, random_delays
+
+from nvcli.demo import demo_path
+from nvcli.engine.core import EngineCore
+from nvcli.engine.request import Request, RequestOutput
+from nvcli.engine.scheduler import Scheduler
+from nvcli.grammars import Vocabulary
+from nvcli.runner.followed_answer import FollowedAnswer
+from nvcli.sampling_params import SamplingParams
+from nvcli.structured import Constraint, Structured
+from one_rank import make_runner, make_scheduler
+from requests_factory import make_request
+
+CONFIG: dict[str, Any] = {"max_model_len": 400, "block_size": 4, "kv_cache_memory": 64 << 20, "max_num_seqs": 40}
+Outputs = dict[int, RequestOutput]
+
+
+def make_core(*, num_blocks: int | None = None, **config: Any) -> tuple[EngineCore, Scheduler]:
+    runner = make_runner(demo_path(), "cpu", **{**CONFIG, **config})
+    scheduler = make_scheduler(runner, num_blocks)
+    return EngineCore(scheduler, Rank(runner), max_in_flight=runner.config.max_steps_in_flight), scheduler
+
+
+def run(core: EngineCore, scheduler: Scheduler, *, max_steps: int = 20_000) -> Outputs:
+    outputs: Outputs = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            break
+        outputs.update({output.request_id: output for output in core.step()})
+        scheduler.check_integrity()
+    return outputs
+
+
+def answer(requests: list[Request], **config: Any) -> tuple[Outputs, Scheduler]:
+    core, scheduler = make_core(**config)
+    core.add(requests)
+    return run(core, scheduler), scheduler
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return load_vocabulary()
+
+
+@pytest.fixture(scope="module")
+def requests(vocabulary: Vocabulary) -> list[Request]:
+    return make_requests(vocabulary)
+
+
+@pytest.fixture(scope="module")
+def answers(requests: list[Request]) -> Outputs:
+    return answer(requests)[0]
+
+
+@pytest.mark.parametrize(
+    ("circumstance", "config"),
+    [
+        ("together", {}),
+        ("in turn", {"max_num_seqs": 5}),
+        ("chunked", {"max_num_seqs": 7, "max_num_batched_tokens": 9}),
+        ("preempted", {"num_blocks": 30}),
+        ("one step in flight", {"overlap_steps": False}),
+    ],
+)
+def test_answers_are_the_same_whichever_masks_are_late(
+    requests: list[Request],
+    answers: Outputs,
+    circumstance: str,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their tokens, log-probabilities, reasons and usage; a late row counts nowhere."""
+    late = make_late(monkeypatch, random_delays(len(circumstance)))
+    found, scheduler = answer(requests, **config)
+    assert found.keys() == answers.keys()
+    for number, output in found.items():
+        expected = answers[number]
+        assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert_same_logprobs(output, expected)
+    assert late.num_held > 20
+    assert scheduler.stats.generated_tokens == sum(len(output.token_ids) // 4 for output in answers.values())
+    assert (scheduler.stats.num_preemptions > 0) == (circumstance == "preempted")
+
+
+def assert_same_logprobs(found: RequestOutput, expected: RequestOutput) -> None:
+    """Those of the CPU depend on the batch in their last bits."""
+    assert len(found.logprobs) == len(expected.logprobs)
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        assert one.top_ids == other.top_ids
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def make_pair(vocabulary: Vocabulary, **fields: Any) -> list[Request]:
+    """Two answers under different grammars, told apart by their least length: 0 and 1."""
+    return [
+        make_request(
+            number,
+            [5 + number, 6, 7],
+            30,
+            stop_ids=END_IDS,
+            sampling=SamplingParams(temperature=1.0, min_tokens=number),
+            row=number,
+            constraint=Constraint(grammar=vocabulary.compile(Structured(regex=regex)), end_ids=END_IDS),
+            **fields,
+        )
+        for number, regex in enumerate(("[a-z]{30,50}", "[0-9]{30,50}"))
+    ]
+
+
+def test_others_go_on_while_a_mask_is_made(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 20 steps the other answer gets a token each, but for those in flight, and the first one gets none."""
+    requests = make_pair(vocabulary)
+    expected, _ = answer(requests)
+    gate = threading.Event()
+    late = make_late(monkeypatch, lambda answer: 0.0 if answer.min_tokens or gate.wait(60) else 1.0)
+    core, scheduler = make_core()
+    core.add(requests)
+    for _ in range(20):
+        core.step()
+        scheduler.check_integrity()
+    assert core.stats.generated_tokens == 19
+    assert late.num_held == late.num_given == 20
+    gate.set()
+    outputs = run(core, scheduler)
+    assert {number: output.token_ids for number, output in outputs.items()} == {
+        number: output.token_ids for number, output in expected.items()
+    }
+
+
+def test_a_step_waits_where_no_row_would_be_left(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, an answer has as many steps as without delays."""
+    request = make_pair(vocabulary)[0]
+    late = make_late(monkeypatch, random_delays(1, share=1.0, seconds=0.005))
+    answer([request])
+    assert late.num_held == 0
+
+
+def test_an_aborted_answer_writes_no_masks_of_the_next_one(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's mask is in work while it is aborted, and the next one has its slot. It has another row of the
+    masks, or waits for that one."""
+    first, second = make_pair(vocabulary)
+    third = msgspec.structs.replace(first, request_id=2, sampling=SamplingParams(temperature=1.0, min_tokens=2), row=2)
+    expected, _ = answer([second, third])
+    gate, begun = threading.Event(), threading.Event()
+
+    def delay(answer: FollowedAnswer) -> float:
+        if answer.min_tokens == 0:
+            begun.set()
+            gate.wait(60)
+        return 0.0
+
+    make_late(monkeypatch, delay)
+    core, scheduler = make_core(max_num_seqs=2)
+    core.add([first, second])
+    core.step()
+    assert begun.wait(60)
+    core.abort([0])
+    core.add([third])
+    threading.Timer(0.2, gate.set).start()
+    found = run(core, scheduler)
+    assert {number: found[number].token_ids for number in (1, 2)} == {
+        number: output.token_ids for number, output in expected.items()
+    }
+
+
+def test_an_error_in_a_thread_is_raised_where_the_step_waits(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(answer: FollowedAnswer) -> float:
+        raise RuntimeError("no mask")
+
+    make_late(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="no mask"):
+        answer(make_pair(vocabulary))
+
+
+def test_rows_wait_where_they_cannot_be_computed_again(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = make_late(monkeypatch, random_delays(3, share=0.5, seconds=0.005))
+    core, scheduler = make_core()
+    runner = core._executor._runner  # type: ignore[attr-defined]
+    runner.constraints.may_hold = False
+    core.add(make_pair(vocabulary))
+    started = time.monotonic()
+    run(core, scheduler)
+    assert time.monotonic() - started < 60
+    assert late.num_held == 0
