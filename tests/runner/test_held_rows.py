@@ -11,7 +11,9 @@ import pytest
 from constrained_requests import END_IDS, Rank, load_vocabulary, make_requests
 from late_masks import make_late, random_delays
 
+from fake_runners import engine_config
 from nvcli.demo import demo_path
+from nvcli.engine.client import EngineClient
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
@@ -91,6 +93,29 @@ def test_answers_are_the_same_whichever_masks_are_late(
     assert late.num_held > 20
     assert scheduler.stats.generated_tokens == sum(len(output.token_ids) // 4 for output in answers.values())
     assert (scheduler.stats.num_preemptions > 0) == (circumstance == "preempted")
+
+
+def test_all_ranks_leave_the_same_rows_out(requests: list[Request], answers: Outputs) -> None:
+    """Two ranks with masked shards of the vocabulary; steps sample more rows than tokens come of."""
+    some = requests[:12]
+    config = engine_config(
+        model_path=demo_path(), tensor_parallel_size=2, max_num_batched_tokens=512, record_steps=True, **CONFIG
+    )
+    client = EngineClient.start(config, runner="late_runner:create")
+    try:
+        client.wait_ready()
+        client.add(some)
+        done: Outputs = {}
+        while len(done) < len(some):
+            done.update({output.request_id: output for output in client.poll(1.0)})
+        records = client.take_steps()
+    finally:
+        client.close()
+    assert {number: output.token_ids for number, output in done.items()} == {
+        request.request_id: answers[request.request_id].token_ids for request in some
+    }
+    num_tokens = sum(len(output.token_ids) // 4 for output in done.values())
+    assert sum(record.num_sampled for record in records) > num_tokens + 2 * len(some) + 20
 
 
 def assert_same_logprobs(found: RequestOutput, expected: RequestOutput) -> None:
