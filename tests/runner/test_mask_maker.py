@@ -51,7 +51,7 @@ def test_waiting_ends_when_it_costs_what_leaving_rows_out_does() -> None:
 
 def test_masks_are_those_of_the_grammar(vocabulary: Vocabulary) -> None:
     masks = np.zeros((6, vocabulary.num_words), dtype=np.uint32)
-    maker = MaskMaker(vocabulary, masks, num_threads=2)
+    maker = MaskMaker(vocabulary, masks, num_cores=2)
     answers = [make_answer(row) for row in (5, 0, 3)]
     maker.begin(answers)
     maker.wait(answers, 3, None)
@@ -78,7 +78,8 @@ def test_answers_whose_masks_were_slow_are_made_alone_and_last(
         groups.append([answer.mask_row for answer in group])
 
     monkeypatch.setattr(mask_maker, "_make", note)
-    maker = MaskMaker(vocabulary, np.zeros((20, vocabulary.num_words), dtype=np.uint32), num_threads=1)
+    monkeypatch.setattr(mask_maker, "_MIN_THREADS", 1)
+    maker = MaskMaker(vocabulary, np.zeros((20, vocabulary.num_words), dtype=np.uint32), num_cores=1)
     answers = [make_answer(row, is_slow=row in (1, 4)) for row in range(9)]
     maker.begin(answers)
     maker.wait(answers, 9, None)
@@ -95,8 +96,9 @@ def test_nobody_waits_for_an_answer_that_is_gone(vocabulary: Vocabulary, monkeyp
         make(group, *arguments)
 
     monkeypatch.setattr(mask_maker, "_make", make_later)
+    monkeypatch.setattr(mask_maker, "_MIN_THREADS", 1)
     masks = np.zeros((2, vocabulary.num_words), dtype=np.uint32)
-    maker = MaskMaker(vocabulary, masks, num_threads=1)
+    maker = MaskMaker(vocabulary, masks, num_cores=1)
     answers = [make_answer(0), make_answer(1, is_slow=True)]
     maker.begin(answers)
     maker.abandon(answers[1])

@@ -17,6 +17,7 @@ grammar is followed anew.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -199,7 +200,9 @@ class Constraints:
         num_words = self._num_words if self._vocabulary is None else self._vocabulary.num_words
         self._memory = MaskMemory(self._max_answers, num_words, self._device)
         if self._vocabulary is not None:
-            self._maker = MaskMaker(self._vocabulary, self._memory.words)
+            num_shares = torch.cuda.device_count() if self._device.type == "cuda" else 1
+            num_cores = len(os.sched_getaffinity(0)) // num_shares  # other GPUs may have ranks of their own
+            self._maker = MaskMaker(self._vocabulary, self._memory.words, num_cores=num_cores)
 
     def _compile(self, copies: Sequence[GrammarCopy]) -> None:
         """Compile the first copies of grammars. llguidance lets other threads run meanwhile."""

@@ -9,7 +9,6 @@ A step waits for its masks as long as that costs less than to leave the late row
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 _MIN_THREADS, _MAX_THREADS = 2, 16
+"""One thread alone would have all masks wait for a slow one."""
 _LEAST_GROUP, _MAX_GROUP = 4, 16
 """The fewest and the most answers that a thread takes at a time."""
 _GROUPS_PER_THREAD = 4
@@ -82,10 +82,10 @@ class _Progress:
 class MaskMaker:
     """Makes masks into the rows of one array."""
 
-    def __init__(self, vocabulary: Vocabulary, masks: np.ndarray, *, num_threads: int | None = None) -> None:
-        """masks: [rows, W] uint32, which stays where it is. `num_threads`: None for most of the cores that this process
-        may use."""
-        self._num_threads = num_threads or min(_MAX_THREADS, max(_MIN_THREADS, len(os.sched_getaffinity(0)) * 3 // 4))
+    def __init__(self, vocabulary: Vocabulary, masks: np.ndarray, *, num_cores: int) -> None:
+        """masks: [rows, W] uint32, which stays where it is. `num_cores`: the cores that this rank may use, most of
+        which get a thread."""
+        self._num_threads = min(_MAX_THREADS, max(_MIN_THREADS, num_cores * 3 // 4))
         self._groups: SimpleQueue[_Group | None] = SimpleQueue()
         self._progress = _Progress()
         for number in range(self._num_threads):
