@@ -111,9 +111,9 @@ class Constraints:
         """Whether `begin` and `follow` have something to do for a step."""
         return self._follows and bool(self._answers or step.grammars)
 
-    def begin(self) -> None:
-        """Note that a step's forward pass is launched next."""
-        self._timer.start()
+    def begin(self, step: StepInput) -> None:
+        """Note that the step's forward pass is launched next."""
+        self._timer.start(has_chunks=step.num_decodes < step.num_rows)
 
     def follow(self, step: StepInput) -> None:
         """Take in the tokens of the steps before, for which it waits, and the step's slots and tokens.
@@ -272,9 +272,9 @@ class Constraints:
         return self._memory
 
     def _patience(self) -> Patience | None:
-        if not self.may_hold:
-            return None
         seconds = self._timer.seconds()
+        if not self.may_hold or seconds is None:
+            return None
         busy = max(0.0, seconds - _LAUNCH_SECONDS) if self._device.type == "cuda" else 0.0
         return Patience(self._free_since + busy, seconds)
 

@@ -9,34 +9,44 @@ import torch
 
 
 class ForwardTimer:
-    """Times the forward passes of one stream. Nothing waits for the device."""
+    """Times the forward passes of one stream, those of steps with prefill chunks apart from the others. Nothing waits
+    for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._has_chunks = False
         self._started = 0.0
-        self._seconds = 0.0
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        """Around each forward pass that the device was not through with when they were looked at last."""
+        self._start_event: torch.cuda.Event | None = None
+        self._events: deque[tuple[bool, torch.cuda.Event, torch.cuda.Event]] = deque()
+        """Whether there are chunks, and the events around the forward pass, of those that were not over when they were
+        looked at last."""
+        self._seconds: dict[bool, float] = {}
 
-    def start(self) -> None:
+    def start(self, *, has_chunks: bool) -> None:
         """Call it before the first thing that a forward pass launches."""
+        self._has_chunks = has_chunks
         if self._on_gpu:
-            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            self._events.append(events)  # type: ignore[arg-type]
-            events[0].record()
+            self._start_event = _record()
         else:
             self._started = time.perf_counter()
 
     def stop(self) -> None:
         """Call it behind the last thing that the forward pass launches."""
-        if self._on_gpu:
-            self._events[-1][1].record()
+        if self._start_event is not None:
+            self._events.append((self._has_chunks, self._start_event, _record()))
         else:
-            self._seconds = time.perf_counter() - self._started
+            self._seconds[self._has_chunks] = time.perf_counter() - self._started
 
-    def seconds(self) -> float:
-        """Return the time that the last forward pass took that is over; 0 before the first."""
-        while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
-            started, ended = self._events.popleft()
-            self._seconds = started.elapsed_time(ended) / 1e3
-        return self._seconds
+    def seconds(self) -> float | None:
+        """Return the time that the forward pass which was started last will take: that of the last one of its kind that
+        is over. None: there was none."""
+        while self._events and self._events[0][2].query():  # type: ignore[no-untyped-call]
+            has_chunks, started, ended = self._events.popleft()
+            self._seconds[has_chunks] = started.elapsed_time(ended) / 1e3
+        return self._seconds.get(self._has_chunks)
+
+
+def _record() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

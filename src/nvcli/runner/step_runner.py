@@ -175,7 +175,7 @@ class StepRunner:
         self._buffers.load(batch)
         follows = self._constraints.concerns(step)
         if follows:
-            self._constraints.begin()
+            self._constraints.begin(step)
         if padded is None:
             output = self._compute(batch, sample=needs.is_simple, reads=reads)
         else:
