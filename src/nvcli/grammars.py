@@ -35,7 +35,7 @@ _SEARCH_SECONDS = 0.5
 """Seconds after which the place of an error in a schema is not searched any deeper."""
 
 _MAX_LEXER_STATES = 50_000
-"""A fifth of llguidance's own limit: a state takes 1 to 2 kB, and every answer has its own."""
+"""A fifth of llguidance's own limit: a state takes 1 to 2 kB, and answers that run side by side have their own."""
 
 _KEYWORDS_OF_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _KEYWORDS_OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")

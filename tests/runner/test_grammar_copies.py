@@ -37,6 +37,16 @@ def test_each_running_answer_has_a_copy_of_its_own(vocabulary: Vocabulary) -> No
     assert copies.take(GRAMMAR) is taken[3]
 
 
+def test_a_copy_is_compiled_anew_once_in_a_while(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_copies, "_MOST_SERVED", 3)
+    copies = GrammarCopies(max_answers=4)
+    taken = [take_first(copies, GRAMMAR, vocabulary)]
+    for _ in range(3):
+        copies.give_back(taken[-1])
+        taken.append(copies.take(GRAMMAR))
+    assert taken[0] is taken[1] is taken[2] is not taken[3]
+
+
 def test_a_grammar_that_takes_long_to_compile_is_shared(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,15 +149,15 @@ class FollowedAnswer:
                     self.matcher = matcher
         self.has_failed = self.matcher is None
 
-    def finish_mask(self, words: np.ndarray) -> None:
-        """Finish the mask that llguidance has written: words [W] uint32 of the answer's row."""
-        if self.has_failed:
-            words[:] = _ALL
-        if self.num_opening is not None:
-            self._let_open(words)
-        if self.is_short:
-            _hold_back(words, self.constraint.stop_ids)
+    def finish_mask(self, masks: np.ndarray) -> None:
+        """Finish the mask that llguidance has written into the answer's row of masks [rows, W] uint32."""
         self.free_mask = None
+        if self.has_failed:
+            masks[self.mask_row] = _ALL
+        if self.num_opening is not None:
+            self._let_open(masks[self.mask_row])
+        if self.is_short:
+            _hold_back(masks[self.mask_row], self.constraint.stop_ids)
 
     def _let_open(self, mask: np.ndarray) -> None:
         """Allow the token that begins the free part in a mask of uint32 words, in place; and no other once it has

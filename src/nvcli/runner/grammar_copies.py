@@ -26,6 +26,8 @@ _MOST_SECONDS = 0.5
 """The processor time that all copies of one grammar may take to compile."""
 _LEAST_COPIES = 4
 """A grammar may be compiled so often however long that takes."""
+_MOST_SERVED = 64
+"""Answers after which a copy is compiled anew, so that its memory does not grow for as long as the run lasts."""
 _MAX_KEPT = 256
 """Copies that are kept beside those of running answers."""
 
@@ -118,7 +120,7 @@ class GrammarCopies:
         copies = self._copies.get(copy.grammar)
         if copies is None or copy not in copies.all:
             return
-        if copy.is_spent:
+        if copy.is_spent or copy.num_served >= _MOST_SERVED:
             del copies.all[copy]
             self._num_copies -= 1
         elif not copy.num_answers:

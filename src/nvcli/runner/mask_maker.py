@@ -172,7 +172,7 @@ def _make(group: _Group, executor: LLExecutor, vocabulary: Vocabulary, masks: np
             _compute([answer], executor, masks)
             answer.has_failed |= answer.has_met_error
     for answer in group:
-        answer.finish_mask(masks[answer.mask_row])
+        answer.finish_mask(masks)
     is_slow = time.perf_counter() - started > _SLOW_SECONDS + _SLOW_SECONDS_EACH * len(group)
     for answer in group:
         answer.is_slow = is_slow
