@@ -74,16 +74,18 @@ class _Copies:
     """The copies of one grammar."""
 
     all: dict[GrammarCopy, None] = field(default_factory=dict)
-    """The first of them is compiled before there are others."""
     idle: list[GrammarCopy] = field(default_factory=list)
     """Those that no answer follows."""
+    seconds: float = 0.0
+    """The time that compiling one took, as far as that is known of copies that were given back."""
 
     @property
     def may_grow(self) -> bool:
         first = next(iter(self.all), None)
         if first is None:
             return True
-        return not first.error and (len(self.all) < _LEAST_COPIES or len(self.all) * first.seconds < _MOST_SECONDS)
+        seconds = len(self.all) * max(self.seconds, first.seconds)
+        return not first.error and (len(self.all) < _LEAST_COPIES or seconds < _MOST_SECONDS)
 
 
 class GrammarCopies:
@@ -120,6 +122,7 @@ class GrammarCopies:
         copies = self._copies.get(copy.grammar)
         if copies is None or copy not in copies.all:
             return
+        copies.seconds = max(copies.seconds, copy.seconds)
         if copy.is_spent or copy.num_served >= _MOST_SERVED:
             del copies.all[copy]
             self._num_copies -= 1
