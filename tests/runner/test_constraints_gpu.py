@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from constrained_requests import assert_follow_grammars, load_vocabulary, make_requests, run_here
-from late_masks import make_late, random_delays
+from late_masks import use_late_masks
+
+from late_worker import LateMasks
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +27,7 @@ def test_rows_that_are_held_have_the_same_answers(enforce_eager: bool, monkeypat
     requests = make_requests(load_vocabulary())
     config = {"device": "cuda", "max_num_seqs": 40, "batch_invariant": True, "enforce_eager": enforce_eager}
     expected, _ = run_here(requests, **config)
-    late = make_late(monkeypatch, random_delays(1, seconds=0.004))
+    late = use_late_masks(monkeypatch, LateMasks(share=0.3, seconds=0.004))
     found, _ = run_here(requests, **config)
     assert found == expected
     assert late.num_held > 20

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from constrained_requests import END_IDS, Rank, load_vocabulary, make_requests
-from late_masks import make_late, random_delays
+from late_masks import use_late_masks
 
 from fake_runners import engine_config
+from late_worker import LateMasks
 from nvcli.demo import demo_path
 from nvcli.engine.client import EngineClient
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
+from nvcli.errors import WorkerError
 from nvcli.grammars import Vocabulary
-from nvcli.runner.followed_answer import FollowedAnswer
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Constraint, Structured
 from one_rank import make_runner, make_scheduler
@@ -82,7 +87,7 @@ def test_answers_are_the_same_whichever_masks_are_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their tokens, log-probabilities, reasons and usage; a late row counts nowhere."""
-    late = make_late(monkeypatch, random_delays(len(circumstance)))
+    late = use_late_masks(monkeypatch, LateMasks(share=0.3))
     found, scheduler = answer(requests, **config)
     assert found.keys() == answers.keys()
     for number, output in found.items():
@@ -142,12 +147,14 @@ def make_pair(vocabulary: Vocabulary, **fields: Any) -> list[Request]:
     ]
 
 
-def test_others_go_on_while_a_mask_is_made(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_go_on_while_a_mask_is_made(
+    vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In 20 steps the other answer gets a token each, but for those in flight, and the first one gets none."""
     requests = make_pair(vocabulary)
     expected, _ = answer(requests)
-    gate = threading.Event()
-    late = make_late(monkeypatch, lambda answer: 0.0 if answer.min_tokens or gate.wait(60) else 1.0)
+    gate = tmp_path / "gate"
+    late = use_late_masks(monkeypatch, LateMasks(gated="a-z", gate=str(gate)))
     core, scheduler = make_core()
     core.add(requests)
     for _ in range(20):
@@ -155,65 +162,86 @@ def test_others_go_on_while_a_mask_is_made(vocabulary: Vocabulary, monkeypatch: 
         scheduler.check_integrity()
     assert core.stats.generated_tokens == 19
     assert late.num_held == late.num_given == 20
-    gate.set()
+    gate.touch()
     outputs = run(core, scheduler)
-    assert {number: output.token_ids for number, output in outputs.items()} == {
-        number: output.token_ids for number, output in expected.items()
-    }
+    assert token_ids_of(outputs) == token_ids_of(expected)
+
+
+def token_ids_of(outputs: Outputs) -> dict[int, bytes]:
+    return {number: output.token_ids for number, output in outputs.items()}
 
 
 def test_a_step_waits_where_no_row_would_be_left(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, an answer has as many steps as without delays."""
     request = make_pair(vocabulary)[0]
-    late = make_late(monkeypatch, random_delays(1, share=1.0, seconds=0.005))
+    late = use_late_masks(monkeypatch, LateMasks(share=1.0, seconds=0.005))
     answer([request])
     assert late.num_held == 0
 
 
-def test_an_aborted_answer_writes_no_masks_of_the_next_one(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+def test_a_slot_is_taken_again_while_a_mask_of_its_last_answer_is_made(
+    vocabulary: Vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one's mask is in work while it is aborted, and the next one has its slot. It has another row of the
-    masks, or waits for that one."""
+    """The first answer is aborted while its mask is in work. The next one has its row of the masks."""
     first, second = make_pair(vocabulary)
-    third = msgspec.structs.replace(first, request_id=2, sampling=SamplingParams(temperature=1.0, min_tokens=2), row=2)
+    constraint = Constraint(grammar=vocabulary.compile(Structured(regex="[0-9a-f]{30,50}")), end_ids=END_IDS)
+    third = msgspec.structs.replace(first, request_id=2, constraint=constraint, row=2)
     expected, _ = answer([second, third])
-    gate, begun = threading.Event(), threading.Event()
-
-    def delay(answer: FollowedAnswer) -> float:
-        if answer.min_tokens == 0:
-            begun.set()
-            gate.wait(60)
-        return 0.0
-
-    make_late(monkeypatch, delay)
+    gate = tmp_path / "gate"
+    late = use_late_masks(monkeypatch, LateMasks(gated="a-z", gate=str(gate)))
     core, scheduler = make_core(max_num_seqs=2)
     core.add([first, second])
-    core.step()
-    assert begun.wait(60)
+    for _ in range(4):
+        core.step()
     core.abort([0])
     core.add([third])
-    threading.Timer(0.2, gate.set).start()
+    threading.Timer(0.2, gate.touch).start()
     found = run(core, scheduler)
-    assert {number: found[number].token_ids for number in (1, 2)} == {
-        number: output.token_ids for number, output in expected.items()
-    }
+    assert late.num_held > 3
+    del found[0]
+    assert token_ids_of(found) == token_ids_of(expected)
 
 
-def test_an_error_in_a_thread_is_raised_where_the_step_waits(
+def test_a_process_that_fails_or_is_killed_ends_the_run(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(answer: FollowedAnswer) -> float:
-        raise RuntimeError("no mask")
-
-    make_late(monkeypatch, fail)
-    with pytest.raises(RuntimeError, match="no mask"):
+    """The message says what it is for."""
+    core, _ = make_core()
+    core.add(make_pair(vocabulary))
+    core.step()
+    workers = core._executor._runner.constraints._workers  # type: ignore[attr-defined]
+    first = workers._process.pid
+    killed, *others = children_of(first)
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="makes the masks of structured answers has failed: it was killed"):
+        run(core, core._scheduler)
+    workers._process.wait(10)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in others)
+    use_late_masks(monkeypatch, LateMasks(fails=True))
+    with pytest.raises(WorkerError, match="failed: RuntimeError: no mask"):
         answer(make_pair(vocabulary))
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_nothing_is_left_of_the_processes(vocabulary: Vocabulary) -> None:
+    """They end with what they make masks for."""
+    core, _ = make_core()
+    core.add(make_pair(vocabulary))
+    core.step()
+    first = core._executor._runner.constraints._workers._process.pid  # type: ignore[attr-defined]
+    pids = [first, *children_of(first)]
+    assert len(pids) > 2
+    del core
+    gc.collect()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_rows_wait_where_they_cannot_be_computed_again(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind other stages, with recurrent states, and by a backend that plans with exact lengths."""
-    late = make_late(monkeypatch, random_delays(3, share=0.5, seconds=0.005))
+    late = use_late_masks(monkeypatch, LateMasks(share=0.5, seconds=0.005))
     runner = make_runner(demo_path(), "cpu", **CONFIG)
     assert runner._may_hold_rows()
     config = runner.config

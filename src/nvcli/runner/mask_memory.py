@@ -1,40 +1,38 @@
-"""MaskMemory: the masks of a rank's constrained answers, on the host, where threads write them, and on the device.
+"""MaskMemory: the masks that processes make for a rank, on their way to the device.
 
 Masks go to the device while it computes the forward pass of the step that they are for, as one copy on a stream of
-their own. A row that a thread writes meanwhile arrives as anything; nobody uses it then.
+their own. A row that a process writes meanwhile arrives as anything; nobody uses it then.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nvcli.runner.mask_messages import masks_offset
+
 
 class MaskMemory:
-    """A row for each answer that may run, of as many words as the vocabulary has for its tokens."""
+    """The masks of all rows."""
 
-    def __init__(self, num_rows: int, num_words: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._host = torch.zeros(num_rows, num_words, dtype=torch.int32, pin_memory=on_gpu)
-        self._there = torch.zeros_like(self._host, device=device) if on_gpu else self._host
-        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self.words: np.ndarray = self._host.numpy().view(np.uint32)
-        """[rows, W] uint32 on the host, a bit for each token."""
-        self._free = list(range(num_rows - 1, -1, -1))
-
-    def take_row(self) -> int | None:
-        """Return a row that no answer has; None: there is none."""
-        return self._free.pop() if self._free else None
-
-    def give_back(self, row: int) -> None:
-        """Take back a row that nobody writes any longer."""
-        self._free.append(row)
+    def __init__(self, memory: mmap.mmap, num_rows: int, num_words: int, device: torch.device) -> None:
+        """`memory` is laid out as `mask_messages` says."""
+        offset, count = masks_offset(num_rows), num_rows * num_words
+        self._host = torch.frombuffer(memory, dtype=torch.int32, count=count, offset=offset).view(num_rows, num_words)
+        self._there, self._stream = self._host, None
+        if device.type == "cuda":
+            # Copies from memory that the driver does not know would have the host wait.
+            status = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.nbytes, 0)  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(status))
+            self._there = torch.zeros_like(self._host, device=device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def on_device(self, rows: np.ndarray, num_words: int, upload: Callable[[np.ndarray], tuple[Tensor, ...]]) -> Tensor:
-        """Return the first `num_words` words of rows [n]: [n, num_words] int32 on the device.
+        """Return the first `num_words` words of rows [n] int64: [n, num_words] int32 on the device.
 
         The device must be done with what an earlier call returned.
         """
