@@ -113,8 +113,11 @@ def test_all_ranks_leave_the_same_rows_out(requests: list[Request], answers: Out
         while len(done) < len(some):
             done.update({output.request_id: output for output in client.poll(1.0)})
         records = client.take_steps()
+        pids = descendants_of(client.pid)
     finally:
         client.close()
+    assert len(pids) > 2 + 8
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "processes are left"
     assert {number: output.token_ids for number, output in done.items()} == {
         request.request_id: answers[request.request_id].token_ids for request in some
     }
@@ -223,7 +226,14 @@ def test_a_process_that_fails_or_is_killed_ends_the_run(
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def descendants_of(pid: int) -> list[int]:
+    children = children_of(pid)
+    return children + [each for child in children for each in descendants_of(child)]
 
 
 def test_nothing_is_left_of_the_processes(vocabulary: Vocabulary) -> None:
