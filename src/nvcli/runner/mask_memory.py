@@ -7,12 +7,15 @@ their own. A row that a process writes meanwhile arrives as anything; nobody use
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nvcli.errors import WorkerError
 from nvcli.runner.mask_messages import masks_offset
 
 
@@ -20,14 +23,20 @@ class MaskMemory:
     """The masks of all rows."""
 
     def __init__(self, memory: mmap.mmap, num_rows: int, num_words: int, device: torch.device) -> None:
-        """`memory` is laid out as `mask_messages` says."""
+        """`memory` is laid out as `mask_messages` says. Raises WorkerError if a GPU's driver does not take it."""
         offset, count = masks_offset(num_rows), num_rows * num_words
         self._host = torch.frombuffer(memory, dtype=torch.int32, count=count, offset=offset).view(num_rows, num_words)
         self._there, self._stream = self._host, None
         if device.type == "cuda":
-            # Copies from memory that the driver does not know would have the host wait.
-            status = torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.nbytes, 0)  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(status))
+            # The host would wait for copies from memory that the driver does not know.
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            address = self._host.data_ptr()
+            status = int(cudart.cudaHostRegister(address, self._host.nbytes, 0))
+            if status:
+                raise WorkerError(
+                    f"the memory of the masks of structured answers cannot be pinned: CUDA error {status}"
+                )
+            weakref.finalize(self, cudart.cudaHostUnregister, address)
             self._there = torch.zeros_like(self._host, device=device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
