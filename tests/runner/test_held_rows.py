@@ -87,7 +87,7 @@ def test_answers_are_the_same_whichever_masks_are_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their tokens, log-probabilities, reasons and usage; a late row counts nowhere."""
-    late = use_late_masks(monkeypatch, LateMasks(share=0.3))
+    late = use_late_masks(monkeypatch, LateMasks(share=0.3, seconds=0.006))
     found, scheduler = answer(requests, **config)
     assert found.keys() == answers.keys()
     for number, output in found.items():
