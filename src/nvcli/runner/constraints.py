@@ -35,11 +35,11 @@ from nvcli.runner.mask_messages import answered
 from nvcli.runner.mask_workers import MaskWorkers, Patience
 from nvcli.runner.slot_table import unpack_ids
 
-_MIN_WORKERS, _MAX_WORKERS = 2, 16
-"""One process alone would have all masks wait for a slow one."""
-_LAUNCH_SECONDS = 0.5e-3
-"""The time that the host takes on a GPU from a step's masks until the next step's forward pass is launched. Masks are
-to be there so long before the forward pass is over, or the device waits."""
+_MIN_WORKERS, _MAX_WORKERS = 2, 32
+"""The more processes there are, the fewer masks wait for a slow one."""
+_OTHER_CORES = 3
+"""The rank, its engine and the parent have cores of their own where there are enough."""
+_FIRST_LAUNCH_SECONDS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,11 @@ class Constraints:
         self._timer = ForwardTimer(device)
         self._free_since = 0.0
         """The `time.perf_counter()` at which the device began the forward pass that was launched last."""
+        self._waited_at: float | None = None
+        """The `time.perf_counter()` at which the last step went on with its masks, if no step has come since."""
+        self._launch_seconds = _FIRST_LAUNCH_SECONDS
+        """The time that the host takes from a step's masks until the next step's forward pass is launched. Masks are to
+        be there so long before the forward pass is over, or the device waits."""
         self._workers = workers
         self._memory: MaskMemory | None = None
         """The masks, once the first constrained request has come; None then: the tokens cannot be loaded."""
@@ -117,6 +122,10 @@ class Constraints:
         Call it when the step's forward pass is launched.
         """
         self._timer.stop()
+        if self._waited_at is not None:
+            # There may have been no step to launch for a while.
+            self._launch_seconds = min(time.perf_counter() - self._waited_at, 2 * self._launch_seconds)
+            self._waited_at = None
         while self._chosen:
             chosen = self._chosen.popleft()
             if chosen.event is not None:
@@ -151,6 +160,7 @@ class Constraints:
         rows = np.array([answer.row for answer in answers], dtype=np.int64)
         wanted = np.array([answered(answer.wanted, has_failed=False) for answer in answers], dtype=np.int64)
         self._workers.wait(rows, wanted, num_rows, self._patience())
+        self._waited_at = time.perf_counter()
         found = self._workers.answered[rows]
         return StepMasks(
             self._memory.on_device(rows, self._num_words, upload), is_held=found < wanted, has_failed=found % 2 == 1
@@ -233,7 +243,7 @@ class Constraints:
         seconds = self._timer.seconds()
         if not self.may_hold or seconds is None:
             return None
-        busy = max(0.0, seconds - _LAUNCH_SECONDS) if self._device.type == "cuda" else 0.0
+        busy = max(0.0, seconds - self._launch_seconds) if self._device.type == "cuda" else 0.0
         return Patience(self._free_since + busy, seconds)
 
 
@@ -248,7 +258,7 @@ def start_workers(
         vocab_size=vocab_size,
         end_ids=end_ids,
         num_rows=max_answers,
-        num_workers=min(_MAX_WORKERS, max(_MIN_WORKERS, num_cores * 3 // 4), max_answers),
+        num_workers=min(_MAX_WORKERS, max(_MIN_WORKERS, num_cores - _OTHER_CORES), max_answers),
     )
 
 
