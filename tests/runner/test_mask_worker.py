@@ -3,6 +3,8 @@ others."""
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,35 @@ def test_answers_whose_last_mask_was_slow_come_last_and_wait_for_two_orders_at_t
     own.want(want(0, 3), want(2, 2))
     own.make_all()
     assert order == [(0, 1), (2, 1), (0, 2), (1, 2), (0, 3), (2, 2)]
+
+
+def test_a_second_thread_goes_on_where_a_mask_is_slow(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes nothing while answers come and go, and nothing else while the first one gets on."""
+    own = Worker(vocabulary)
+    begun, gate = threading.Event(), threading.Event()
+    make = own.worker._make
+
+    def make_slowly(mask: WantMask, answer: GrammarAnswer) -> None:
+        if mask.row == 0:
+            begun.set()
+            gate.wait(60)
+        make(mask, answer)
+
+    monkeypatch.setattr(own.worker, "_make", make_slowly)
+    own.begin(*range(5))
+    own.want(*(want(row) for row in range(5)))
+    assert not own.worker._help()
+    first = threading.Thread(target=own.worker.make_next)
+    first.start()
+    assert begun.wait(60)
+    time.sleep(2 * mask_worker._SLOW_SECONDS)
+    while own.worker._help():
+        pass
+    assert [bool(own.allowed(row)) for row in range(5)] == [False, True, True, True, True]
+    gate.set()
+    first.join()
+    assert own.worker.is_idle
+    assert own.numbers[:5].tolist() == [answered(1, has_failed=False)] * 5
 
 
 def test_nothing_is_made_for_an_answer_that_has_ended(vocabulary: Vocabulary) -> None:

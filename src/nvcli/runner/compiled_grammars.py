@@ -8,6 +8,7 @@ for it alone, so that no answer fails because of other answers.
 from __future__ import annotations
 
 import contextlib
+import threading
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -32,21 +33,23 @@ class _Compiled:
 
 
 class CompiledGrammars:
-    """The grammars that were used last."""
+    """The grammars that were used last. Any thread may use them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._lock = threading.Lock()
 
     def begin(self, grammar: str) -> LLMatcher | None:
         """Return a matcher at the beginning of an answer; None: the grammar cannot be compiled."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None or compiled.num_served >= _MOST_SERVED:
-            compiled = self._compiled[grammar] = _Compiled(self.compile(grammar))
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        compiled.num_served += 1
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is None or compiled.num_served >= _MOST_SERVED:
+                compiled = self._compiled[grammar] = _Compiled(self.compile(grammar))
+                if len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            compiled.num_served += 1
         return None if compiled.beginning is None else compiled.beginning.deep_copy()
 
     def compile(self, grammar: str) -> LLMatcher | None:
@@ -57,7 +60,8 @@ class CompiledGrammars:
 
     def forget(self, grammar: str) -> None:
         """Compile a grammar anew for the answers that begin from now on."""
-        self._compiled.pop(grammar, None)
+        with self._lock:
+            self._compiled.pop(grammar, None)
 
 
 class GrammarAnswer:

@@ -3,11 +3,13 @@ time would go into handing the interpreter from thread to thread.
 
 The first process loads the model's tokens and forks the others, which share them. Each follows the answers of some
 rows: it takes their tokens in, makes their masks one by one, and writes them into memory that the rank sees. Masks that
-are likely to be slow, because the last one of the answer was, come behind the others. This module knows no torch.
+are likely to be slow, because the last one of the answer was, come behind the others. Where another one turns out to be
+slow, a second thread goes on with those behind it: llguidance lets it. This module knows no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -16,6 +18,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -36,6 +39,8 @@ _ALL = np.uint32(0xFFFFFFFF)
 _SLOW_SECONDS = 200e-6
 _MOST_PASSED = 2
 """A slow mask is put off for this many orders at the most."""
+_HELP_SECONDS = 400e-6
+"""The time after which the second thread looks whether the first one is at a slow mask."""
 _MAX_REPORT = 3000
 
 
@@ -53,22 +58,32 @@ class MaskWorker:
         self._slow: deque[WantMask] = deque()
         self._num_passed = 0
         """Orders that have come since the first of the slow masks."""
+        self._begun_at: float | None = None
+        """The `time.perf_counter()` at which the first thread began the mask that it makes; None: it makes none."""
+        self._has_work = threading.Event()
+        self._helping = threading.Lock()
+        """Held by the second thread while it makes a mask, and by the first one while answers come and go."""
 
     def take(self, orders: MaskOrders) -> None:
         """Note what is to be done."""
+        if orders.ended or orders.begun:
+            with self._helping:
+                self._change_answers(orders)
+        if self._slow:
+            self._num_passed += 1
+        for want in orders.wanted:
+            (self._slow if want.row in self._slow_rows else self._fast).append(want)
+        self._has_work.set()
+
+    def _change_answers(self, orders: MaskOrders) -> None:
         gone = {*orders.ended, *(new.row for new in orders.begun)}
-        if gone:
-            self._fast = deque(want for want in self._fast if want.row not in gone)
-            self._slow = deque(want for want in self._slow if want.row not in gone)
+        self._fast = deque(want for want in self._fast if want.row not in gone)
+        self._slow = deque(want for want in self._slow if want.row not in gone)
         for row in orders.ended:
             self._answers.pop(row, None)
         for new in orders.begun:
             self._answers[new.row] = GrammarAnswer(new.grammar, self._grammars)
             self._slow_rows.discard(new.row)
-        if self._slow:
-            self._num_passed += 1
-        for want in orders.wanted:
-            (self._slow if want.row in self._slow_rows else self._fast).append(want)
 
     def next_is_urgent(self) -> bool:
         """Whether the next mask is to be made before new orders are looked for."""
@@ -79,14 +94,41 @@ class MaskWorker:
         return not self._fast and not self._slow
 
     def make_next(self) -> None:
-        """Make one mask."""
+        """Make one mask, if there is one to be made."""
         if self._slow and (not self._fast or self._num_passed >= _MOST_PASSED):
             want = self._slow.popleft()
             self._num_passed = 0
         else:
-            want = self._fast.popleft()
+            try:
+                want = self._fast.popleft()
+            except IndexError:  # the other thread has it
+                return
+        self._begun_at = time.perf_counter()
+        self._answer(want, self._begun_at)
+        self._begun_at = None
+
+    def help_for_ever(self) -> None:
+        """Be the second thread."""
+        while True:
+            self._has_work.wait()
+            time.sleep(_HELP_SECONDS)
+            if not self._fast:
+                self._has_work.clear()
+            while self._help():
+                pass
+
+    def _help(self) -> bool:
+        """Make one mask if the first thread is at a slow one; return whether there may be others."""
+        with self._helping:
+            begun_at = self._begun_at
+            if not self._fast or begun_at is None or time.perf_counter() - begun_at < _SLOW_SECONDS:
+                return False
+            with contextlib.suppress(IndexError):  # the first thread was faster
+                self._answer(self._fast.popleft(), time.perf_counter())
+            return True
+
+    def _answer(self, want: WantMask, started: float) -> None:
         answer = self._answers[want.row]
-        started = time.perf_counter()
         self._make(want, answer)
         self._numbers[want.row] = answered(want.number, has_failed=answer.has_failed)
         if time.perf_counter() - started > _SLOW_SECONDS:
@@ -162,11 +204,26 @@ def _work(start: MaskStart, order_fd: int, vocabulary: Vocabulary) -> None:
         for fd in start.order_fds:
             if fd != order_fd:
                 os.close(fd)
-        serve(MaskWorker(vocabulary, numbers, masks.reshape(start.num_rows, -1)), order_fd)
+        worker = MaskWorker(vocabulary, numbers, masks.reshape(start.num_rows, -1))
+        threading.Thread(target=_help, args=(worker, start.report_fd), daemon=True).start()
+        serve(worker, order_fd)
     except BaseException:  # a panic of Rust code is no Exception
-        os.write(start.report_fd, traceback.format_exc()[-_MAX_REPORT:].encode()[-_MAX_REPORT:])
+        _report(start.report_fd)
         code = 1
     os._exit(code)
+
+
+def _help(worker: MaskWorker, report_fd: int) -> None:
+    try:
+        worker.help_for_ever()
+    except BaseException:
+        _report(report_fd)
+        os._exit(1)
+
+
+def _report(report_fd: int) -> None:
+    """Tell the rank of the exception that is being handled."""
+    os.write(report_fd, traceback.format_exc().encode()[-_MAX_REPORT:])
 
 
 def _die_with(parent_pid: int, number: int) -> None:
