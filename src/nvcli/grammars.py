@@ -5,7 +5,8 @@ limits on its work, so that every row may bring a schema of its own. (xgrammar w
 grammar before the first answer; `scripts/bench_grammars.py` measures both.) It is a small native library without
 dependencies, and is imported with the first constrained row.
 
-Both sides of a run use this module: the parent, to refuse what cannot be a grammar, and the rank that chooses tokens.
+Both sides of a run use this module: the parent, to refuse what cannot be a grammar, and the processes that make masks
+for the rank that chooses tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SEARCH_SECONDS = 0.5
 """Seconds after which the place of an error in a schema is not searched any deeper."""
 
 _MAX_LEXER_STATES = 50_000
-"""A fifth of llguidance's own limit: a state takes 1 to 2 kB, and every answer has its own."""
+"""A fifth of llguidance's own limit: a state takes 1 to 2 kB, and each process that makes masks has its own."""
 
 _KEYWORDS_OF_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 _KEYWORDS_OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")

@@ -139,7 +139,7 @@ def test_an_answer_may_begin_its_free_part_or_not(vocabulary: Vocabulary) -> Non
     [
         ("alone", {"max_num_seqs": 1}),
         ("chunked", {"max_num_seqs": 5, "max_num_batched_tokens": 9}),
-        ("preempted", {"max_num_seqs": 40, "num_blocks": 60}),
+        ("preempted", {"max_num_seqs": 40, "num_blocks": 30}),
         ("no prefix cache", {"max_num_seqs": 3, "enable_prefix_caching": False}),
     ],
 )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 from constrained_requests import assert_follow_grammars, load_vocabulary, make_requests, run_here
+from late_masks import use_late_masks
+
+from late_worker import LateMasks
 
 pytestmark = pytest.mark.gpu
 
@@ -16,3 +19,15 @@ def test_answers_are_complete_and_graphs_change_nothing() -> None:
     eager, _ = run_here(requests, device="cuda", max_num_seqs=40, enforce_eager=True)
     num_equal = sum(eager[number] == answer for number, answer in found.items())
     assert num_equal >= 0.8 * len(found)  # other shapes of products may tip a sampled token
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_rows_that_are_held_have_the_same_answers(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, where the bits of a row do not depend on the batch."""
+    requests = make_requests(load_vocabulary())
+    config = {"device": "cuda", "max_num_seqs": 40, "batch_invariant": True, "enforce_eager": enforce_eager}
+    expected, _ = run_here(requests, **config)
+    late = use_late_masks(monkeypatch, LateMasks(share=0.3, seconds=0.004))
+    found, _ = run_here(requests, **config)
+    assert found == expected
+    assert late.num_held > 20

@@ -50,6 +50,9 @@ class AttentionBackend(ABC):
     """Whether keys and values behind a row's last key must be finite, because they are multiplied by 0. Blocks are then
     cleared before a row decodes into them."""
 
+    needs_exact_lens: bool = False
+    """Whether `ForwardBatch.seq_lens_host` must be exact, where the others take upper bounds."""
+
     notes: tuple[str, ...] = ()
     """What the log says of the kernels that were chosen."""
 

@@ -2,7 +2,8 @@
 
 FlashInfer plans each step on the host, from lengths the host knows: nothing waits for the device. Block ids are
 gathered on the device. It compiles its kernels at first use (20 s for decode, 60 s for Hopper's prefill, cached on
-disk), so it is used where it is named. `seq_lens_host` must be exact here. Decode steps may be captured in CUDA graphs.
+disk), so it is used where it is named. `seq_lens_host` must be exact here
+(`needs_exact_lens`). Decode steps may be captured in CUDA graphs.
 
 A FlashInfer wrapper holds the plan of one kind of attention; layers that differ in scale alone share it.
 """
@@ -30,6 +31,7 @@ class FlashInferBackend(AttentionBackend):
     """Attention by the package flashinfer."""
 
     name = "flashinfer"
+    needs_exact_lens = True
 
     def __init__(self, case: AttentionCase) -> None:
         package: Any = import_module("flashinfer")

@@ -18,6 +18,7 @@ class HybridBackend(AttentionBackend):
         self.notes = (*prefill.notes, *decode.notes)
         self.reads_new_keys = prefill.reads_new_keys
         self.reads_behind_rows = prefill.reads_behind_rows or decode.reads_behind_rows
+        self.needs_exact_lens = prefill.needs_exact_lens or decode.needs_exact_lens
         self.reads_segments = decode.reads_segments
         self.prefix_tile_tokens = prefill.prefix_tile_tokens
 

@@ -158,12 +158,12 @@ def end_at_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
-def end_children() -> None:
-    """Kill the children of this process, and wait until they are gone."""
+def end_children(number: signal.Signals = signal.SIGKILL) -> None:
+    """Send the children of this process a signal that ends them, and wait until they are gone."""
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread or the child has ended
             for pid in (thread / "children").read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(int(pid), number)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()

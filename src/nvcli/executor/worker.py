@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import queue
+import signal
 import threading
 import time
 import traceback
@@ -29,6 +30,7 @@ from nvcli.config import EngineConfig
 from nvcli.distributed.rendezvous import store_path
 from nvcli.errors import NvcliError, first_line
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
+from nvcli.executor.child_process import end_children
 from nvcli.executor.gpu_context import open_gpu_context
 from nvcli.executor.status_board import StatusBoard
 from nvcli.messages import StepInput, StepOutput
@@ -101,6 +103,7 @@ def main(start: RankStart, control: Connection) -> None:
     except BaseException as error:
         _report_failure(error, control)
         code = 1
+    end_children(signal.SIGTERM)  # those that make masks, and end their own
     os._exit(code)
 
 

@@ -30,10 +30,11 @@ from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
 from nvcli.models.registry import build_model
-from nvcli.runner.constraints import Constraints
+from nvcli.runner.constraints import Constraints, start_workers
 from nvcli.runner.device import has_fp8_units, import_kernels, kept_weights_note, open_device
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
+from nvcli.runner.mask_workers import MaskWorkers
 from nvcli.runner.memory import (
     check_positions_fit,
     check_weights_fit,
@@ -46,7 +47,6 @@ from nvcli.runner.memory import (
     peak_bytes,
     plan_memory,
 )
-from nvcli.runner.prepared_vocabulary import PreparedVocabulary
 from nvcli.runner.prompt_reader import PromptReader
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
@@ -84,7 +84,7 @@ class ModelRunner:
             self._join_process_group()
             self._build_model()
             self._share_memory()
-            self._prepare_vocabulary()
+            self._prepare_grammars()
             self._load_weights()
             self._select_attention()
             self._choose_graphs()
@@ -160,13 +160,16 @@ class ModelRunner:
             memory = self.group.peer_memory
             self._shared_bytes = 0 if memory is None else memory.num_bytes
 
-    def _prepare_vocabulary(self) -> None:
-        """Begin to load the tokens for grammars, where rows are known to want them from this rank."""
+    def _prepare_grammars(self) -> None:
+        """Begin to start what makes the masks of constrained answers, where rows are known to want some of this
+        rank."""
         config, model = self.config, self.model_config
-        self._vocabulary: PreparedVocabulary | None = None
+        self._mask_workers: MaskWorkers | None = None
         end_ids = [token for token in model.eos_token_ids if token < model.vocab_size][:MAX_END_IDS]
         if config.prepare_grammars and end_ids and self._context.rank == config.output_rank:
-            self._vocabulary = PreparedVocabulary(config.model_path, vocab_size=model.vocab_size, end_ids=end_ids)
+            self._mask_workers = start_workers(
+                config.model_path, model.vocab_size, end_ids, self.device, max_answers=config.max_num_seqs
+            )
 
     def _load_weights(self) -> None:
         with self._phase("load weights"):
@@ -251,7 +254,13 @@ class ModelRunner:
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         follows = self._context.rank == config.output_rank
         self.constraints = Constraints(
-            config.model_path, vocab_size, self.device, follows=follows, prepared=self._vocabulary
+            config.model_path,
+            vocab_size,
+            self.device,
+            max_answers=config.max_num_seqs,
+            follows=follows,
+            may_hold=self._may_hold_rows(),
+            workers=self._mask_workers,
         )
         self.buffers = InputBuffers(
             self.slots.state,
@@ -260,6 +269,12 @@ class ModelRunner:
             max_logits=config.max_num_seqs,
             steps_in_flight=config.max_steps_in_flight,
         )
+
+    def _may_hold_rows(self) -> bool:
+        """Whether a step may compute a row again that an earlier one computed. A state would be advanced twice, and the
+        stages before the last one do not learn of it."""
+        is_state = any(group.is_state for group in self._kv_groups)
+        return not is_state and not self.backend.needs_exact_lens and self.config.pipeline_parallel_size == 1
 
     def _warm_up(self) -> None:
         """Run the largest batches once, on the null block, and measure the memory that they need beside the weights."""

@@ -171,6 +171,15 @@ class Sampler:
         find = _find_invariant_logprobs if self._batch_invariant else _find_logprobs
         return ids, find(unmodified, ids, asking, at_asking, counts)
 
+    @property
+    def num_ranks(self) -> int:
+        """The ranks that choose together."""
+        return self._group.size
+
+    def share(self, values: Tensor) -> Tensor:
+        """Return rank 0's values on every rank; the others give memory of the same shape."""
+        return self._group.broadcast(values)
+
     def _sample_limited(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
         """Choose by temperature and limits. With several ranks the only limits here are those of rows with a small
         top-k."""

@@ -89,6 +89,11 @@ class SlotTable:
             slots, starts = unpack_ids(step.token_slots), unpack_ids(step.token_starts)
             write_tokens(self.state.token_ids, *self.upload(slots, starts, offsets, unpack_ids(step.token_ids)))
 
+    def take_back(self, slots: Tensor, counts: Tensor) -> None:
+        """Let slots forget the last tokens that they computed: `counts` [n] of them in `slots` [n], int32. The next
+        step computes them again."""
+        self.state.lengths.index_add_(0, slots, counts, alpha=-1)
+
     def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
         """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
         keep_tokens(self.state.token_ids, slots, positions, ids)

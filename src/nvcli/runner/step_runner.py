@@ -22,7 +22,7 @@ from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.messages import StepInput, StepOutput
 from nvcli.models.causal_lm import CausalLM
-from nvcli.runner.constraints import Constraints, with_failures
+from nvcli.runner.constraints import Constraints, StepMasks, with_failures
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
 from nvcli.runner.prompt_reader import PendingReadings, PromptReader, ReadPlan
@@ -73,18 +73,30 @@ class PendingStep:
     logprobs: PendingLogprobs | None
     time: StepTime
     is_graph: bool
-    readings: PendingReadings | None = None
-    failed_rows: Sequence[int] = ()
+    readings: PendingReadings | None
+    failed_rows: np.ndarray
     """Sampled rows whose grammars cannot be followed any further."""
+    held_rows: np.ndarray
+    """Sampled rows that the step is to leave out, each of one token."""
 
     def result(self) -> StepOutput:
         """Wait for the step, and return its output."""
         self.time.wait()
         ids = self.ids.numpy()
+        if len(self.failed_rows):
+            ids = with_failures(ids, self.failed_rows)
+        logprobs = [] if self.logprobs is None else self.logprobs.result()
+        counts = b""
+        if len(self.held_rows):
+            is_given = np.ones(len(ids), dtype=np.int32)
+            is_given[self.held_rows] = 0
+            ids, counts = ids[is_given > 0], is_given.tobytes()
+            logprobs = [entry for entry, given in zip(logprobs, is_given, strict=True) if given] if logprobs else []
         return StepOutput(
             step_id=self.step_id,
-            token_ids=(with_failures(ids, self.failed_rows) if self.failed_rows else ids).tobytes(),
-            logprobs=[] if self.logprobs is None else self.logprobs.result(),
+            token_ids=ids.tobytes(),
+            counts=counts,
+            logprobs=logprobs,
             seconds=self.time.seconds,
             idle_seconds=self.time.idle_seconds,
             is_graph=self.is_graph,
@@ -164,6 +176,9 @@ class StepRunner:
             self._kv_cache.copy_keys(self._slots.key_copies(step))
         needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)
+        follows = self._constraints.concerns(step)
+        if follows:
+            self._constraints.begin(step)
         if padded is None:
             if step.copies_new_keys:
                 batch = replace(batch, forward=replace(batch.forward, key_copies=self._slots.key_copies(step)))
@@ -175,9 +190,9 @@ class StepRunner:
             self._clock.stop(step_time)
             self._link.send(output.state)
             return None
-        num_sampled, logprobs = batch.num_sampled, None
-        if self._constraints.concerns(step):
+        if follows:
             self._constraints.follow(step)
+        num_sampled, logprobs, masks = batch.num_sampled, None, None
         constrained = _NO_ROWS if needs.is_simple else needs.rows(SamplingFlag.CONSTRAINED)
         if needs.is_simple:
             assert output.ids is not None
@@ -186,19 +201,35 @@ class StepRunner:
             slots = batch.inputs.sample_slots[:num_sampled]
             positions = batch.inputs.sample_positions[:num_sampled]
             longest = int(batch.forward.seq_lens_host.max())
-            masks = self._constraints.masks(needs.slots[constrained]) if len(constrained) else None
+            if len(constrained):
+                masks = self._constraints.masks(needs.slots[constrained], num_sampled, self._slots.upload)
             ids, logprobs = self._sampler.sample_fully(
-                output.logits[:num_sampled], slots, positions, needs, longest, masks
+                output.logits[:num_sampled], slots, positions, needs, longest, None if masks is None else masks.masks
             )
             self._slots.keep(slots, positions, ids)
         host_ids = self._to_host(ids)
-        failed_rows: Sequence[int] = ()
-        if len(constrained):
-            self._constraints.chose(host_ids, needs.slots[constrained], constrained)
-            failed_rows = self._constraints.failed_rows(needs.slots[constrained], constrained)
+        if masks is not None:
+            self._hold(masks, needs.slots[constrained])
+            given = constrained[~masks.is_held]
+            self._constraints.chose(host_ids, needs.slots[given], given)
         self._clock.stop(step_time)
-        is_graph = padded is not None
-        return PendingStep(step.step_id, host_ids, logprobs, step_time, is_graph, output.readings, failed_rows)
+        return PendingStep(
+            step.step_id,
+            host_ids,
+            logprobs,
+            step_time,
+            is_graph=padded is not None,
+            readings=output.readings,
+            failed_rows=_NO_ROWS if masks is None else constrained[masks.has_failed],
+            held_rows=_NO_ROWS if masks is None else constrained[masks.is_held],
+        )
+
+    def _hold(self, masks: StepMasks, slots: np.ndarray) -> None:
+        """Let the device forget, on every rank, that it computed the rows that are held, among the constrained rows in
+        `slots` [n]."""
+        if self._constraints.may_hold and (self._sampler.num_ranks > 1 or masks.is_held.any()):
+            at, counts = self._slots.upload(slots, masks.is_held)
+            self._slots.take_back(at, self._sampler.share(counts))
 
     def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
         """Plan a step on the host, and capture the graph of its padded shape where that was not done at the start."""

@@ -1,4 +1,4 @@
-"""The tokens for grammars are loaded beside the weights where the first rows of a job ask for one, and only there."""
+"""What makes masks is started beside the weights where the first rows of a job ask for a grammar, and only there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from nvcli.config import load_run_config
 from nvcli.demo import demo_path
 from nvcli.job_run.resolve import resolve_job
-from nvcli.runner.constraints import Constraints
-from nvcli.runner.prepared_vocabulary import PreparedVocabulary
+from nvcli.runner.constraints import Constraints, start_workers
 
 CHOICE = {"structured": {"choice": ["a"]}}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
@@ -39,14 +38,15 @@ def test_the_first_rows_say_whether_it_is_prepared(
     assert resolve_job(run, inputs=[str(file)], output=None, limit=None).config.prepare_grammars is is_prepared
 
 
-def test_what_is_prepared_is_taken_if_it_is_what_answers_need(tmp_path: Path) -> None:
-    prepared = PreparedVocabulary(demo_path(), vocab_size=640, end_ids=[0, 2])
-    vocabulary = prepared.take([0, 2])
-    assert vocabulary is not None
-    assert prepared.take([0]) is None
-    assert PreparedVocabulary(tmp_path, vocab_size=640, end_ids=[0]).take([0]) is None
+def test_what_is_started_ahead_is_taken_if_it_is_what_answers_need() -> None:
+    device = torch.device("cpu")
+    workers = start_workers(demo_path(), 640, [0, 2], device, max_answers=2)
     for end_ids, is_taken in (([0, 2], True), ([2], False)):
-        constraints = Constraints(demo_path(), 640, torch.device("cpu"), follows=True, prepared=prepared)
+        constraints = Constraints(demo_path(), 640, device, max_answers=2, follows=True, may_hold=True, workers=workers)
         constraints._load(end_ids)
-        assert constraints._vocabulary is not None
-        assert (constraints._vocabulary is vocabulary) is is_taken
+        assert (constraints._workers is workers) is is_taken
+        assert constraints._memory is not None
+
+
+def test_without_tokens_every_answer_fails(tmp_path: Path) -> None:
+    assert start_workers(tmp_path, 640, [0], torch.device("cpu"), max_answers=2).wait_ready() == 0

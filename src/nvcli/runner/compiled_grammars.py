@@ -1,0 +1,105 @@
+"""CompiledGrammars: the grammars of one process's answers, compiled, and the matchers that follow them.
+
+A compiled grammar remembers the states that answers came through, and all answers that begin with it share that memory.
+It has a limit (`grammars.Vocabulary`). An answer that meets it behind others goes on with a grammar that is compiled
+for it alone, so that no answer fails because of other answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvcli.grammars import GrammarError, Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_MAX_COMPILED = 64
+"""Compiled grammars that are kept, those that were used last."""
+_MOST_SERVED = 256
+"""Answers after which a grammar is compiled anew, so that its memory does not grow for as long as the run lasts."""
+
+
+@dataclass(slots=True)
+class _Compiled:
+    beginning: LLMatcher | None
+    """A matcher at the beginning of an answer, to be copied; None: the grammar cannot be compiled."""
+    num_served: int = 0
+
+
+class CompiledGrammars:
+    """The grammars that were used last. Any thread may use them."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, grammar: str) -> LLMatcher | None:
+        """Return a matcher at the beginning of an answer; None: the grammar cannot be compiled."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is None or compiled.num_served >= _MOST_SERVED:
+                compiled = self._compiled[grammar] = _Compiled(self.compile(grammar))
+                if len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            compiled.num_served += 1
+        return None if compiled.beginning is None else compiled.beginning.deep_copy()
+
+    def compile(self, grammar: str) -> LLMatcher | None:
+        """Compile a grammar for one answer alone; None: it cannot be compiled."""
+        with contextlib.suppress(GrammarError):  # the parent has compiled it
+            return self._vocabulary.matcher(grammar)
+        return None
+
+    def forget(self, grammar: str) -> None:
+        """Compile a grammar anew for the answers that begin from now on."""
+        with self._lock:
+            self._compiled.pop(grammar, None)
+
+
+class GrammarAnswer:
+    """An answer that follows a grammar."""
+
+    def __init__(self, grammar: str, grammars: CompiledGrammars) -> None:
+        self._grammar, self._grammars = grammar, grammars
+        self._matcher = grammars.begin(grammar)
+        self._is_alone = False
+        """Whether its compiled grammar has no other answers."""
+        self._tokens = array("i")
+        """The tokens that the matcher has taken in."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the grammar cannot be followed any further."""
+        return self._matcher is None
+
+    def write_mask(self, tokens: list[int], address: int, num_bytes: int) -> None:
+        """Go on with tokens, and write the mask of the next one to an address, unless the answer has failed."""
+        self._tokens.extend(tokens)
+        if self._matcher is not None and tokens and not self._matcher.consume_tokens(tokens):
+            self._begin_anew()
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+            if self._matcher.is_error():
+                self._begin_anew()
+                if self._matcher is not None:
+                    self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+                    if self._matcher.is_error():
+                        self._matcher = None
+
+    def _begin_anew(self) -> None:
+        """Compile the grammar for this answer alone, and follow it to where it was, unless that was done."""
+        self._matcher = None
+        if not self._is_alone:
+            self._is_alone = True
+            self._grammars.forget(self._grammar)
+            matcher = self._grammars.compile(self._grammar)
+            if matcher is not None and matcher.consume_tokens(self._tokens.tolist()):
+                self._matcher = matcher

@@ -1,0 +1,16 @@
+"""A rank whose masks are late, for engines with processes of their own."""
+
+from __future__ import annotations
+
+import os
+
+from late_worker import LateMasks, make_late
+from nvcli.config import EngineConfig
+from nvcli.runner.interface import RankContext, Runner
+from nvcli.runner.model_runner import ModelRunner
+
+
+def create(config: EngineConfig, context: RankContext) -> Runner:
+    """Make the real runner."""
+    os.environ.update(make_late(LateMasks(share=0.4, seconds=0.05)))
+    return ModelRunner(config, context)
