@@ -3,7 +3,12 @@ written out by tests/attention."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +125,16 @@ def test_attention(
         torch.testing.assert_close(log_sums[row] * math.log(2), log_sum, atol=2e-3, rtol=1e-3)
     assert not out[-1].any(), "padding attends to nothing"
     assert not arrivals.any()
+
+
+def test_what_is_compiled() -> None:
+    """The kernel alone, and the one whose result is merged with that of shared segments, which the simulation takes for
+    one: Triton wants a name to keep its type and shape."""
+    script = Path(__file__).with_name("fp8_decode_compile.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["launches"] == 2
+    assert found["report"].count("Compiling entry function") == 2
+    assert found["report"].count(" 0 bytes spill stores, 0 bytes spill loads") == 2

@@ -353,8 +353,8 @@ def fp8_decode_attention_kernel(
         out_places = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
         gl.store(out_row + out_places, acc.to(out.dtype.element_ty), mask=in_group[:, None])
         if log_sums is not None:
-            place = (row * NUM_KV_HEADS + kv_head) * GROUP + group
-            gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=in_group)
+            head_places = (row * NUM_KV_HEADS + kv_head) * GROUP + group
+            gl.store(log_sums + head_places, highest + gl.log2(weight_sum), mask=in_group)
     else:
         first_partial = gl.load(item + 4)
         partial = ((first_partial + gl.load(item + 5)) * NUM_KV_HEADS + kv_head) * GROUP
