@@ -32,7 +32,9 @@ def test_each_shared_prefix_is_computed_once(order: str) -> None:
     """Though the cache holds no more than about ten of the forty, and groups come in random order."""
     rows = grouped_rows()
     outcome = simulate(rows, seqs=16, kv_tokens=60 * BLOCK_SIZE, order=order)
-    assert outcome.prompt_tokens - outcome.cached_tokens == 40 * PREFIX_BLOCKS * BLOCK_SIZE + len(rows) * 20
+    # What two rows have in common behind the prefix may be copied from one to the other.
+    of_prefixes, computed = 40 * PREFIX_BLOCKS * BLOCK_SIZE, outcome.prompt_tokens - outcome.cached_tokens
+    assert of_prefixes + len(rows) * 19 < computed <= of_prefixes + len(rows) * 20
     assert outcome.output_tokens == sum(row.length for row in rows)
 
 
