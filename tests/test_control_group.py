@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nvcli import host_memory
-from nvcli.control_group import OomKills, container_limit, container_room, count_oom_kills
+from nvcli.control_group import OomKills, container_cores, container_limit, container_room, count_oom_kills
 
 GIB = 1 << 30
 NONE = "9223372036854771712\n"
@@ -34,6 +34,16 @@ def test_no_limit(tmp_path: Path, own: Path) -> None:
     group(root / "memory", **{"memory.limit_in_bytes": NONE, "memory.usage_in_bytes": "5\n"})
     assert container_limit(root, own) is None
     assert container_room(root, own) is None
+
+
+def test_cores(tmp_path: Path, own: Path) -> None:
+    root = tmp_path / "cgroup"
+    group(root, memory_max="max\n")
+    assert container_cores(root, own) is None
+    (root / "cpu.max").write_text("max 100000\n")
+    assert container_cores(root, own) is None
+    (root / "cpu.max").write_text("250000 100000\n")
+    assert container_cores(root, own) == 2.5
 
 
 def test_a_container_of_version_2(tmp_path: Path, own: Path) -> None:

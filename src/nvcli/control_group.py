@@ -1,7 +1,9 @@
-"""What Linux's control groups, of which containers, services and batch jobs are made, say of this process's memory.
+"""What Linux's control groups, of which containers, services and batch jobs are made, say of this process's memory,
+and how many cores it may use.
 
-Both versions are read: the files of version 1 lie below `memory/`, those of version 2 at the root. A container may see
-the path of its group as its host does; then only the root can be found, which is the container's own group.
+Both versions are read, of the cores only version 2: the files of version 1 lie below `memory/`, those of version 2 at
+the root. A container may see the path of its group as its host does; then only the root can be found, which is the
+container's own group.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel.
 """
@@ -32,6 +34,16 @@ class OomKills:
 def container_limit(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int | None:
     """Return the bytes of RAM that this process's groups may use, the least of all; None without a limit."""
     return min((limit for _, limit in _limits(root, own)), default=None)
+
+
+def container_cores(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> float | None:
+    """Return the cores that this process's groups may use at a time, the least of all; None without a limit."""
+    found: list[float] = []
+    for folder in _folders(root, own):
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or `max` is no number
+            quota, period = (folder / "cpu.max").read_text().split()
+            found.append(int(quota) / int(period))
+    return min(found, default=None)
 
 
 def container_room(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int | None:

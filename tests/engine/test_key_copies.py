@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
@@ -122,4 +123,21 @@ def test_a_request_that_enters_later_copies_before_its_step(length: int, num_com
     step = next_step(scheduler, first).input
     assert unpack(step.num_tokens).tolist() == [1, num_computed]
     assert bool(step.key_copies) == (num_computed == 1)
+    assert not step.copies_new_keys
+
+
+def test_a_choice_that_is_not_admitted_leaves_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies would have been of keys that the step computes, for which no graph runs."""
+    fits = Admission._fits
+    monkeypatch.setattr(Admission, "_fits", lambda self, state, *rest: state.reads is None and fits(self, state, *rest))
+    limits = SchedulerLimits(
+        max_num_seqs=8, max_num_batched_tokens=512, max_model_len=256, block_size=BLOCK_SIZE, plans_admission=True
+    )
+    scheduler = Scheduler(limits, BlockManager(8))
+    context = list(range(100))
+    scheduler.add([make_request(0, list(range(500, 540)), 150), make_request(1, [*context, 7], 20)])
+    scheduler.add(choices(10, context, 1))
+    step = next_step(scheduler).input
+    assert unpack(step.num_tokens).tolist() == [40, 101]
+    assert not step.key_copies
     assert not step.copies_new_keys

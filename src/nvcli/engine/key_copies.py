@@ -48,14 +48,19 @@ class KeyCopies:
         """What is copied in the step that is planned, by KV group and block that gets it, first tokens first."""
         self._targets: dict[RequestState, list[tuple[int, int]]] = {}
         """By the request that owns them, the KV groups and blocks that get something."""
-        self.copies_new_keys = False
-        """Whether any of it is computed by the same step."""
+        self._with_new_keys: set[RequestState] = set()
+        """Those of them that get keys which the same step computes."""
+
+    @property
+    def copies_new_keys(self) -> bool:
+        """Whether any of what is copied is computed by the same step."""
+        return bool(self._with_new_keys)
 
     def begin_step(self) -> None:
         """Note that a step is planned next: what those before copy will be in its place when it runs."""
         self._pieces.clear()
         self._targets.clear()
-        self.copies_new_keys = False
+        self._with_new_keys.clear()
         latest = self._latest
         self._num_early = 0 if latest is None else min(latest.num_prompt, latest.num_computed)
 
@@ -91,7 +96,8 @@ class KeyCopies:
         self._targets[state] = [(group, blocks[column]) for group, blocks in enumerate(state.blocks)]
         for target, pieces in zip(self._targets[state], found, strict=True):
             self._pieces[target] = [p._replace(end=min(p.end, count)) for p in pieces if p.first < count]
-        self.copies_new_keys |= start + count > self._num_early
+        if start + count > self._num_early:
+            self._with_new_keys.add(state)
         return count
 
     def _pieces_of(self, group: int, block: int, count: int) -> list[_Piece]:
@@ -112,6 +118,7 @@ class KeyCopies:
 
     def drop(self, state: RequestState) -> None:
         """Copy nothing for a request, which gives its blocks back."""
+        self._with_new_keys.discard(state)
         for target in self._targets.pop(state, ()):
             del self._pieces[target]
 

@@ -16,6 +16,7 @@ grammar is followed anew.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nvcli.control_group import container_cores
 from nvcli.messages import CONSTRAINT_FAILED, NewSlot, SlotConstraint, StepInput
 from nvcli.runner.followed_answer import FollowedAnswer
 from nvcli.runner.forward_timer import ForwardTimer
@@ -252,13 +254,14 @@ def start_workers(
 ) -> MaskWorkers:
     """Begin to start the processes that make a rank's masks. It takes them most of a second to load the tokens."""
     num_shares = torch.cuda.device_count() if device.type == "cuda" else 1
-    num_cores = len(os.sched_getaffinity(0)) // num_shares  # other GPUs may have ranks of their own
+    num_cores = min(float(len(os.sched_getaffinity(0))), container_cores() or math.inf)
+    num_free = int(num_cores / num_shares) - _OTHER_CORES  # other GPUs may have ranks of their own
     return MaskWorkers(
         model_path,
         vocab_size=vocab_size,
         end_ids=end_ids,
         num_rows=max_answers,
-        num_workers=min(_MAX_WORKERS, max(_MIN_WORKERS, num_cores - _OTHER_CORES), max_answers),
+        num_workers=min(_MAX_WORKERS, max(_MIN_WORKERS, num_free), max_answers),
     )
 
 

@@ -39,6 +39,8 @@ class MaskMemory:
             weakref.finalize(self, cudart.cudaHostUnregister, address)
             self._there = torch.zeros_like(self._host, device=device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # The zeros, and what used this memory before, are behind the forward pass that is queued.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def on_device(self, rows: np.ndarray, num_words: int, upload: Callable[[np.ndarray], tuple[Tensor, ...]]) -> Tensor:
         """Return the first `num_words` words of rows [n] int64: [n, num_words] int32 on the device.

@@ -222,8 +222,9 @@ def _help(worker: MaskWorker, report_fd: int) -> None:
 
 
 def _report(report_fd: int) -> None:
-    """Tell the rank of the exception that is being handled."""
-    os.write(report_fd, traceback.format_exc().encode()[-_MAX_REPORT:])
+    """Tell the rank, if it is still there, of the exception that is being handled."""
+    with contextlib.suppress(OSError):
+        os.write(report_fd, traceback.format_exc().encode()[-_MAX_REPORT:])
 
 
 def _die_with(parent_pid: int, number: int) -> None:
@@ -242,28 +243,38 @@ def main() -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just been waited for
+                os.kill(pid, signal.SIGKILL)
         for pid in pids:
-            os.waitpid(pid, 0)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
         os._exit(1)
 
     signal.signal(signal.SIGTERM, end)
     _die_with(start.parent_pid, signal.SIGTERM)
+    # The number of words comes before anything that a process reports.
+    num_words = struct.pack("q", -1)
     try:
-        vocabulary = Vocabulary.load(Path(start.model_path), vocab_size=start.vocab_size, end_ids=start.end_ids)
-    except GrammarError:  # the file has changed since the parent read it: answers fail
-        os.write(start.report_fd, struct.pack("q", 0))
-        os._exit(0)
-    os.ftruncate(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
-    gc.freeze()
-    for order_fd in start.order_fds:
-        pid = os.fork()
-        if pid == 0:
-            _work(start, order_fd, vocabulary)
-        pids.add(pid)
+        try:
+            vocabulary = Vocabulary.load(Path(start.model_path), vocab_size=start.vocab_size, end_ids=start.end_ids)
+        except GrammarError:  # the file has changed since the parent read it: answers fail
+            os.write(start.report_fd, struct.pack("q", 0))
+            os._exit(0)
+        os.ftruncate(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
+        os.write(start.report_fd, struct.pack("q", vocabulary.num_words))
+        num_words = b""
+        gc.freeze()
+        for order_fd in start.order_fds:
+            pid = os.fork()
+            if pid == 0:
+                _work(start, order_fd, vocabulary)
+            pids.add(pid)
+    except BaseException:  # a panic of Rust code is no Exception
+        os.write(start.report_fd, num_words)
+        _report(start.report_fd)
+        end(signal.SIGTERM, None)
     for order_fd in start.order_fds:
         os.close(order_fd)
-    os.write(start.report_fd, struct.pack("q", vocabulary.num_words))
     while pids:
         pid, status = os.wait()
         pids.discard(pid)

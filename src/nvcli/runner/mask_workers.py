@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -111,8 +112,11 @@ class MaskWorkers:
         if self._num_words is None:
             report = os.read(self._report_fd, 8)
             if len(report) < 8:
-                self._fail(report)
-            self._num_words = struct.unpack("q", report)[0]
+                self._fail()
+            num_words: int = struct.unpack("q", report)[0]
+            if num_words < 0:
+                self._fail()
+            self._num_words = num_words
             if self._num_words:
                 self.memory = mmap.mmap(self._memory_fd, memory_bytes(self._num_rows, self._num_words))
                 self.answered = np.frombuffer(self.memory, dtype=np.int64, count=self._num_rows)
@@ -166,9 +170,10 @@ class MaskWorkers:
     def _check(self, seconds: float = 0.0) -> None:
         """Raise WorkerError if a process has failed, or does so within some seconds."""
         if select.select([self._report_fd], [], [], seconds)[0]:
-            self._fail(b"")
+            self._fail()
 
-    def _fail(self, report: bytes) -> None:
+    def _fail(self) -> NoReturn:
+        report = b""
         while part := os.read(self._report_fd, 4096):
             report += part
         traceback = report.decode(errors="replace")
