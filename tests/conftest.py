@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -28,20 +29,27 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def children() -> list[str]:
+    """The commands of nvcli's processes that this one has started and that have not ended."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            with contextlib.suppress(OSError):  # it has ended
+                found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+    return [command for command in found if "nvcli" in command]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays_behind() -> Iterator[None]:
-    """No process and no entry in /dev/shm outlives the tests."""
+    """No process and no entry in /dev/shm outlives the tests for more than some seconds."""
     before = shared_memory()
     yield
     gc.collect()  # a runner of this process ends the processes that make its masks when it is forgotten
+    deadline = time.monotonic() + 10.0
     time.sleep(0.1)
-    children = [
-        pid
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-        if "nvcli" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
-    assert children == []
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert children() == []
     assert not left_in_shared_memory(before)
 
 
