@@ -5,9 +5,9 @@ A tile is up to 128 // G rows, which stand anywhere in the batch, with all their
 chunk of a segment. Every row sees all of its keys.
 
 A program takes a multiprocessor of its own, with all its registers. Tiles keep the tensor cores busy and the rows' own
-keys the memory, so both are attended at once: as many programs work as need about as long, and the others leave their
-multiprocessors to the kernel that is launched next (`decode_attention.py`). That one may begin as soon as all programs
-of this one have (programmatic dependent launch).
+keys the memory, so both are attended at once: as many programs work as need about as long, or a least share of them,
+and the others leave their multiprocessors to the kernel that is launched next (`decode_attention.py`). That one may
+begin as soon as all programs of this one have (programmatic dependent launch).
 
 `hopper_segments.py` launches it. Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
 """
