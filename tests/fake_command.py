@@ -14,7 +14,8 @@ PATHS = [str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 
 WITH_FAKES = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the command's own entry does
 sys.path.insert(0, {tests!r})
 from fake_engine import FakeEngine
 from tokenizers import Tokenizer as Backend
@@ -34,7 +35,8 @@ cli.main()
 
 
 WITH_RUNNER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path.insert(0, {tests!r})
 from nvcli.cli import main as cli
 from nvcli.engine.client import EngineClient

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
 
 import pytest
 
+import nvcli.end_signals
 from nvcli.end_signals import handle_end_signals
+from nvcli.validation import InvalidValue, convert
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 
@@ -40,3 +46,84 @@ def test_what_was_ignored_stays_so_but_for_ctrl_c() -> None:
     for number in SIGNALS:
         os.kill(os.getpid(), number)
     assert heard == [signal.SIGINT]
+
+
+IMPORTED = """
+import signal
+
+class Interrupting:
+    def __set_name__(self, owner, name):  # before Python 3.12 any error comes out of here as a RuntimeError
+        signal.raise_signal(signal.SIGINT)
+        reached.append(name)
+
+reached = []
+class Owner:
+    member = Interrupting()
+"""
+
+
+def test_an_import_is_not_interrupted_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_whole.py").write_text(IMPORTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    handle_end_signals(signal.default_int_handler)
+
+    found = []
+
+    def import_and_wait() -> None:
+        found.append(importlib.import_module("imported_whole").reached)
+        time.sleep(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        import_and_wait()
+    assert found == [["member"]]
+
+
+def test_a_conversion_is_not_interrupted_in_the_middle() -> None:
+    """Where msgspec looks at a type for the first time, it loses what is raised there."""
+    hashed: list[int] = []
+
+    class Interrupting(type):
+        def __hash__(cls) -> int:
+            hashed.append(1)
+            if len(hashed) == 1:
+                signal.raise_signal(signal.SIGINT)
+            return 1
+
+    def convert_and_wait() -> None:
+        with pytest.raises(InvalidValue, match="is 1"):
+            convert(1, cast(type[object], Interrupting("Kind", (), {})))
+        time.sleep(10)
+
+    handle_end_signals(signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        convert_and_wait()
+
+
+def test_an_import_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvcli.end_signals, "_LONGEST_WAIT", 0.1)
+    (tmp_path / "imported_for_long.py").write_text(
+        "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(60)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    handle_end_signals(signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        importlib.import_module("imported_for_long")
+
+
+def test_a_program_that_runs_while_it_is_imported_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has called whoever set the handler does not count."""
+    (tmp_path / "imported_program.py").write_text(
+        "import signal, nvcli.end_signals\n"
+        "def run():\n"
+        "    nvcli.end_signals.handle_end_signals(signal.default_int_handler)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    raise AssertionError('it went on')\n"
+        "def main():\n"
+        "    run()\n"
+        "main()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        importlib.import_module("imported_program")

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import enum
+import os
 import signal
-from collections.abc import Callable
+import sys
+import threading
+import time
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_WAIT_SECONDS = 0.02
+_LONGEST_WAIT = 10.0
+_FINISHED_FIRST = (
+    "<frozen importlib._bootstrap>",
+    str(Path(__file__).with_name("validation.py")),
+    typing.__file__,
+    enum.__file__,
+)
+"""The code of imports, of conversions by msgspec, and what msgspec calls where it makes a decoder."""
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
@@ -16,10 +32,57 @@ def handle_end_signals(handler: Handler) -> dict[signal.Signals, Any]:
     """Set the handler of the signals that ask for the end, and return the handlers that were set before.
 
     A signal that whoever started the command has it ignore stays ignored (`nohup` does so with SIGHUP, a shell with
-    SIGQUIT of a command in the background), except SIGINT. Call it from the main thread.
+    SIGQUIT of a command in the background), except SIGINT. The handler is called at a place that can stand it
+    (`at_safe_place`). Call it from the main thread.
     """
+    if not isinstance(handler, signal.Handlers):
+        handler = at_safe_place(handler)
     before: dict[signal.Signals, Any] = {}
     for number in _END_SIGNALS:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
     return before
+
+
+def at_safe_place(handler: Callable[[int, FrameType | None], Any]) -> Handler:
+    """Return a handler of signals that calls this one outside of imports and of conversions by msgspec.
+
+    Extension modules lose what a handler raises while they are imported, as msgspec does while it looks at types, or go
+    on with what is half there, and class bodies may make another error of it. What takes longer than `_LONGEST_WAIT`
+    seconds is given up. What called this function, and what called that, may be part of an import.
+    """
+    return _AtSafePlace(handler, sum(1 for _ in _frames(sys._getframe(1))) - 2)
+
+
+class _AtSafePlace:
+    def __init__(self, handler: Callable[[int, FrameType | None], Any], num_outer: int) -> None:
+        """`num_outer` frames of the stack, the outermost ones, do not count."""
+        self._handler = handler
+        self._num_outer = num_outer
+        self._waits_since: dict[int, float] = {}
+        """When the signals came first that are sent again."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        since = self._waits_since.pop(number, now)
+        if self._is_foreign(frame) and now - since < _LONGEST_WAIT:
+            again = threading.Timer(_WAIT_SECONDS, self._send_again, (number, since))
+            again.daemon = True
+            again.start()
+        else:
+            self._handler(number, frame)
+
+    def _send_again(self, number: int, since: float) -> None:
+        self._waits_since[number] = since
+        os.kill(os.getpid(), number)
+
+    def _is_foreign(self, frame: FrameType | None) -> bool:
+        files = [one.f_code.co_filename for one in _frames(frame)]
+        return any(file in _FINISHED_FIRST for file in files[: max(0, len(files) - self._num_outer)])
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, the outermost last."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

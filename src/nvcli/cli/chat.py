@@ -102,6 +102,7 @@ def chat(
     if found := found_config_note(config, config_file):
         say(found)
 
+    from nvcli.end_signals import at_safe_place
     from nvcli.llm.chat import Chat, run_chat
     from nvcli.llm.prompts import config_for_prompts
 
@@ -113,7 +114,7 @@ def chat(
     with load_for_person(run, num_requests=1, needs_chat_template=True) as llm:
         person = _person()
         # Ctrl-C is now for the answer, or for the line that is being typed.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        before = signal.signal(signal.SIGINT, at_safe_place(signal.default_int_handler))
         try:
             run_chat(Chat(llm, system=own_system), person)
         except KeyboardInterrupt:
