@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Before Triton is imported anywhere. Where there is no GPU, nothing but the tests of kernels uses it: interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# A shell that starts the tests in its background ignores some for them, nohup another; children would inherit that.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def children() -> list[str]:

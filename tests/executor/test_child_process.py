@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from multiprocessing.connection import Connection
 
@@ -14,6 +17,27 @@ from nvcli.executor.child_process import ChildProcess
 
 def wait(_: None, control: Connection) -> None:
     time.sleep(60)
+
+
+def run_another(_: None, control: Connection) -> None:
+    """Start a process that inherits what it may, as Triton starts compilers."""
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as other:
+        control.send(other.pid)
+        other.wait()
+
+
+def test_the_end_of_a_child_is_noticed_while_processes_of_its_own_live() -> None:
+    child = ChildProcess(f"{__name__}:run_another", None, name="rank 0")
+    pid = child.control.recv()
+    try:
+        child.kill()
+        assert child.control.poll(20)
+        with pytest.raises(EOFError):
+            child.control.recv()
+        os.kill(pid, 0)  # it lives
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        child.close()
 
 
 @pytest.mark.parametrize(

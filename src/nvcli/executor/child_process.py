@@ -180,6 +180,7 @@ def _main() -> None:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent(int(parent_pid))
+    os.set_inheritable(int(fd), False)  # a compiler that this process runs may outlive it
     control = Connection(int(fd))
     module, function = target.split(":")
     try:
