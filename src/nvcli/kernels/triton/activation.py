@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.whole_numbers import ceil_div
+
 _BLOCK = 1024
 
 
@@ -52,6 +54,6 @@ def _launch(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (num_tokens, triton.cdiv(size, _BLOCK))
+    grid = (num_tokens, ceil_div(size, _BLOCK))
     _activate_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, GELU=is_gelu, num_warps=4)
     return out

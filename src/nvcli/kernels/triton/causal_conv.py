@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.state_rows import row_arguments, row_of
+from nvcli.kernels.whole_numbers import ceil_div
 
 _STEP_CHANNELS = 128
 _TOKENS, _CHANNELS = 16, 256
@@ -188,11 +189,11 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
     strides, arguments = (x.stride(0), pool.stride(0)), row_arguments(rows)
     sizes = {"NUM_CHANNELS": num_channels, "TAPS": taps, "BLOCK_SIZE": rows.block_size}
     if num_single:
-        grid = num_single, triton.cdiv(num_channels, _STEP_CHANNELS)
+        grid = num_single, ceil_div(num_channels, _STEP_CHANNELS)
         _step_kernel[grid](x, weight, pool, out, *arguments, *strides, **sizes, CHANNELS=_STEP_CHANNELS)
     if num_rows > num_single:
-        num_tokens, tiles = len(x) - num_single, triton.cdiv(num_channels, _CHANNELS)
-        _chunk_kernel[triton.cdiv(num_tokens, _TOKENS), tiles](
+        num_tokens, tiles = len(x) - num_single, ceil_div(num_channels, _CHANNELS)
+        _chunk_kernel[ceil_div(num_tokens, _TOKENS), tiles](
             x,
             weight,
             pool,

@@ -16,6 +16,7 @@ from torch import Tensor
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.state_rows import row_arguments, row_of
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _NORM_EPS = tl.constexpr(1e-6)
 _STEP_TILE, _STEP_WARPS = 32, 4
@@ -222,23 +223,23 @@ def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, he
         "VALUE_DIM": heads.value_dim,
     }
     if num_single:
-        tile = min(_STEP_TILE, triton.next_power_of_2(heads.value_dim))
-        _step_kernel[num_single, heads.num_value_heads, triton.cdiv(heads.value_dim, tile)](
+        tile = min(_STEP_TILE, next_power_of_2(heads.value_dim))
+        _step_kernel[num_single, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
             qkv,
             *arguments(0),
             **sizes,
-            KEY_TILE=triton.next_power_of_2(heads.key_dim),
+            KEY_TILE=next_power_of_2(heads.key_dim),
             VALUE_TILE=tile,
             num_warps=_STEP_WARPS,
         )
     if num_rows > num_single:
         # A product of matrices has 16 rows and columns at least.
-        tile = min(_CHUNK_TILE, max(16, triton.next_power_of_2(heads.value_dim)))
-        _chunk_kernel[num_rows - num_single, heads.num_value_heads, triton.cdiv(heads.value_dim, tile)](
+        tile = min(_CHUNK_TILE, max(16, next_power_of_2(heads.value_dim)))
+        _chunk_kernel[num_rows - num_single, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
             qkv,
             *arguments(num_single),
             **sizes,
-            KEY_TILE=max(16, triton.next_power_of_2(heads.key_dim)),
+            KEY_TILE=max(16, next_power_of_2(heads.key_dim)),
             VALUE_TILE=tile,
             LEVELS=_CHUNK_LEVELS,
             PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.whole_numbers import next_power_of_2
+
 _THREAD_ELEMENTS = 16
 
 
@@ -37,7 +39,7 @@ def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None) -> T
         out = torch.empty(len(ids), size, dtype=weight.dtype, device=weight.device)
     assert weight.is_contiguous()
     assert out.is_contiguous()
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _embed_part_kernel[(len(ids),)](
         ids,
         weight,

@@ -27,6 +27,7 @@ from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes
 from nvcli.kernels.triton.activation import activate
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
+from nvcli.kernels.whole_numbers import ceil_div
 
 
 class Launch(NamedTuple):
@@ -232,7 +233,7 @@ def gate_up(
     in_features = x.shape[1]
     out_features = weights.gate_up.shape[1] // 2
     out = torch.empty(len(work.order), out_features, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
+    _gate_up_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         x,
         TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [launch.out_tile, launch.in_tile]),
         x if weights.gate_up_bias is None else weights.gate_up_bias,
@@ -263,7 +264,7 @@ def down(hidden: Tensor, routes: Routes, weights: ExpertWeights, work: WorkList,
     assert out.is_contiguous()
     out_features, in_features = weights.down.shape[1:]
     num_tokens, experts_per_token = routes.experts.shape
-    _down_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
+    _down_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         TensorDescriptor.from_tensor(hidden, [work.row_tile, launch.in_tile]),
         TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [launch.out_tile, launch.in_tile]),
         hidden if weights.down_bias is None else weights.down_bias,

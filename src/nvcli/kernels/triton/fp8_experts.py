@@ -34,6 +34,7 @@ from nvcli.kernels.triton.fp8_linear import (
     zeros,
 )
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div
 
 _PLAIN: ExpertRanges = (
     (8, ExpertLaunch(Launch(16, 64, 64, 3, 4), Launch(16, 64, 64, 3, 4))),
@@ -246,7 +247,7 @@ def _gate_up(
     out_features = weight.shape[1] // 2
     assert scales.dim() == 2 or out_features % FP8_BLOCK == 0
     out = torch.empty(len(work.order), out_features, dtype=x.dtype, device=weight.device)
-    _gate_up_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
+    _gate_up_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         numbers,
         row_scales,
         TensorDescriptor.from_tensor(codes_for(x, weight.flatten(0, 1)), [launch.out_tile, launch.in_tile]),
@@ -286,7 +287,7 @@ def _down(
     assert out.is_contiguous()
     out_features, in_features = weight.shape[1:]
     num_tokens, experts_per_token = routes.experts.shape
-    _down_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
+    _down_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         TensorDescriptor.from_tensor(numbers, [launch.row_tile, launch.in_tile]),
         row_scales,
         TensorDescriptor.from_tensor(codes_for(x, weight.flatten(0, 1)), [launch.out_tile, launch.in_tile]),

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.triton.activation import activate
+from nvcli.kernels.whole_numbers import ceil_div
 
 
 class Launch(NamedTuple):
@@ -110,7 +111,7 @@ def gated_linear(x: Tensor, weight: Tensor, launch: Launch | None = None, *, is_
     assert out_features % launch.out_tile == 0
     assert in_features % launch.in_tile == 0
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    num_tiles = triton.cdiv(num_rows, launch.row_tile) * (out_features // launch.out_tile)
+    num_tiles = ceil_div(num_rows, launch.row_tile) * (out_features // launch.out_tile)
     num_programs = launch.programs_per_multiprocessor * _num_multiprocessors(x.device)
     _gated_linear_kernel[(min(num_tiles, num_programs),)](
         TensorDescriptor.from_tensor(x, [launch.row_tile, launch.in_tile]),

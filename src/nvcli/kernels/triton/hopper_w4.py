@@ -22,6 +22,7 @@ from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_e
 from nvcli.kernels.triton.hopper_w4_kernel import BLOCK, GROUPS, PART, hopper_w4_kernel
 from nvcli.kernels.triton.w4_launches import HopperLaunch, Kind
 from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK: int = BLOCK.value
 _GROUPS: int = GROUPS.value
@@ -100,7 +101,7 @@ def linear(
         out = torch.empty(num_parts, len(x), len(words), dtype=torch.float32, device=x.device)
     elif out is None:
         out = torch.empty(len(x), len(words), dtype=x.dtype, device=x.device)
-    row_tiles = num_parts * triton.cdiv(len(x), launch.row_tile)
+    row_tiles = num_parts * ceil_div(len(x), launch.row_tile)
     _launch(x, words[None], scales, format, out, launch, row_tiles, len(x), is_gated=False)
     return out
 
@@ -110,7 +111,7 @@ def gated_linear(
 ) -> Tensor:
     """See `nvcli.kernels.w4.w4_gated_linear`."""
     out = torch.empty(len(x), len(words) // 2, dtype=x.dtype, device=x.device)
-    row_tiles = triton.cdiv(len(x), launch.row_tile)
+    row_tiles = ceil_div(len(x), launch.row_tile)
     activation = GatedActivation(kind="gelu_tanh" if is_gelu else "silu")
     _launch(x, words[None], scales, format, out, launch, row_tiles, len(x), is_gated=True, activation=activation)
     return out
@@ -169,7 +170,7 @@ def _sort_rows_kernel(
 def _sort_rows(x: Tensor, order: Tensor, experts_per_token: int, out: Tensor) -> Tensor:
     """Return the row of each pair, in the order of experts: [T, H] → `out` [T × k, H]."""
     assert out.is_contiguous()
-    _sort_rows_kernel[(len(order), triton.cdiv(x.shape[1], _COPIED))](
+    _sort_rows_kernel[(len(order), ceil_div(x.shape[1], _COPIED))](
         x, order, out, len(x), SIZE=x.shape[1], EXPERTS_PER_TOKEN=experts_per_token, COPIED=_COPIED, num_warps=4
     )
     return out
@@ -198,7 +199,7 @@ def _launch(
     assert out.is_contiguous()
     in_features, out_features = x.shape[1], out.shape[-1]
     features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
-    strips = triton.cdiv(out_features, features)
+    strips = ceil_div(out_features, features)
     panel = NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8 * x.element_size(), rank=2)
     x_desc = TensorDescriptor(x, list(x.shape), [in_features, 1], [launch.row_tile, _PART], panel)
     rows, size = words.shape[1:]
@@ -231,7 +232,7 @@ def _launch(
         row_tiles * strips,
         _tiles_of_part(in_features, launch),
         strips,
-        triton.cdiv(in_features, _TILE),
+        ceil_div(in_features, _TILE),
         out_features,
         OUT_BYTES=out.element_size(),
         ROW_TILE=launch.row_tile,

@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nvcli.kernels.whole_numbers import ceil_div
+
 
 class Launch(NamedTuple):
     """The tile sizes of a product and how its programs work."""
@@ -153,7 +155,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
     if num_rows == 0:
         return
     launch = launch or choose_launch(num_rows, out_features, x)
-    row_tiles, out_tiles = triton.cdiv(num_rows, launch.row_tile), triton.cdiv(out_features, launch.out_tile)
+    row_tiles, out_tiles = ceil_div(num_rows, launch.row_tile), ceil_div(out_features, launch.out_tile)
     weight_tiles = TensorDescriptor.from_tensor(weight, [launch.out_tile, launch.in_tile])
     tiles = {
         "OUT_FEATURES": out_features,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_kv import KVScales
 from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _PROGRAM_NUMBERS = 4096
 """Numbers that a program copies, about: 32 for each thread."""
@@ -77,9 +78,9 @@ def copy_keys(
     assert scales is None or scales.k.stride()[1:] == (block_size, 1)
     if k_cache.dtype == FP8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    row = triton.next_power_of_2(token_numbers)
-    tokens = max(1, min(_PROGRAM_NUMBERS // row, triton.next_power_of_2(block_size)))
-    _copy_keys_kernel[(len(copies), triton.cdiv(block_size, tokens), 2 * num_layers)](
+    row = next_power_of_2(token_numbers)
+    tokens = max(1, min(_PROGRAM_NUMBERS // row, next_power_of_2(block_size)))
+    _copy_keys_kernel[(len(copies), ceil_div(block_size, tokens), 2 * num_layers)](
         k_cache,
         v_cache,
         None if scales is None else scales.k,
@@ -93,7 +94,7 @@ def copy_keys(
         ROW=row,
         TOKENS=tokens,
         NUM_KV_HEADS=num_kv_heads,
-        HEADS=triton.next_power_of_2(num_kv_heads),
+        HEADS=next_power_of_2(num_kv_heads),
         BLOCK_SIZE=block_size,
         FIELDS=copies.shape[1],
         num_warps=4,

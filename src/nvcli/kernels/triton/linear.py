@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.activation import activate
+from nvcli.kernels.whole_numbers import ceil_div
 
 _ROUTER_ROWS = 1024
 """The most rows of which a router's logits are computed in parts. Measured on an H200 (128 experts, H 2048) in
@@ -122,7 +123,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, launch: _Launch, *, gated: b
     assert x.is_contiguous()
     row_tile = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     out_features = out.shape[-1]
-    grid = (out_features // launch.out_tile, triton.cdiv(num_rows, row_tile), launch.num_parts)
+    grid = (out_features // launch.out_tile, ceil_div(num_rows, row_tile), launch.num_parts)
     _linear_kernel[grid](
         x,
         weight,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
 _THREAD_ELEMENTS = 16
 
 
@@ -119,9 +121,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     assert x.is_contiguous()
     assert gate.stride()[1:] == (size, 1)
     out = torch.empty_like(x)
-    num_rows, block = num_tokens * num_heads, triton.next_power_of_2(size)
+    num_rows, block = num_tokens * num_heads, next_power_of_2(size)
     rows = max(1, 1024 // block)
-    _gated_rms_norm_kernel[triton.cdiv(num_rows, rows),](
+    _gated_rms_norm_kernel[ceil_div(num_rows, rows),](
         x,
         gate,
         weight,
@@ -166,7 +168,7 @@ def _launch(
 ) -> None:
     num_parts, num_rows, size = x.shape
     assert x.stride(-1) == residual.stride(-1) == 1
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](
         x,
         residual,

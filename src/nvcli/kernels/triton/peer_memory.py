@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
 _THREAD_ELEMENTS = 16
 _KEY_ROWS = 32
 """The rows of one program of `max_of_keys`: one for each lane of its only warp."""
@@ -300,7 +302,7 @@ def one_shot(
     num_rows, size = out.shape
     assert out.is_contiguous()
     assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _one_shot_kernel[(num_rows,)](
         parts,
         flags,
@@ -335,7 +337,7 @@ def two_shot(
     int64 addresses."""
     num_rows, size = residual.shape
     assert residual.is_contiguous()
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _two_shot_kernel[(num_rows,)](
         parts,
         outs,
@@ -358,7 +360,7 @@ def max_of_keys(keys: Tensor, words: Tensor, epochs: Tensor, rank: int) -> Tenso
     """Find the largest of all ranks' keys, row by row: [N] int64 → [N] int64. words: [ranks] int64, the addresses of
     each rank's words [at least N, ranks, 2] int64; epochs: [at least N] int32."""
     out = torch.empty_like(keys)
-    _max_kernel[(triton.cdiv(len(keys), _KEY_ROWS),)](
+    _max_kernel[(ceil_div(len(keys), _KEY_ROWS),)](
         keys,
         out,
         words,

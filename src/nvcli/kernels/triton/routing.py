@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import TINY, Routing
 from nvcli.kernels.expert_types import Routes
+from nvcli.kernels.whole_numbers import next_power_of_2
 
 
 @triton.jit
@@ -139,8 +140,8 @@ def route(
         EXPERTS_PER_TOKEN=routing.experts_per_token,
         NUM_GROUPS=routing.num_groups,
         GROUPS_PER_TOKEN=routing.groups_per_token,
-        GROUP_TILE=triton.next_power_of_2(routing.num_groups),
-        MEMBER_TILE=triton.next_power_of_2(num_experts // routing.num_groups),
+        GROUP_TILE=next_power_of_2(routing.num_groups),
+        MEMBER_TILE=next_power_of_2(num_experts // routing.num_groups),
         SIGMOID=routing.scoring == "sigmoid",
         RENORMALISE=routing.renormalise,
         SCALE=routing.scale,

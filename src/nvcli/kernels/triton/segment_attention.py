@@ -22,6 +22,7 @@ from nvcli.kernels.triton.decode_attention import LOG2_E, float16_query, soft_ca
 from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales
 from nvcli.kernels.triton.segment_merge import SegmentResults
 from nvcli.kernels.triton.segment_work_list import TILE_FIELDS, SegmentWorkList
+from nvcli.kernels.whole_numbers import next_power_of_2
 
 _NOTHING_SEEN = -1e30
 """The log-sum-exp of a row that sees no key of a chunk: finite, so that it can be subtracted from itself."""
@@ -308,7 +309,7 @@ class SegmentAttention:
             BLOCK_STRIDE=k_cache.stride(0),
             HAS_WINDOW=window is not None,
             SOFT_CAP=0.0 if soft_cap is None else soft_cap * LOG2_E,
-            ROWS=max(launch.rows, triton.next_power_of_2(self._group)),
+            ROWS=max(launch.rows, next_power_of_2(self._group)),
             KEYS=launch.keys,
             TILE_FIELDS=TILE_FIELDS,
             NOTHING_SEEN=_NOTHING_SEEN,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
 _ELEMENTS = 2048
 """Elements of the output that a program merges."""
 
@@ -73,8 +75,8 @@ def merge_segments(out: Tensor, log_sums: Tensor, results: SegmentResults) -> No
     keys. log_sums: at least [R, H] float32, the log-sum-exp of the scores of those keys, base 2."""
     num_rows, num_heads, head_dim = out.shape
     assert out.is_contiguous()
-    heads = min(triton.next_power_of_2(num_heads), max(1, _ELEMENTS // head_dim))
-    merge_segments_kernel[(num_rows, triton.cdiv(num_heads, heads))](
+    heads = min(next_power_of_2(num_heads), max(1, _ELEMENTS // head_dim))
+    merge_segments_kernel[(num_rows, ceil_div(num_heads, heads))](
         out,
         log_sums,
         results.out,

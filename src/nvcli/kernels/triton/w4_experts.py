@@ -22,6 +22,7 @@ from nvcli.kernels.triton.experts import activate_gated
 from nvcli.kernels.triton.w4_codes import add_tile
 from nvcli.kernels.triton.w4_launches import EXPERTS, ExpertLaunch, Launch
 from nvcli.kernels.triton.w4_linear import fit
+from nvcli.kernels.whole_numbers import ceil_div
 
 
 def choose_launch(num_pairs: int, num_experts: int) -> ExpertLaunch:
@@ -241,7 +242,7 @@ def _gate_up(
     assert scales.gate_up.is_contiguous()
     out_features = words.shape[1] // 2
     out = torch.empty(len(work.order), out_features, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
+    _gate_up_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         x,
         words,
         scales.gate_up,
@@ -287,7 +288,7 @@ def _down(
     assert out.is_contiguous()
     out_features = words.shape[1]
     num_tokens, experts_per_token = routes.experts.shape
-    _down_kernel[(triton.cdiv(out_features, launch.out_tile) * len(work.items),)](
+    _down_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         hidden,
         words,
         scales.down,

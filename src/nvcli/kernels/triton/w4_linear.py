@@ -21,6 +21,7 @@ from nvcli.kernels.triton.activation import activate
 from nvcli.kernels.triton.w4_codes import add_tile, integers, scales_and_zeros
 from nvcli.kernels.triton.w4_launches import LINEAR, Kind, Launch
 from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.whole_numbers import ceil_div
 
 _DEQUANTISED_ROWS = 32
 """The rows of a weight that a program turns into numbers."""
@@ -203,9 +204,7 @@ def add_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> T
     if out is None:
         out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     assert out.is_contiguous()
-    _add_parts_kernel[(triton.cdiv(out.numel(), _SUMMED),)](
-        parts, out, out.numel(), NUM_PARTS=len(parts), SUMMED=_SUMMED
-    )
+    _add_parts_kernel[(ceil_div(out.numel(), _SUMMED),)](parts, out, out.numel(), NUM_PARTS=len(parts), SUMMED=_SUMMED)
     return out
 
 
@@ -233,7 +232,7 @@ def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format, dt
     assert words.is_contiguous()
     assert scales.is_contiguous()
     out = torch.empty(len(words), columns, dtype=dtype, device=words.device)
-    _dequantise_kernel[(triton.cdiv(columns, format.tile), triton.cdiv(len(words), _DEQUANTISED_ROWS))](
+    _dequantise_kernel[(ceil_div(columns, format.tile), ceil_div(len(words), _DEQUANTISED_ROWS))](
         words,
         scales,
         out,
@@ -263,7 +262,7 @@ def _launch(
     assert x.is_contiguous()
     assert words.is_contiguous()
     assert scales.is_contiguous()
-    grid = (triton.cdiv(num_rows, launch.row_tile), triton.cdiv(out_features, launch.out_tile), num_parts)
+    grid = (ceil_div(num_rows, launch.row_tile), ceil_div(out_features, launch.out_tile), num_parts)
     _w4_linear_kernel[grid](
         x,
         words,
