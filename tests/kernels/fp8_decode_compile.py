@@ -1,5 +1,6 @@
 """Launches decode attention over FP8 that goes straight to registers where there is no GPU, by a driver that launches
-nothing: first without what shared segments ask for, then with it. Prints what the assembler says of the last kernel.
+nothing: for some rows and for many, each first without what shared segments ask for, then with it. Prints what the
+assembler says of the kernels.
 
 It runs in a process of its own, without Triton's interpreter, for heads of 128 and blocks of 64 tokens.
 """
@@ -18,28 +19,29 @@ from nvcli.kernels.triton import decode_attention
 from nvcli.kernels.triton.decode_attention import DecodeAttention
 from nvcli.kernels.triton.fp8_decode_attention import fp8_decode_attention_kernel
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS = 32, 8, 128, 64, 40
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 64
 CPU = torch.device("cpu")
 
 if not hasattr(gl, "thread_barrier"):  # as Triton 3.6 calls it, with which the kernel runs
     gl.thread_barrier = gl.barrier
 
 
-def launch(active: FakeDriver) -> None:
-    driver.set_active(active)
+def launch(rows: int) -> None:
     with patch.object(decode_attention, "_load_direct_kernel", lambda *args, **kwargs: fp8_decode_attention_kernel):
         attention = DecodeAttention(
             num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, windows=[None],
-            dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, device=CPU, max_rows=ROWS,
+            dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, device=CPU, max_rows=rows,
         )  # fmt: skip
     cache = torch.zeros(2, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.float8_e4m3fn)
-    q = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    tables = torch.zeros(ROWS, 8, dtype=torch.int32)
-    for own in (None, (attention.work_list(None), torch.zeros(ROWS, HEADS))):
+    q = torch.zeros(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    tables = torch.zeros(rows, 8, dtype=torch.int32)
+    for own in (None, (attention.work_list(None), torch.zeros(rows, HEADS))):
         attention.run(q, *cache, tables, torch.zeros_like(q), scale=0.1, window=None, own=own)
 
 
 if __name__ == "__main__":
     noting = FakeDriver()
-    launch(noting)
+    driver.set_active(noting)
+    for rows in (40, 512):
+        launch(rows)
     print(json.dumps({"launches": len(noting.launches), "report": assemble(fp8_decode_attention_kernel)}))

@@ -22,14 +22,18 @@ from triton.runtime.jit import JITFunction
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
 from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales, numbers_of_words
 from nvcli.kernels.triton.gluon_version import has_known_gluon
+from nvcli.kernels.whole_numbers import next_power_of_2
 
 LOG2_E = 1.4426950408889634
-_DIRECT_TILE = 32
-"""Keys of a tile of `fp8_decode_attention.py`: with 64, registers are spilled."""
+_DIRECT_TILE, _DIRECT_TILE_OF_MANY_ROWS = 32, 16
+"""Keys of a tile of `fp8_decode_attention.py`. With 16, a multiprocessor has room for 16 programs instead of 12, but
+each of them is slower, and so is the end of a step in which all are resident at once: an H200 takes 121 µs with 32 and
+139 with 16 for 256 rows of 100 to 1,620 keys, 425 and 419 for 1,024 such rows, 552 and 532 for 1,024 of about 1,100."""
+_MANY_ROWS = 512
+"""From this many rows on, tiles of `fp8_decode_attention.py` have the smaller size."""
 _FEW_LONG_ROWS = 32
-"""Up to this many rows there are too few programs of `fp8_decode_attention.py` to fill a GPU. An H200 takes 97 µs here
-and 114 there for 16 rows of 8,192 keys, 55 and 53 for 64 of 900, 61 and 51 for 128 of 600, 147 and 126 for 256 of 860,
-625 and 597 for 1,024 of 1,100; in bfloat16 138, 76, 80, 225 and 1,022."""
+"""Up to this many rows there are too few programs of `fp8_decode_attention.py` to fill a GPU. An H200 took 97 µs here
+and 114 with an earlier form of it for 16 rows of 8,192 keys, and 55 and 53 for 64 of 900."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -361,6 +365,7 @@ class DecodeAttention:
             align=self._align,
             max_rows=self._max_rows,
             device=self._device,
+            lone_warps_above=None if self._direct_kernel is None else _FEW_LONG_ROWS,
         )
 
     def plan(self, seq_lens: Tensor, slots: Tensor) -> None:
@@ -427,13 +432,14 @@ class DecodeAttention:
         }
         if self._direct_kernel is not None and num_rows > _FEW_LONG_ROWS:
             assert not self._is_beside
-            self._direct_kernel[grid](*arguments, **constants, TILE=_DIRECT_TILE, num_warps=1)
+            tile = _DIRECT_TILE if num_rows < _MANY_ROWS else _DIRECT_TILE_OF_MANY_ROWS
+            self._direct_kernel[grid](*arguments, **constants, TILE=tile, num_warps=1)
             return
         decode_attention_kernel[grid](
             *arguments,
             **constants,
             TILE=self._tile,
-            PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
+            PADDED_GROUP=max(16, next_power_of_2(self._group)),
             NUM_STAGES=num_stages,
             IS_BESIDE=self._is_beside,
             ON_GPU=q.is_cuda,

@@ -5,15 +5,24 @@ A program is one warp. In `decode_attention.py` keys and values pass through sha
 there to a product's operands takes more instructions than the products. Here each thread loads pieces of 16 bytes, and
 the products are arranged so that these are just what it has to hand to the tensor cores. Thread 4 g + c loads
 
-- of keys, pieces c, c + 4, ... of some keys: the sum over dimensions may take them in any order, in which the query
-  is loaded as well;
-- of values, piece g of some other keys: with values as the left operand and weights as the right one, a thread's
-  scores are the weights that it has to hand over, and four sums stand for the four bytes of a word.
+- of keys, pieces c, c + 4, ... of the g-th eighth of a tile. Keys are the left operand of the first product, whose sum
+  over dimensions may take them in any order, in which the query is loaded as well;
+- of values, piece g of the c-th quarter of a tile. Values are the left operand of the second product, and four sums
+  stand for the four bytes of a word. Weights are its right operand, to which the tensor cores' own transposition of
+  8 × 8 numbers brings them.
 
 So there is neither shared memory nor a barrier in the loop, and the next tile's loads are on their way while this one
-is multiplied. The work list and the other arguments are those of `decode_attention.py`, to which tests on a GPU hold
-it. It serves head sizes 64 and 128, up to 8 query heads for each KV head, and work lists whose chunks begin at
-multiples of a tile that does not straddle blocks.
+is multiplied. Registers decide how many warps a multiprocessor holds, and so how many bytes are on their way: up to 168
+for each thread 12 warps, up to 128 it holds 16.
+
+A weight is 2 to the power of its score's distance from the query's reference. In `decode_attention.py` that is the
+highest score so far, found anew in each tile. Here it is raised only when a weight times the scale of its value exceeds
+256, which seldom happens behind the first tile: float16 is as exact there, and the other tiles need no maximum over
+threads and leave the sums as they are.
+
+The work list and the other arguments are those of `decode_attention.py`, to which tests on a GPU hold it. It serves
+head sizes 64 and 128, up to 8 query heads for each KV head, and work lists whose chunks begin at multiples of a tile
+that does not straddle blocks.
 """
 
 from __future__ import annotations
@@ -29,32 +38,29 @@ def _powers(first, count):
 
 
 @gluon.constexpr_function
-def _key_layout(tile, num_words):
-    """[tile, words]: thread 4 g + c has pieces c, c + 4, ... of keys tile / 4 × (g / 2) + g % 2, and every second key
-    from there on."""
-    registers = [[0, 1], [0, 2], *([0, word] for word in _powers(16, (num_words // 16).bit_length() - 1))]
-    registers += [[key, 0] for key in _powers(2, (tile // 8).bit_length() - 1)]
-    lanes = [[0, 4], [0, 8], [1, 0], [tile // 4, 0], [tile // 2, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [tile, num_words])
+def _key_layout():
+    """[8, 16 words]: thread 4 g + c has piece c of key g."""
+    return gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [], [], [8, 16])
 
 
 @gluon.constexpr_function
-def _value_layout(tile, num_words, keys_first):
-    """[tile, words]: thread 4 g + c has piece g of tile / 4 neighbouring keys; with `keys_first` two keys' words stand
-    in neighbouring registers."""
+def _value_layout(num_words):
+    """[4, words]: thread 4 g + c has piece g of key c."""
     piece = num_words // 8
     words = [[0, word] for word in _powers(1, piece.bit_length() - 1)]
-    keys = [[key, 0] for key in _powers(1, (tile // 4).bit_length() - 1)]
-    registers = [keys[0], *words, *keys[1:]] if keys_first else [*words, *keys]
-    lanes = [[tile // 4, 0], [tile // 2, 0], [0, piece], [0, 2 * piece], [0, 4 * piece]]
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [tile, num_words])
+    lanes = [[1, 0], [2, 0], [0, piece], [0, 2 * piece], [0, 4 * piece]]
+    return gl.DistributedLinearLayout(words, lanes, [], [], [4, num_words])
 
 
 @gluon.constexpr_function
-def _scale_layout(tile):
-    """[tile]: thread 4 g + c has those of the keys whose values it has."""
-    registers = [[key] for key in _powers(1, (tile // 4).bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, [[tile // 4], [tile // 2], [0], [0], [0]], [], [], [tile])
+def _value_pairs(tile, num_words):
+    """[4, words, tile / 4]: the same for some keys, with the words of two keys tile / 8 apart in neighbouring
+    registers, where the product takes them."""
+    piece = num_words // 8
+    words = [[0, word, 0] for word in _powers(1, piece.bit_length() - 1)]
+    keys = [[0, 0, key] for key in _powers(1, (tile // 8).bit_length() - 1)]
+    lanes = [[1, 0, 0], [2, 0, 0], [0, piece, 0], [0, 2 * piece, 0], [0, 4 * piece, 0]]
+    return gl.DistributedLinearLayout([[0, 0, tile // 8], *words, *keys], lanes, [], [], [4, num_words, tile // 4])
 
 
 @gluon.jit
@@ -81,7 +87,7 @@ def _numbers_of_keys(words):
 
 @gluon.jit
 def _numbers_of_values(words):
-    """Return the same, with the numbers of two neighbouring keys in one register."""
+    """Return the same, with the numbers of two keys in one register."""
     return gl.inline_asm_elementwise(
         """{
             .reg .b32 first_two, last_two;
@@ -110,10 +116,11 @@ def _log2(x):
 
 
 @gluon.jit
-def _upper_half(x):
-    """[16, columns] → the first 8 rows; those behind are no query's."""
-    upper, _lower = gl.split(x.reshape([2, 8, x.shape[1]]).permute([1, 2, 0]))
-    return upper
+def _transposed(x):
+    """[rows, 8] float16, as a product leaves it → the same with each 8 × 8 numbers transposed."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -124,59 +131,58 @@ def _soft_capped(scores, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(k_cache, block, offset, kv_head, is_tile, NUM_KV_HEADS, HEAD_DIM, BLOCK_STRIDE, TILE):
-    """→ [TILE, HEAD_DIM / 4] int32; anything where there is no tile."""
-    NUM_WORDS: gl.constexpr = HEAD_DIM // 4
-    layout: gl.constexpr = _key_layout(TILE, NUM_WORDS)
-    rows = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    words = gl.arange(0, NUM_WORDS, gl.SliceLayout(0, layout))
-    first = block.to(gl.int64) * (BLOCK_STRIDE // 4) + (offset * NUM_KV_HEADS + kv_head) * NUM_WORDS
-    places = (rows * (NUM_KV_HEADS * NUM_WORDS))[:, None] + words[None, :]
-    mask = gl.full([TILE, NUM_WORDS], is_tile, gl.int1, layout)
-    return gl.load(k_cache.cast(gl.pointer_type(gl.int32)) + first + places, mask=mask)
+def _load_each(pointers, COUNT: gl.constexpr, STEP: gl.constexpr):
+    """Load what is at each pointer and COUNT - 1 times STEP behind it: → the pointers' shape, and a dimension of 2 for
+    each bit of COUNT. One address serves for all, so that it takes two registers."""
+    if COUNT == 1:
+        x = gl.load(pointers)
+    else:
+        x = gl.join(_load_each(pointers, COUNT // 2, STEP * 2), _load_each(pointers + STEP, COUNT // 2, STEP * 2))
+    return x
 
 
 @gluon.jit
-def _load_values(v_cache, block, offset, kv_head, low, high, is_tile, NUM_KV_HEADS, HEAD_DIM, BLOCK_STRIDE, TILE):
-    """→ [TILE, HEAD_DIM / 4] int32; anything where there is no tile. Keys outside [low, high] of the tile get the
-    values of those beside them: what an earlier owner of the block left may be NaN, and 0 × NaN too."""
-    NUM_WORDS: gl.constexpr = HEAD_DIM // 4
-    layout: gl.constexpr = _value_layout(TILE, NUM_WORDS, False)
-    rows = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    rows = gl.maximum(gl.minimum(rows, high), low)
-    words = gl.arange(0, NUM_WORDS, gl.SliceLayout(0, layout))
-    first = block.to(gl.int64) * (BLOCK_STRIDE // 4) + (offset * NUM_KV_HEADS + kv_head) * NUM_WORDS
-    places = (rows * (NUM_KV_HEADS * NUM_WORDS))[:, None] + words[None, :]
-    mask = gl.full([TILE, NUM_WORDS], is_tile, gl.int1, layout)
-    return gl.load(v_cache.cast(gl.pointer_type(gl.int32)) + first + places, mask=mask)
+def _load_keys(cache, block, place, HEAD_DIM, ROW: gl.constexpr, STRIDE: gl.constexpr, KEYS: gl.constexpr):
+    """→ [8, 16, KEYS, HEAD_DIM / 64] int32: words of KEYS neighbouring keys in each eighth of a tile."""
+    pointers = (cache.cast(gl.pointer_type(gl.int32)) + block.to(gl.int64) * STRIDE)[:, None] + place
+    x = _load_each(pointers, KEYS, ROW)
+    if HEAD_DIM == 128:
+        x = gl.join(x, _load_each(pointers + 16, KEYS, ROW))
+    return x.reshape([8, 16, KEYS, HEAD_DIM // 64])
 
 
 @gluon.jit
-def _load_scales(cache, block, offset, kv_head, is_tile, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TILE):
-    """→ [TILE] bfloat16; anything where there is no tile."""
-    layout: gl.constexpr = _scale_layout(TILE)
-    FIRST: gl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM // 2
-    first = block.to(gl.int64) * (BLOCK_STRIDE // 2) + (FIRST + kv_head * BLOCK_SIZE + offset)
-    # A tile begins at a multiple of its size.
-    places = gl.multiple_of(first, 8) + gl.arange(0, TILE, layout)
-    return gl.load(cache.cast(gl.pointer_type(gl.bfloat16)) + places, mask=gl.full([TILE], is_tile, gl.int1, layout))
+def _load_values(cache, block, place, ROW: gl.constexpr, STRIDE: gl.constexpr, KEYS: gl.constexpr):
+    """→ [4, words of a head, KEYS] int32, KEYS neighbouring keys in each quarter of a tile."""
+    pointers = (cache.cast(gl.pointer_type(gl.int32)) + block.to(gl.int64) * STRIDE)[:, None] + place
+    return _load_each(pointers, KEYS, ROW).reshape([4, place.shape[1], KEYS])
 
 
 @gluon.jit
-def _in_columns(x, layout: gl.constexpr):
-    """Put what belongs to the keys of a tile, [TILE], in the order of the products' columns, in which keys are
-    (which of a thread's pairs, thread c, which of the pair)."""
-    TILE: gl.constexpr = x.shape[0]
-    return gl.convert_layout(x.reshape([4, TILE // 8, 2]).permute([1, 0, 2]).reshape([TILE]), layout)
+def _load_scales(cache, block, place, STRIDE: gl.constexpr, KEYS: gl.constexpr):
+    """→ [8], numbers of which each has the bfloat16 scales of 2 or 4 neighbouring keys, so that they are one load."""
+    pointers = cache.cast(gl.pointer_type(gl.int32)) + block.to(gl.int64) * STRIDE + place
+    return gl.load(pointers.to(gl.pointer_type(gl.int32 if KEYS == 2 else gl.int64), bitcast=True))
 
 
 @gluon.jit
-def _left_operand(values, layout: gl.constexpr):
-    """[TILE, words] → [words, TILE], keys in the order of the products' columns, and words in an order of (place in a
-    piece, piece)."""
-    TILE: gl.constexpr = values.shape[0]
+def _scales_in_rows(numbers, layout: gl.constexpr):
+    """[8], numbers of 2 or 4 bfloat16 → [TILE] float32 in the order of the products' rows, in which keys are (which of
+    an eighth's keys, eighth)."""
+    if numbers.dtype == gl.int64:
+        words = gl.join(numbers.to(gl.int32), (numbers >> 32).to(gl.int32))
+    else:
+        words = numbers[:, None]
+    scales = gl.join(words << 16, words & -65536).to(gl.float32, bitcast=True)
+    return gl.convert_layout(scales.permute([1, 2, 0]).reshape([scales.shape[1] * 16]), layout)
+
+
+@gluon.jit
+def _left_operand(values, TILE: gl.constexpr, layout: gl.constexpr):
+    """[4, words, TILE / 4] → [words, TILE], keys in the order of the products' rows, and words in an order of (place in
+    a piece, piece)."""
     NUM_WORDS: gl.constexpr = values.shape[1]
-    values = values.reshape([4, TILE // 8, 2, 8, NUM_WORDS // 8]).permute([4, 3, 1, 0, 2])
+    values = values.reshape([4, 8, NUM_WORDS // 8, 2, TILE // 8]).permute([2, 1, 4, 0, 3])
     return gl.convert_layout(values.reshape([NUM_WORDS, TILE]), layout)
 
 
@@ -205,7 +211,7 @@ def fp8_decode_attention_kernel(
     HAS_WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    TILE: gl.constexpr,  # keys: 32; with 64, registers are spilled
+    TILE: gl.constexpr,  # keys: 16 or 32
     ITEM_FIELDS: gl.constexpr,
 ):
     """Program (KV head, entry of the work list)."""
@@ -226,124 +232,138 @@ def fp8_decode_attention_kernel(
     table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
 
     NUM_WORDS: gl.constexpr = HEAD_DIM // 4
+    ROW: gl.constexpr = NUM_KV_HEADS * NUM_WORDS  # words of a token in a block
+    STRIDE: gl.constexpr = BLOCK_STRIDE // 4
+    PER_ROW: gl.constexpr = TILE // 8  # keys of which a thread has pieces
     product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, product, 2)
+    by_key: gl.constexpr = gl.SliceLayout(1, product)
+    by_query: gl.constexpr = gl.SliceLayout(0, product)
     in_memory: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     memory_rows: gl.constexpr = gl.SliceLayout(1, in_memory)
     memory_columns: gl.constexpr = gl.SliceLayout(0, in_memory)
-    value_pairs: gl.constexpr = _value_layout(TILE, NUM_WORDS, True)
+    key_layout: gl.constexpr = _key_layout()
+    value_layout: gl.constexpr = _value_layout(NUM_WORDS)
+    value_pairs: gl.constexpr = _value_pairs(TILE, NUM_WORDS)
 
     # Queries as numbers below 2 and powers of 2, as `float16_query` makes them. Dimension d is in column
     # (d6, d3 d2, d1, d5 d4, d0) of bits of d.
-    heads = gl.arange(0, 16, memory_rows)
+    heads = gl.arange(0, 8, memory_rows)
     column = gl.arange(0, HEAD_DIM, memory_columns)
     dims = (column & 1) | (column >> 3 & 1) << 1 | (column >> 4 & 3) << 2 | (column >> 1 & 3) << 4 | column >> 6 << 6
     places = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
     query = gl.load(q + row.to(gl.int64) * q_stride + places, mask=(heads < GROUP)[:, None], other=0.0).to(gl.float32)
     largest = gl.maximum(gl.max(gl.abs(query), axis=1), 1e-30)
     power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    query = gl.convert_layout((query * (1.0 / power)[:, None]).to(gl.float16), left)
+    query = gl.convert_layout((query * (1.0 / power)[:, None]).to(gl.float16).permute([1, 0]), right)
+    unit = gl.convert_layout(power, by_query) * scale_log2
 
-    no_scores = gl.zeros([16, TILE], gl.float32, product)
-    score_layout: gl.constexpr = _upper_half(no_scores).type.layout
-    score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
-    score_columns: gl.constexpr = gl.SliceLayout(0, score_layout)
-    upper_power, _lower_power = gl.split(power.reshape([2, 8]).permute([1, 0]))
-    query_scale = gl.convert_layout(upper_power, score_rows) * scale_log2
-    highest = gl.full([8], -float("inf"), gl.float32, score_rows)
-    weight_sum = gl.zeros([8], gl.float32, score_rows)
-    if HAS_SINKS:
-        # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
-        is_first = gl.load(item + 5) == 0
-        members = gl.arange(0, 8, score_rows)
-        sink = gl.load(sinks + kv_head * GROUP + members, mask=members < GROUP, other=0.0) * 1.4426950408889634
-        highest = gl.where(is_first, sink, highest)
-        weight_sum = gl.where(is_first, 1.0, weight_sum)
-    highest_scaled = gl.full([8], -float("inf"), gl.float32, score_rows)
+    # Where each thread's pieces are from the beginning of a block, in words, for a tile at its beginning.
+    key_row = gl.arange(0, 8, gl.SliceLayout(1, key_layout)) * PER_ROW
+    key_words = kv_head * NUM_WORDS + gl.arange(0, 16, gl.SliceLayout(0, key_layout))
+    key_place = (key_row * ROW)[:, None] + key_words[None, :]
+    scale_place = BLOCK_SIZE * ROW + (kv_head * BLOCK_SIZE + key_row) // 2
+    value_row = gl.arange(0, 4, gl.SliceLayout(1, value_layout)) * (2 * PER_ROW)
+    value_words = kv_head * NUM_WORDS + gl.arange(0, NUM_WORDS, gl.SliceLayout(0, value_layout))
+    value_place = (value_row * ROW)[:, None] + value_words[None, :]
+
+    no_scores = gl.zeros([TILE, 8], gl.float32, product)
+    reference = gl.full([8], -1e30, gl.float32, by_query)
+    weight_sum = gl.sum(no_scores.reshape([PER_ROW, 8, 8]), 0)
     # [words, queries] for each byte of a word
     acc0 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
     acc1 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
     acc2 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
     acc3 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
-    place = gl.arange(0, TILE, score_columns)
-    lanes = (place & 1) | place >> 3 << 1 | (place >> 1 & 3) * (TILE // 4)
 
-    block = gl.load(table + gl.minimum(begin, last_key) // BLOCK_SIZE)
+    # Each thread loads the tile's block id: a wait for what is in a register of all threads would come at once.
     offset = begin % BLOCK_SIZE
-    any_key = begin < end
-    words = _load_keys(k_cache, block, offset, kv_head, any_key, NUM_KV_HEADS, HEAD_DIM, BLOCK_STRIDE, TILE)
-    low = gl.maximum(first_seen - begin, 0)
-    values = _load_values(
-        v_cache, block, offset, kv_head, low, last_key - begin, any_key, NUM_KV_HEADS, HEAD_DIM, BLOCK_STRIDE, TILE
-    )
-    key_scale = _load_scales(
-        k_cache, block, offset, kv_head, any_key, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TILE
-    )
-    value_scale = _load_scales(
-        v_cache, block, offset, kv_head, any_key, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TILE
-    )
-    block = gl.load(table + gl.minimum(begin + TILE, last_key) // BLOCK_SIZE)
+    key_block = gl.load(table + gl.minimum(begin + key_row, last_key) // BLOCK_SIZE)
+    value_block = gl.load(table + gl.minimum(begin + value_row, last_key) // BLOCK_SIZE)
+    keys = _load_keys(k_cache, key_block, key_place + offset * ROW, HEAD_DIM, ROW, STRIDE, PER_ROW)
+    key_scale = _load_scales(k_cache, key_block, scale_place + offset // 2, STRIDE, PER_ROW)
+    value_scale = _load_scales(v_cache, key_block, scale_place + offset // 2, STRIDE, PER_ROW)
+    values = _load_values(v_cache, value_block, value_place + offset * ROW, ROW, STRIDE, 2 * PER_ROW)
+    key_block = gl.load(table + gl.minimum(begin + TILE + key_row, last_key) // BLOCK_SIZE)
+    value_block = gl.load(table + gl.minimum(begin + TILE + value_row, last_key) // BLOCK_SIZE)
     for start in range(begin, end, TILE):
         following = start + TILE
         offset = following % BLOCK_SIZE
-        is_tile = following < end
-        keys = start + lanes
-        is_key = keys < end
-        if HAS_WINDOW:
-            is_key = is_key & (keys >= first_seen)
+        is_next = following < end
 
-        byte0, byte1, byte2, byte3 = _numbers_of_keys(words)
-        key = gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3))
-        key = key.reshape([4, TILE // 8, 2, HEAD_DIM // 64, 4, 4, 2, 2]).permute([3, 5, 6, 4, 7, 1, 0, 2])
-        key = gl.convert_layout(key.reshape([HEAD_DIM, TILE]), right)
-        scores = _upper_half(mma_v2(query, key, no_scores))
-        words = _load_keys(k_cache, block, offset, kv_head, is_tile, NUM_KV_HEADS, HEAD_DIM, BLOCK_STRIDE, TILE)
-        scores = scores * (query_scale[:, None] * _in_columns(key_scale.to(gl.float32), score_columns)[None, :])
-        key_scale = _load_scales(
-            k_cache, block, offset, kv_head, is_tile, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TILE
-        )
+        byte0, byte1, byte2, byte3 = _numbers_of_keys(keys)
+        numbers = gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3))
+        numbers = numbers.reshape([8, 4, 4, PER_ROW, HEAD_DIM // 64, 2, 2]).permute([3, 0, 4, 2, 5, 1, 6])
+        scores = mma_v2(gl.convert_layout(numbers.reshape([TILE, HEAD_DIM]), left), query, no_scores)
+        scores = scores * _scales_in_rows(key_scale, by_key)[:, None]
+        # A weight without its scale has at most 88 bits before the point.
+        factors = gl.maximum(_scales_in_rows(value_scale, by_key), 2.0**-80)
+        if is_next:
+            keys = _load_keys(k_cache, key_block, key_place + offset * ROW, HEAD_DIM, ROW, STRIDE, PER_ROW)
+            key_scale = _load_scales(k_cache, key_block, scale_place + offset // 2, STRIDE, PER_ROW)
+            value_scale = _load_scales(v_cache, key_block, scale_place + offset // 2, STRIDE, PER_ROW)
+        key_block = gl.load(table + gl.minimum(following + TILE + key_row, last_key) // BLOCK_SIZE)
         if SOFT_CAP > 0:
-            scores = _soft_capped(scores, SOFT_CAP)
-        scores = gl.where(is_key[None, :], scores, -float("inf"))
-        new_highest = gl.maximum(highest, gl.max(scores, 1))
-        decay = gl.exp2(highest - new_highest)
-        weights = gl.exp2(scores - new_highest[:, None])
-        weight_sum = weight_sum * decay + gl.sum(weights, 1)
-        highest = new_highest
-
-        # The sum of values has a maximum of its own: see decode_attention.
-        log_scale = _in_columns(_log2(value_scale.to(gl.float32)), score_columns)
-        value_scale = _load_scales(
-            v_cache, block, offset, kv_head, is_tile, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TILE
-        )
-        scores = gl.where(is_key[None, :], scores + log_scale[None, :], -float("inf"))
-        new_highest = gl.maximum(highest_scaled, gl.max(scores, 1))
-        decay = gl.convert_layout(gl.exp2(highest_scaled - new_highest), gl.SliceLayout(0, product))[None, :]
-        weights = gl.exp2(scores - new_highest[:, None]).to(gl.float16)
-        highest_scaled = new_highest
-        weights = gl.convert_layout(weights.permute([1, 0]), right)
+            scores = _soft_capped(scores * unit[None, :], SOFT_CAP)
+        if (following > end) | (start < first_seen):
+            # What an earlier owner of the block left may be NaN, and 0 × NaN too.
+            row_of_product = gl.arange(0, TILE, by_key)
+            in_rows = start + row_of_product % 8 * PER_ROW + row_of_product // 8
+            is_key = (in_rows >= first_seen) & (in_rows < end)
+            scores = gl.where(is_key[:, None], scores, -float("inf"))
+            factors = gl.where(is_key, factors, 1.0)
+            value_slice: gl.constexpr = values.type.layout
+            quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, value_slice))) * (2 * PER_ROW)
+            of_quarter = gl.arange(0, 2 * PER_ROW, gl.SliceLayout(0, gl.SliceLayout(1, value_slice)))
+            in_values = start + quarter[:, None, None] + of_quarter[None, None, :]
+            values = gl.where((in_values >= first_seen) & (in_values < end), values, 0)
+        if SOFT_CAP > 0:
+            weights = gl.exp2(scores - reference[None, :])
+        else:
+            weights = gl.exp2(scores * unit[None, :] - reference[None, :])
+        scaled = weights * factors[:, None]
+        if gl.max(scaled.to(gl.int32, bitcast=True).reshape([TILE * 8]), 0) > 0x43800000:  # 256.0
+            if SOFT_CAP == 0:
+                scores = scores * unit[None, :]
+            new_reference = gl.maximum(reference, gl.max(scores + _log2(factors)[:, None], 0))
+            decay = gl.exp2(reference - new_reference)
+            reference = new_reference
+            weight_sum = weight_sum * gl.convert_layout(decay, gl.SliceLayout(0, weight_sum.type.layout))[None, :]
+            acc0 = acc0 * decay[None, :]
+            acc1 = acc1 * decay[None, :]
+            acc2 = acc2 * decay[None, :]
+            acc3 = acc3 * decay[None, :]
+            weights = gl.exp2(scores - reference[None, :])
+            scaled = weights * factors[:, None]
+        weight_sum += gl.sum(weights.reshape([PER_ROW, 8, 8]), 0)
+        scaled = _transposed(scaled.to(gl.float16)).reshape([PER_ROW, 8, 8]).permute([0, 2, 1]).reshape([TILE, 8])
+        scaled = gl.convert_layout(scaled, right)
         byte0, byte1, byte2, byte3 = _numbers_of_values(gl.convert_layout(values, value_pairs))
-        acc0 = mma_v2(_left_operand(byte0, left), weights, acc0 * decay)
-        acc1 = mma_v2(_left_operand(byte1, left), weights, acc1 * decay)
-        acc2 = mma_v2(_left_operand(byte2, left), weights, acc2 * decay)
-        acc3 = mma_v2(_left_operand(byte3, left), weights, acc3 * decay)
-        low = gl.maximum(first_seen - following, 0)
-        values = _load_values(
-            v_cache, block, offset, kv_head, low, last_key - following, is_tile,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_STRIDE, TILE,
-        )  # fmt: skip
-        block = gl.load(table + gl.minimum(following + TILE, last_key) // BLOCK_SIZE)
+        acc0 = mma_v2(_left_operand(byte0, TILE, left), scaled, acc0)
+        acc1 = mma_v2(_left_operand(byte1, TILE, left), scaled, acc1)
+        acc2 = mma_v2(_left_operand(byte2, TILE, left), scaled, acc2)
+        acc3 = mma_v2(_left_operand(byte3, TILE, left), scaled, acc3)
+        if is_next:
+            values = _load_values(v_cache, value_block, value_place + offset * ROW, ROW, STRIDE, 2 * PER_ROW)
+        value_block = gl.load(table + gl.minimum(following + TILE + value_row, last_key) // BLOCK_SIZE)
 
     # Rows of the sums are (place in a piece, piece).
     acc = gl.join(gl.join(acc0, acc2), gl.join(acc1, acc3)).reshape([NUM_WORDS // 8, 8, 8, 4]).permute([2, 1, 0, 3])
     acc = gl.convert_layout(acc.reshape([8, HEAD_DIM]), in_memory)
-    factor = gl.where(highest_scaled > -float("inf"), gl.exp2(highest_scaled - highest), 0.0)
-    acc = acc * gl.convert_layout(factor, memory_rows)[:, None]
-    highest = gl.convert_layout(highest, memory_rows)
-    weight_sum = gl.convert_layout(weight_sum, memory_rows)
+    highest = gl.convert_layout(reference, memory_rows)
+    weight_sum = gl.convert_layout(gl.sum(weight_sum, 0), memory_rows)
     group = gl.arange(0, 8, memory_rows)
     in_group = group < GROUP
+    if HAS_SINKS:
+        # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
+        sink = gl.load(sinks + kv_head * GROUP + group, mask=in_group, other=0.0) * 1.4426950408889634
+        sink = gl.where(gl.load(item + 5) == 0, sink, -float("inf"))
+        new_highest = gl.maximum(highest, sink)
+        decay = gl.exp2(highest - new_highest)
+        weight_sum = weight_sum * decay + gl.exp2(sink - new_highest)
+        acc = acc * decay[:, None]
+        highest = new_highest
     dims = gl.arange(0, HEAD_DIM, memory_columns)
     # A padding row has no key: it gets zeros.
     acc = acc / gl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
@@ -393,20 +413,22 @@ def _reduce_chunks(
     highest = gl.full([8], -float("inf"), gl.float32, gl.SliceLayout(1, layout))
     weight_sum = gl.zeros([8], gl.float32, gl.SliceLayout(1, layout))
     acc = gl.zeros([8, HEAD_DIM], gl.float32, layout)
-    for chunk in range(num_chunks):
-        partial = ((first_partial + chunk) * NUM_KV_HEADS + kv_head) * GROUP + group
-        # .cg: past the L1 cache, which may hold what was there before the other programs stored.
-        lse = gl.load(partial_lse + partial, mask=in_group, other=0.0, cache_modifier=".cg")
-        value = gl.load(
-            partial_out + (partial[:, None] * HEAD_DIM + dims[None, :]),
-            mask=in_group[:, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_highest = gl.maximum(highest, lse)
-        decay = gl.exp2(highest - new_highest)
-        weight = gl.exp2(lse - new_highest)
-        weight_sum = weight_sum * decay + weight
-        acc = acc * decay[:, None] + value * weight[:, None]
-        highest = new_highest
+    for first in range(0, num_chunks, 4):
+        for chunk in gl.static_range(4):  # loaded together
+            is_chunk = in_group & (first + chunk < num_chunks)
+            partial = ((first_partial + first + chunk) * NUM_KV_HEADS + kv_head) * GROUP + group
+            # .cg: past the L1 cache, which may hold what was there before the other programs stored.
+            lse = gl.load(partial_lse + partial, mask=is_chunk, other=-1e30, cache_modifier=".cg")
+            value = gl.load(
+                partial_out + (partial[:, None] * HEAD_DIM + dims[None, :]),
+                mask=is_chunk[:, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_highest = gl.maximum(highest, lse)
+            decay = gl.exp2(highest - new_highest)
+            weight = gl.exp2(lse - new_highest)
+            weight_sum = weight_sum * decay + weight
+            acc = acc * decay[:, None] + value * weight[:, None]
+            highest = new_highest
     places = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
     gl.store(out_row + places, (acc / weight_sum[:, None]).to(out_row.dtype.element_ty), mask=in_group[:, None])
     if log_sums is not None:
