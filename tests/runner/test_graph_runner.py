@@ -19,7 +19,7 @@ from family_shapes import SHAPES
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.demo import demo_path
 from nvcli.messages import StepInput
-from nvcli.runner.graph_runner import GraphRunner
+from nvcli.runner.graph_runner import GraphRunner, shapes_to_run
 from nvcli.runner.input_buffers import StepBatch
 from nvcli.runner.model_runner import ModelRunner
 from nvcli.runner.step_runner import StepRunner
@@ -275,3 +275,11 @@ def test_jobs_of_few_requests_capture_few_sizes() -> None:
         )
 
     assert [largest_prefill(n) for n in (1, 2, 63, 64)] == [0, 2048, 2048, 8192]
+
+
+def test_one_shape_of_each_range_of_tokens_runs_before_its_capture() -> None:
+    decode = [BatchShape(decode_rows=rows) for rows in (64, 56, 40, 33, 32, 24, 8, 4, 2, 1)]
+    mixed = [BatchShape(decode_rows=64, prefill_rows=8, prefill_tokens=tokens) for tokens in (512, 448, 256, 64)]
+    found = shapes_to_run(mixed + decode)
+    assert [shape.decode_rows for shape in decode if shape in found] == [64, 32, 8, 4, 2, 1]
+    assert [shape.prefill_tokens for shape in mixed if shape in found] == [512, 448, 64]

@@ -13,9 +13,12 @@ import torch
 from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of_a_tree
 
 from checkpoints import write_tiny_model
+from fake_runners import engine_config
 from kernel_device import HAS_GPU, INTERPRETED_MARKS
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
+from nvcli.messages import unpack
+from nvcli.runner.warm_up import warm_up_steps
 from one_rank import make_runner
 
 pytestmark = [
@@ -107,3 +110,21 @@ def test_shared_prefixes_are_warmed_up_where_another_backend_decodes(
     runner._run_largest_batches()
     for part in "IS_PREFIX", "IS_REST":
         assert any((part, True) in found for found in variants)
+
+
+def test_fp8_products_of_a_middling_number_of_rows_are_met() -> None:
+    def sizes(**keys: Any) -> list[int]:
+        config = engine_config(max_model_len=4096, **keys)
+        return [sum(unpack(step.num_tokens)) for step in warm_up_steps(config, 8192, 4, 0)]
+
+    assert sizes() == [8192, 512, 4]
+    assert sizes(quantization="fp8") == [8192, 2048, 512, 4]
+
+
+def test_launches_of_fewer_rows_are_met() -> None:
+    def rows(num_seqs: int, num_sharing: int, **keys: Any) -> list[tuple[int, bool]]:
+        steps = list(warm_up_steps(engine_config(**keys), 512, num_seqs, num_sharing))[1:]
+        return [(step.num_decodes, step.shares_segments) for step in steps]
+
+    assert rows(1024, 1000) == [(1024, False), (1000, True), (64, True), (2, True)]
+    assert rows(48, 2, enforce_eager=True) == [(48, False), (2, False), (2, True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import pkgutil
 import threading
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from nvcli.config import EngineConfig
+from nvcli.control_group import container_cores
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.models.config import ModelConfig
@@ -25,6 +27,18 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
         num_cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, num_cores // config.num_ranks))
     return torch.device("cpu")
+
+
+def own_cores(device: torch.device) -> int:
+    """Count the cores that a rank may take for work beside its own, 0 or more: other GPUs may have ranks of theirs."""
+    num_shares = torch.cuda.device_count() if device.type == "cuda" else 1
+    return int(min(float(len(os.sched_getaffinity(0))), container_cores() or math.inf) / max(1, num_shares))
+
+
+def wait_for_gpu() -> None:
+    """Wait for all that was launched on the current GPU, if there is one."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def _open_gpu(index: int) -> torch.device:
@@ -60,13 +74,18 @@ def kept_weights_note(model: ModelConfig, dtype: str, *, has_units: bool) -> str
     return f"the checkpoint's FP8 weights are turned into {dtype} (quantization: fp8 keeps them)" if is_stored else None
 
 
-def import_kernels() -> None:
-    """Import Triton and the modules that declare kernels, on a thread, while weights are read."""
+def import_kernels() -> threading.Thread | None:
+    """Import Triton and the modules that declare kernels, on a thread, while weights are read. Return the thread; None
+    where there is no Triton."""
 
     def import_all() -> None:
         package = importlib.import_module("nvcli.kernels.triton")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+        importlib.import_module(f"{package.__name__}.compile_ahead").hash_triton()
 
-    if find_spec("triton") is not None:
-        threading.Thread(target=import_all, name="import-kernels", daemon=True).start()
+    if find_spec("triton") is None:
+        return None
+    thread = threading.Thread(target=import_all, name="import-kernels", daemon=True)
+    thread.start()
+    return thread

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape
+from nvcli.runner.device import wait_for_gpu
 
 
 class GraphOutput(Protocol):
@@ -50,17 +51,27 @@ class GraphRunner(Generic[T]):
         self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
-        """Capture the graphs of these shapes (None: of all), in their order, and wait for the device. Each step runs
-        once before it is captured, which loads and compiles what it launches."""
-        for shape in self.shapes if shapes is None else shapes:
+        """Capture the graphs of these shapes (None: of all), in their order, and wait for the device. `shapes_to_run`
+        run once before they are captured, which loads and compiles what they launch, and what most others do."""
+        shapes = self.shapes if shapes is None else shapes
+        run_first = shapes_to_run(shapes)
+        for shape in shapes:
             self._prepare(shape)
             stream = self._capture_stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._run(shape)
+            if shape in run_first:
+                with torch.cuda.stream(stream):
+                    self._run(shape)
             torch.cuda.current_stream().wait_stream(stream)
-            self._capture(shape, "thread_local")
+            self._capture(shape, "thread_local" if shape in run_first else "relaxed")
         torch.cuda.synchronize()
+
+    def run(self) -> None:
+        """Run the step of every shape once, without graphs, and wait for each."""
+        for shape in self.shapes:
+            self._prepare(shape)
+            self._run(shape)
+            wait_for_gpu()  # the memory of what is uploaded serves the next steps, too
 
     def has_captured(self, shape: BatchShape) -> bool:
         """Tell whether the graph of a shape is ready to be replayed."""
@@ -104,7 +115,7 @@ class GraphRunner(Generic[T]):
         """`error_mode`: "relaxed" lets kernels be loaded, and "thread_local" says where a step does what no graph
         holds. With both, other threads may wait for the device: a thread posts the outputs of steps."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._capture_stream()), _no_garbage_collection():
+        with torch.cuda.stream(self._capture_stream()), no_garbage_collection():
             # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back.
             graph.capture_begin(pool=self._pool, capture_error_mode=error_mode)
             try:
@@ -114,8 +125,18 @@ class GraphRunner(Generic[T]):
         self._graphs[shape], self._outputs[shape] = graph, output.unowned()
 
 
+def shapes_to_run(shapes: Sequence[BatchShape]) -> set[BatchShape]:
+    """Return the first shape of each kind of steps with numbers of tokens between the same powers of two. Within these,
+    a step may launch a kernel that no other does, which is then loaded while its graph is captured."""
+    first: dict[object, BatchShape] = {}
+    for shape in shapes:
+        kind = shape.decode_rows > 0, shape.prefill_rows > 0, shape.tokens_per_row, shape.shares_segments
+        first.setdefault((*kind, shape.shares_prefixes, (shape.num_tokens - 1).bit_length()), shape)
+    return set(first.values())
+
+
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """A collection in the middle of a capture may free CUDA memory, which breaks the capture."""
     gc.disable()
     try:

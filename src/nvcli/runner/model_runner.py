@@ -31,7 +31,8 @@ from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
 from nvcli.models.registry import build_model
 from nvcli.runner.constraints import Constraints, start_workers
-from nvcli.runner.device import has_fp8_units, import_kernels, kept_weights_note, open_device
+from nvcli.runner.device import has_fp8_units, import_kernels, kept_weights_note, open_device, wait_for_gpu
+from nvcli.runner.first_start import compile_kernels, program_to_compile
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.mask_workers import MaskWorkers
@@ -89,6 +90,7 @@ class ModelRunner:
             self._select_attention()
             self._choose_graphs()
             self._make_slots()
+            self._compile_kernels()
             self._warm_up()
             self._measure_graphs()
             self._size_kv_cache()
@@ -118,8 +120,7 @@ class ModelRunner:
     def _open_device(self) -> None:
         with self._phase("open device"):
             self.device = open_device(self.config, self._context.rank)
-            if self.device.type == "cuda":
-                import_kernels()
+            self._kernel_imports = import_kernels() if self.device.type == "cuda" else None
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
             self.kv_dtype = torch_kv_dtype(self.config.kv_dtype)
             self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
@@ -276,6 +277,25 @@ class ModelRunner:
         is_state = any(group.is_state for group in self._kv_groups)
         return not is_state and not self.backend.needs_exact_lens and self.config.pipeline_parallel_size == 1
 
+    def _compile_kernels(self) -> None:
+        """Compile the kernels of the model's first start side by side; later ones are loaded in the warm-up."""
+        if self._kernel_imports is not None:
+            with self._phase("import kernels"):
+                self._kernel_imports.join()
+        program = program_to_compile(self.config, self.device)
+        if program is None:
+            return
+        with self._phase("compile kernels"):
+            self._use_kv_cache(1)
+            note = compile_kernels(program, self.device, self._run_steps_to_compile)
+            torch.cuda.empty_cache()
+            self._notes += [note] if note else []
+
+    def _run_steps_to_compile(self) -> None:
+        """Launch what is launched until the rank is ready: the warm-up, and the steps of all graphs."""
+        self._run_largest_batches()
+        self.steps.make_graphs(self._graph_shapes).run()
+
     def _warm_up(self) -> None:
         """Run the largest batches once, on the null block, and measure the memory that they need beside the weights."""
         with self._phase("warm up"):
@@ -295,6 +315,7 @@ class ModelRunner:
         for step in warm_up_steps(self.config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
             try:
                 self.launch(step)
+                wait_for_gpu()  # the memory of what is uploaded serves the next steps, too
             except MemoryError as error:
                 raise LimitsTooHigh(
                     f"the largest batches ({num_tokens} tokens, {num_seqs} requests) do not fit beside the weights "

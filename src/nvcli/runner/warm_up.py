@@ -11,29 +11,39 @@ from nvcli.messages import NewSlot, PromptRead, SlotSampling, StepInput, pack
 _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
 _MIDDLING_TOKENS = 512
 """A number between the few and the many rows of `kernels/linear.py`, each of which have a product of their own."""
+_MIDDLING_FP8_TOKENS = 2048
+"""A number between those for which products with FP8 weights have other kernels (`kernels/triton/fp8_launches.py`)."""
+_FEWER_ROWS = (64, 2)
+"""A middling number and a small one of decode rows, which have launches of their own (`decode_attention.py`)."""
 
 
 def warm_up_steps(
     config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int, *, shares_prefixes: bool = False
 ) -> Iterator[StepInput]:
-    """Yield steps with `num_tokens` and with at most 512 prompt tokens, each in as few requests as possible, then one
-    that decodes `num_seqs` requests. The first one also scores all of its tokens, and copies keys within its layers,
-    the others before them.
+    """Yield steps with `num_tokens`, with FP8 weights 2,048, and at most 512 prompt tokens, each in as few requests as
+    possible, then one that decodes `num_seqs` requests. The first one also scores all of its tokens, and copies keys
+    within its layers, the others before them.
 
     Where `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with
-    so many requests and with two: few rows have launches of their own. With `shares_prefixes` the last step has two
-    chunks behind a block that they share.
+    so many requests and with fewer. With `shares_prefixes` the last step has two chunks behind a block that they share.
     """
-    yield _step(-5, _prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
+    yield _step(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
+    if config.quantization == "fp8" and num_tokens > _MIDDLING_FP8_TOKENS:
+        yield _step(_prompt_lens(config, _MIDDLING_FP8_TOKENS), num_decodes=0)
     if num_tokens > _MIDDLING_TOKENS:
-        yield _step(-4, _prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
+        yield _step(_prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
     # Slots filled again start at length 0: every request decodes its first token.
-    yield _step(-3, [1] * num_seqs, num_decodes=num_seqs)
+    for rows in (num_seqs, *(_fewer(num_seqs) if config.enforce_eager else ())):  # a graph's capture runs its own
+        yield _step([1] * rows, num_decodes=rows)
     if num_sharing > 1:
-        yield _step(-2, [1] * num_sharing, num_decodes=num_sharing, shares_segments=True)
-        yield _step(-1, [1, 1], num_decodes=2, shares_segments=True)
+        for rows in (num_sharing, *_fewer(num_sharing)):
+            yield _step([1] * rows, num_decodes=rows, shares_segments=True)
     if shares_prefixes and config.block_size < config.max_model_len:
-        yield _step(-1, [1, 1], num_decodes=0, num_shared=config.block_size)
+        yield _step([1, 1], num_decodes=0, num_shared=config.block_size)
+
+
+def _fewer(rows: int) -> list[int]:
+    return [fewer for fewer in _FEWER_ROWS if fewer < rows]
 
 
 def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
@@ -44,7 +54,6 @@ def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
 
 
 def _step(
-    step_id: int,
     lens: list[int],
     *,
     num_decodes: int,
@@ -59,7 +68,7 @@ def _step(
     """
     slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
-        step_id=step_id,
+        step_id=-1,
         new_slots=[NewSlot(slot=slot, num_cached_tokens=num_shared, sampling=_SAMPLING) for slot in slots],
         block_groups=nothing,
         block_slots=pack(slots),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from nvcli.kernels.triton.compile_ahead import Placeholder
 from nvcli.kernels.triton.hopper_cache import CacheDescriptors
 from nvcli.kernels.triton.hopper_prefill_kernel import ROWS, hopper_prefill_kernel
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList, TilePart
@@ -103,5 +104,6 @@ class HopperPrefillAttention:
         compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = hopper_prefill_kernel.warmup(*arguments, grid=grid, num_warps=4)
-            self._compiled[kind] = compiled
+            if not isinstance(compiled, Placeholder):
+                self._compiled[kind] = compiled
         compiled[grid](*arguments)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from nvcli.kernels.triton.compile_ahead import Placeholder
 from nvcli.kernels.triton.decode_attention import LOG2_E
 from nvcli.kernels.triton.hopper_cache import CacheDescriptors
 from nvcli.kernels.triton.hopper_prefill_kernel import KEYS, ROWS
@@ -110,7 +111,8 @@ class HopperSegmentAttention:
         compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = hopper_segment_kernel.warmup(*arguments, grid=grid, num_warps=4)
-            self._compiled[kind] = compiled
+            if not isinstance(compiled, Placeholder):
+                self._compiled[kind] = compiled
         compiled[grid](*arguments)
         return SegmentResults(
             out=self._partial_out,
