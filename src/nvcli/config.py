@@ -21,6 +21,7 @@ from nvcli.config_types import (
     AttentionName,
     Device,
     Dtype,
+    FP8Accumulation,
     KeptWeights,
     KVCacheDtype,
     KVDtype,
@@ -108,6 +109,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     activations quantised as they come; w4a16: in the 4 bits of the checkpoint, with activations in `dtype`. auto: fp8
     for a checkpoint in FP8 on GPUs with FP8 units, w4a16 for one in 4 bits where 16 would take too much of a GPU's
     memory, else none."""
+    fp8_accumulation: FP8Accumulation = "exact"
+    """How products with FP8 weights are added up. exact: in float32, at the latest every 256 numbers of a sum; fast:
+    the FP8 units, which keep about 14 bits, add up the whole sum where weights have a scale for each row or tensor."""
     device: Device = "auto"
     """auto: cuda where an NVIDIA GPU and a torch built for it are found, else cpu."""
     tensor_parallel_size: ParallelSize = "auto"
@@ -198,6 +202,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Once all is allocated, run the largest batches again and report what each item then took."""
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers."""
+    fp8_accumulation: FP8Accumulation = "exact"
+    """As in RunConfig."""
     batch_invariant: bool = False
     """As in RunConfig."""
     kv_blocks_before: int | None = None

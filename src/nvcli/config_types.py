@@ -18,6 +18,7 @@ KeptWeights = Literal["none", "fp8", "w4a16"]
 Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]
+FP8Accumulation = Literal["exact", "fast"]
 Order = Literal["completion", "input"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]

@@ -65,6 +65,8 @@ def test_weights_in_fp8_give_other_answers() -> None:
         for kind in ("none", "fp8")
     )
     assert kept == {**plain, "quantization": "fp8"}
+    fast = engine_config(model_path=demo_path(), quantization="fp8", fp8_accumulation="fast")
+    assert dict(job_facts(run, fast, {}, model_path=demo_path())) == {**kept, "fp8_accumulation": "fast"}
     assert "quantization" not in plain, "outputs of earlier versions are continued"
 
 

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import write_tiny_model
 from nvcli.check.machine import named_gpus
 from nvcli.config import RunConfig
+from nvcli.errors import ConfigError
 from nvcli.job_run.kept_weights import explain_choice, keep_weights
 from nvcli.job_run.resolve import load_model, resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
@@ -83,6 +84,42 @@ def test_what_is_kept_is_what_the_engine_gets(kind: str, kept: str, paths: dict[
     config = resolve_engine_config(run, paths["blocks"], model, found_device="cuda")
     assert model.quantization == config.quantization == kept
     assert config.weights_type == (f"{model.dtype}, linear layers in FP8" if kept == "fp8" else model.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "keys", "said"),
+    [
+        ("plain", "cuda", {"quantization": "fp8"}, None),
+        (
+            "plain",
+            "cuda",
+            {},
+            r"is none \(auto came to it\).*: leave it out, or set `quantization` to fp8, on GPUs with",
+        ),
+        ("awq", "cuda", {"quantization": "w4a16"}, "is w4a16, with which nothing is multiplied in FP8.*, or set"),
+        ("blocks", "cuda", {"quantization": "fp8"}, "have scales by blocks.*: leave it out$"),
+        ("blocks", "cuda", {"quantization": "none"}, "have scales by blocks.*: leave it out$"),
+        ("plain", "cuda", {"batch_invariant": True}, "`batch_invariant` is true.*: leave it out$"),
+        ("plain", "cpu", {"quantization": "fp8"}, "a CPU adds up in float32.*: leave it out$"),
+        ("plain", "cpu", {}, "a CPU adds up in float32.*: leave it out$"),
+    ],
+)
+def test_fast_accumulation(
+    name: str,
+    device: Any,
+    keys: dict[str, Any],
+    said: str | None,
+    paths: dict[str, Path],
+    models: dict[str, ModelConfig],
+) -> None:
+    run = RunConfig(model="m", fp8_accumulation="fast", **keys)
+    model = keep_weights(run, models[name], device, report=report(", 9.0"), environ={})
+    if said is None:
+        config = resolve_engine_config(run, paths[name], model, found_device=device)
+        assert config.fp8_accumulation == "fast"
+        return
+    with pytest.raises(ConfigError, match=rf"`fp8_accumulation` is fast, but .*{said}"):
+        resolve_engine_config(run, paths[name], model, found_device=device)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,15 @@ class Pointer:
         assert self.offset == 0
         return Pointer(self.data.view(dtype))
 
+    def __getitem__(self, places: Any) -> Pointer:
+        return Pointer(self.data, self.offset[places])
+
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+        assert bitcast
+        offset = self.offset * self.data.itemsize
+        assert not (offset % dtype.itemsize).any(), "an address that the GPU would refuse"
+        return Pointer(self.data.view(dtype), offset // dtype.itemsize)
+
 
 def block(data: Any) -> Tensor:
     return torch.as_tensor(data).as_subclass(Block)
@@ -87,7 +96,7 @@ def run(
         where=lambda condition, a, b: torch.where(block(condition), a, b),
         max=lambda x, axis: x.amax(axis), sum=torch.sum, abs=torch.abs, exp2=torch.exp2, log2=torch.log2,
         split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), dim=-1),
-        convert_layout=lambda x, layout: x, multiple_of=lambda x, size: x,
+        convert_layout=lambda x, layout: x, multiple_of=lambda x, size: x, static_range=range,
     )  # fmt: skip
     names = dict(vars(module))
     for name, value in vars(module).items():

@@ -50,7 +50,7 @@ class Memory:
         return Memory(self.data.permute(order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Parts:
-        if len(shape) > 3:  # the same rows in more dimensions
+        if len(shape) > 3 or shape[-1] == self.data.shape[-1]:  # the same rows in other dimensions
             return Memory(self.data.view(shape))
         assert shape[0] * shape[1] * shape[2] == self.data.numel()
         return Parts(self.data, shape[1])
@@ -120,13 +120,18 @@ class Simulator:
         self._rng = random.Random(seed)
         self._changed = threading.Condition()
         self._products = threading.local()
+        self._stores = threading.local()
         self._loads: list[Callable[[], None]] = []
         self._program = (0, 1)
         names = dict(vars(module))
         names |= {
             "gl": self._language(),
             "mbarrier": self._mbarrier(),
-            "tma": types.SimpleNamespace(async_copy_global_to_shared=self._load_part),
+            "tma": types.SimpleNamespace(
+                async_copy_global_to_shared=self._load_part,
+                async_copy_shared_to_global=self._store_part,
+                store_wait=self._wait_for_stores,
+            ),
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._wait_for_products,
             "fence_async_shared": lambda: None,
@@ -173,7 +178,8 @@ class Simulator:
             constexpr=object, int32=torch.int32, int64=torch.int64, float32=torch.float32, load=load, store=store,
             BlockedLayout=layout, NVMMADistributedLayout=layout, NVMMASharedLayout=layout, DotOperandLayout=layout,
             SliceLayout=layout, allocate_shared_memory=allocate, warp_specialize=self._specialise,
-            DistributedLinearLayout=layout, int16=torch.int16, exp=torch.exp,
+            DistributedLinearLayout=layout, int16=torch.int16, uint8=torch.uint8,
+            float8e4nv=torch.float8_e4m3fn, exp=torch.exp, abs=torch.abs,
             split=lambda x: x.unbind(-1),
             static_range=range, cdiv=lambda a, b: -(-a // b), exp2=torch.exp2, log2=torch.log2,
             sum=torch.sum, max=maximum_of, minimum=either(torch.minimum), maximum=either(torch.maximum),
@@ -194,29 +200,53 @@ class Simulator:
             if pred:
                 barrier.wait(int(phase))
 
-        def expect(barrier: Barrier, num_bytes: int) -> None:
-            barrier.update(1, num_bytes)
+        def expect(barrier: Barrier, num_bytes: int, pred: Any = True) -> None:
+            if pred:
+                barrier.update(1, num_bytes)
 
-        def arrive(barrier: Barrier, count: int) -> None:
-            barrier.update(count, 0)
+        def arrive(barrier: Barrier, count: int, pred: Any = True) -> None:
+            if pred:
+                barrier.update(count, 0)
 
         return types.SimpleNamespace(
             MBarrierLayout=lambda: "barriers", init=init, wait=wait, expect=expect, arrive=arrive
         )
 
-    def _load_part(self, source: Tensor, coord: Sequence[Any], barrier: Barrier, part: Memory) -> None:
+    def _load_part(
+        self, source: Tensor, coord: Sequence[Any], barrier: Barrier, part: Memory, pred: Any = True
+    ) -> None:
         """`source` is what the descriptor describes. The bytes come later, in any order, and zeros for what is behind
         its end."""
+        if not pred:
+            return
         ends = [int(place) + size for place, size in zip(coord, part.data.shape, strict=True)]
 
         def arrive() -> None:
             there = source[tuple(slice(int(first), end) for first, end in zip(coord, ends, strict=True))]
             part.data.zero_()
             part.data[tuple(slice(size) for size in there.shape)] = there
-            # Numbers stand for ones of 16 bits.
-            barrier.update(0, -part.data.numel() * (2 if part.data.is_floating_point() else part.data.element_size()))
+            # Wider numbers stand for ones of 16 bits.
+            size = min(2, part.data.itemsize) if part.data.is_floating_point() else part.data.itemsize
+            barrier.update(0, -part.data.numel() * size)
 
         self._loads.append(arrive)
+
+    def _store_part(self, target: Tensor, coord: Sequence[Any], part: Memory) -> None:
+        """Shared memory is read when the store is waited for. What lies behind the end is dropped."""
+        places = tuple(slice(int(first), int(first) + size) for first, size in zip(coord, part.data.shape, strict=True))
+
+        def store() -> None:
+            there = target[places]
+            there.copy_(part.data[tuple(slice(size) for size in there.shape)])
+
+        self._stores.pending = [*getattr(self._stores, "pending", []), store]
+
+    def _wait_for_stores(self, num_outstanding: int) -> None:
+        pending = getattr(self._stores, "pending", [])
+        ended = max(len(pending) - num_outstanding, 0)
+        for store in pending[:ended]:
+            store()
+        self._stores.pending = pending[ended:]
 
     def _let_loads_arrive(self) -> None:
         with self._changed:
@@ -238,16 +268,15 @@ class Simulator:
         product: Product = self._products.pending[-1]
         return product
 
-    def _wait_for_products(self, num_outstanding: int, deps: list[Product | Tensor]) -> Tensor | tuple[Tensor, ...]:
+    def _wait_for_products(self, num_outstanding: int, deps: list[Product | Tensor]) -> Any:
+        """Products that may still go on remain what they are: another product may add to them."""
         pending = self._products.pending
         ended = max(len(pending) - num_outstanding, 0)
         for product in pending[:ended]:
             product.finish()
         self._products.pending = pending[ended:]
-        results = [dep.result if isinstance(dep, Product) else dep for dep in deps]
-        done = tuple(result for result in results if result is not None)
-        assert len(done) == len(deps), "it was not waited for"
-        return done[0] if len(done) == 1 else done
+        results = tuple(dep.result if isinstance(dep, Product) and dep.result is not None else dep for dep in deps)
+        return results[0] if len(results) == 1 else results
 
     def _specialise(self, groups: Sequence[tuple[Any, tuple[Any, ...]]], warps: object, registers: object) -> None:
         failures: list[BaseException] = []

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from nvcli.kernels.fp8 import (
     activate_and_quantise,
     dequantise_weight,
+    fp8_gated_linear,
     fp8_linear,
     norm_and_quantise,
     quantise,
@@ -91,6 +92,17 @@ def test_fused_operations_are_those_in_two_steps(scaling: FP8Scaling) -> None:
     gate, up = delta.chunk(2, dim=1)
     expected = quantise(F.silu(gate) * up, scaling)
     assert torch.equal(activate_and_quantise(delta, "silu", scaling).codes.float(), expected.codes.float())
+
+
+@SCALINGS
+def test_gate_and_up_projection_give_what_the_next_layer_takes(scaling: FP8Scaling) -> None:
+    x, bias = quantise(rand(5, 128), "channel"), rand(512, 1, seed=2).flatten()
+    weight = quantise_weight(rand(512, 128, seed=1), "channel")
+    expected = activate_and_quantise(fp8_linear(x, *weight, bias, None), "gelu_tanh", scaling)
+    found = fp8_gated_linear(x, *weight, bias, "gelu_tanh", scaling)
+    assert found.scaling == scaling
+    assert torch.equal(found.codes.float(), expected.codes.float())
+    assert torch.equal(found.scales, expected.scales)
 
 
 def test_numbers_of_codes() -> None:

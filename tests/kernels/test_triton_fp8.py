@@ -60,6 +60,24 @@ def test_quantise(size: int, dtype: torch.dtype, scaling: FP8Scaling) -> None:
     assert_same(found, reference.quantise(wide[:, 16 : size + 16], scaling))
 
 
+@pytest.mark.parametrize("num_groups", [1, 3, 40, 96])
+def test_groups_get_one_scale(num_groups: int) -> None:
+    """Powers of two change nothing but what gets too small for FP8, which is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    codes = (torch.randn(5, num_groups, 128, generator=generator) * 100).clamp_(-448, 448).to(FP8)
+    exponents = torch.randint(100, 120, (5, num_groups), generator=generator, dtype=torch.uint8)
+    exponents[1] = 110
+    exponents[2, 0] = 2  # which is smaller by more than float32 can say
+    values = codes.float() * 2.0 ** (exponents.float() - 127).unsqueeze(-1)
+    shared = codes.flatten(1).to(DEVICE).clone()
+    scales = fp8.share_scales(shared, exponents.to(DEVICE)).cpu()
+    assert torch.equal(scales, 2.0 ** (exponents.amax(1).float() - 127))
+    expected = (values.flatten(1) / scales.unsqueeze(1)).to(FP8)
+    assert torch.equal(shared.cpu().float(), expected.float())
+    if num_groups > 1:
+        assert torch.equal(shared[1].cpu().float(), codes[1].flatten().float())
+
+
 @SCALINGS
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)

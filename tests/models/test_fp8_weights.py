@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from batches import RequestState, make_batch
 from checkpoints import reference_logits, reference_model, write_tiny_model
 from family_shapes import SHAPES
+from nvcli.config_types import FP8Accumulation
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError
@@ -30,8 +31,10 @@ from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models import fp8_values, loader, quantised_values
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.fp8_linear import Fp8LinearMethod
 from nvcli.models.geometry import model_tensors
 from nvcli.models.loader import init_random_weights
+from nvcli.models.parallel import ShardedLinear
 from nvcli.models.registry import build_model
 from nvcli.sizing.weights import weight_bytes
 from quantised_checkpoints import FORMATS, fp8_blocks, unstack_experts, write_quantised
@@ -349,3 +352,23 @@ def test_rows_are_as_wide_as_the_units_read(name: str, original: Path, blocks: t
     with pytest.raises(ConfigError, match="200 of the hidden size are not multiples of 16 in FP8"):
         dataclasses.replace(model, hidden_size=200).check_tensor_parallel(1)
     dataclasses.replace(model, hidden_size=208).check_tensor_parallel(1)
+
+
+def test_every_layer_is_told_how_products_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_model(tmp_path / "model")
+    config, asked = load_model_config(path).keeping("fp8"), []
+
+    def multiply(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, use_fast_accum: bool, **scales: Tensor) -> Tensor:
+        asked.append(use_fast_accum)
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    for accumulation in get_args(FP8Accumulation):
+        model = build_model(config, TensorParallelGroup.single(), torch.float32, fp8_accumulation=accumulation)
+        methods = [layer.method for layer in model.modules() if isinstance(layer, ShardedLinear)]
+        kept = [method for method in methods if isinstance(method, Fp8LinearMethod)]
+        assert len(kept) == 4 * config.num_layers
+        assert {method.accumulation for method in kept} == {accumulation}
+        x = fp8.quantise(torch.ones(2, 16), "channel")
+        fp8._scaled_product(x, torch.ones(16, 16).to(FP8), torch.ones(16), accumulation)
+    assert asked == [False, True]

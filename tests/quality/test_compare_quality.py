@@ -21,7 +21,9 @@ from nvcli.cli.main import app
 from nvcli.config import RunConfig, load_run_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError, NvcliError
-from nvcli.quality import compare
+from nvcli.models.fp8_linear import Fp8LinearMethod
+from nvcli.models.parallel import ShardedLinear
+from nvcli.quality import compare, passage_reader
 from nvcli.quality.answers import agreement
 from nvcli.quality.compare import compare_quality
 from nvcli.quality.logits import compare_logits
@@ -126,6 +128,25 @@ def test_weights_in_fp8_are_compared(tmp_path: Path) -> None:
             tokens = torch.tensor([7, 3, 50, 96, 2], dtype=torch.int32)
             found.append(reader.model.compute_logits(reader.read_chunk(tokens, 0)))
     assert 0 < (found[0] - found[1]).abs().mean() < 0.2
+
+
+def test_a_model_is_read_with_the_accumulation_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the one with fast sums would be compared with itself."""
+    path, asked = write_tiny_qwen3(tmp_path), []
+    monkeypatch.setattr(
+        passage_reader, "has_fp8_units", lambda device, accumulation: asked.append(accumulation) is None
+    )
+    for accumulation in ("exact", "fast"):
+        config = engine_config(
+            model_path=path, max_model_len=64, block_size=4, quantization="fp8", fp8_accumulation=accumulation
+        )
+        reader = PassageReader(config, TensorParallelGroup.single(), max_tokens=5, say=print)
+        layers = [layer for layer in reader.model.modules() if isinstance(layer, ShardedLinear)]
+        methods = [layer.method for layer in layers if isinstance(layer.method, Fp8LinearMethod)]
+        assert {method.accumulation for method in methods} == {accumulation}
+    assert asked == ["exact", "fast"]
 
 
 def test_a_batch_invariant_run_is_read_as_it_computes(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoints import write_tiny_model
+from nvcli.errors import ConfigError
 from nvcli.models.config import load_model_config
 from nvcli.runner.device import has_fp8_units, kept_weights_note
 from one_rank import make_runner, run_requests
@@ -37,6 +38,11 @@ def test_units_for_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, has_units in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert has_fp8_units(torch.device("cuda")) == has_units
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    assert has_fp8_units(torch.device("cuda"), "fast")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"`fp8_accumulation` is fast, but this GPU \(NVIDIA A100\) has no units"):
+        has_fp8_units(torch.device("cuda"), "fast")
 
 
 def test_the_log_says_how_weights_are_kept(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def job_facts(
         facts["kv_cache_dtype"] = config.kv_cache_dtype
     if config.quantization != "none":
         facts["quantization"] = config.quantization
+    if config.fp8_accumulation != "exact":
+        facts["fp8_accumulation"] = config.fp8_accumulation
     if config.batch_invariant:
         facts["batch_invariant"] = True
     facts |= _prompt_facts(run.job, chat_template)

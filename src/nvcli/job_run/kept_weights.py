@@ -77,6 +77,25 @@ def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> 
     return f"{what} in 4 bits become {config.dtype}, as {obstacle or faster}"
 
 
+def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
+    """Raise ConfigError where there is nothing that `fp8_accumulation: fast` could make faster. `model` is one whose
+    weights are kept as the run's ranks do."""
+    way_out = "leave it out"
+    if device == "cpu":
+        problem = "a CPU adds up in float32 whatever is asked for"
+    elif run.batch_invariant:
+        problem = "`batch_invariant` is true, with which nothing is multiplied in FP8"
+    elif model.fp8_scaling == "block":
+        problem = "the checkpoint's FP8 weights have scales by blocks, by which each 128 numbers of a sum are scaled"
+    elif model.quantization != "fp8":
+        came_to = " (auto came to it)" if run.quantization == "auto" else ""
+        problem = f"`quantization` is {model.quantization}{came_to}, with which nothing is multiplied in FP8"
+        way_out += ", or set `quantization` to fp8, on GPUs with FP8 units"
+    else:
+        return
+    raise ConfigError(f"`fp8_accumulation` is fast, but {problem}: {way_out}")
+
+
 def _format_kept(model: ModelConfig) -> KeptWeights | None:
     """Return how ranks would keep what the checkpoint has in few bits; None: it has nothing that they could keep."""
     if model.quantisation is None:

@@ -24,7 +24,7 @@ from nvcli.config_types import ModelDtype
 from nvcli.errors import ConfigError
 from nvcli.job_run.default_sampling import check_default_sampling
 from nvcli.job_run.job_facts import job_facts
-from nvcli.job_run.kept_weights import keep_weights
+from nvcli.job_run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.job_run.planning.layout import Layout, choose_layout
 from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.job_run.task import task_rows
@@ -281,6 +281,8 @@ def resolve_engine_config(
     attention_backend = attention_choice(run.attention_backend)
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
+    if run.fp8_accumulation == "fast":
+        check_fast_accumulation(run, model, device)
     return EngineConfig(
         model_path=model_path,
         device=device,
@@ -303,6 +305,7 @@ def resolve_engine_config(
         enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
         step_timeout=run.step_timeout,
         quantization=model.quantization,
+        fp8_accumulation=run.fp8_accumulation,
         embedding_size=model.hidden_size if run.task == "embed" else 0,
         batch_invariant=run.batch_invariant,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,

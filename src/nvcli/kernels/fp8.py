@@ -3,8 +3,9 @@ tensors take the Triton kernels that are held to it, and torch's own product on 
 
 A value is its code times a scale, which makes the largest of the values that share it 448, e4m3's largest number. With
 the scaling `channel` a row of a weight and a row of activations has one scale; with `block` 128 × 128 of a weight have
-one, and 128 neighbours of a row of activations (DeepSeek-V3, https://arxiv.org/abs/2412.19437). Products are summed in
-float32. Shapes: T rows, `in` and `out` features, G = in / 128, rounded up.
+one, and 128 neighbours of a row of activations (DeepSeek-V3, https://arxiv.org/abs/2412.19437). With the accumulation
+`exact` products are summed in float32, at the latest each 256 numbers; with `fast` FP8 units, which keep about 14 bits,
+may add up products by rows. Shapes: T rows, `in` and `out` features, G = in / 128, rounded up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.config_types import FP8Accumulation
 from nvcli.kernels import fp8_block_product
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows, numbers
@@ -80,25 +82,62 @@ def dequantise_weight(codes: Tensor, scales: Tensor) -> Tensor:
     return numbers(codes).mul_(factors)
 
 
-def fp8_linear(x: QuantisedRows, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def fp8_linear(
+    x: QuantisedRows,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    *,
+    accumulation: FP8Accumulation = "exact",
+) -> Tensor:
     """x Wᵀ + b. weight: [out, in] e4m3, with `scales` as `quantise_weight` gives them; bias: [out] → [T, out] in the
     type of the activations, in `out` (contiguous) if that is given. Weight and activations have the same scaling."""
-    assert (x.scales.dim() == 1) == (scales.dim() == 1), "both by rows or both by blocks"
+    assert x.scales.dim() == scales.dim(), "blocks of a weight need those of its input, and rows those of rows"
     if not weight.is_cuda:
         result = F.linear(_values(x), dequantise_weight(weight, scales), None if bias is None else bias.float())
         return result.to(x.dtype) if out is None else out.copy_(result)
+    from nvcli.kernels.triton import fp8_choice
     from nvcli.kernels.triton import fp8_linear as kernels
 
-    launch = kernels.choose_launch(len(x.codes), weight, x.scaling)
+    launch = kernels.choose_launch(len(x.codes), weight, x.scaling, accumulation)
+    many_rows = fp8_choice.choose_linear(x, weight, accumulation)
     if scales.dim() == 2 and fp8_block_product.takes(x, weight):
         result = fp8_block_product.block_product(x, weight, scales)
+    elif many_rows is not None:
+        from nvcli.kernels.triton import hopper_fp8
+
+        result = hopper_fp8.linear(x, weight, scales, many_rows, out)
     elif launch is None:
-        result = _scaled_product(x, weight, scales)
+        result = _scaled_product(x, weight, scales, accumulation)
     else:
         result = kernels.fp8_linear(x, weight, scales, launch, out)
     if bias is not None:
         result.add_(bias)
     return result if out is None or result is out else out.copy_(result)
+
+
+def fp8_gated_linear(
+    x: QuantisedRows,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    scaling: FP8Scaling,
+    *,
+    accumulation: FP8Accumulation = "exact",
+) -> QuantisedRows:
+    """activation(gate) × up of x Wᵀ + b, quantised. weight: [2 I, in], gate before up → [T, I]."""
+    if weight.is_cuda and bias is None and scaling == "channel":
+        from nvcli.kernels.triton import fp8_choice
+
+        launch = fp8_choice.choose_gated(x, weight, accumulation)
+        if launch is not None:
+            from nvcli.kernels.triton import hopper_fp8
+
+            return hopper_fp8.gated_linear(x, weight, scales, launch, is_gelu=activation == "gelu_tanh")
+    product = fp8_linear(x, weight, scales, bias, None, accumulation=accumulation)
+    return activate_and_quantise(product, activation, scaling)
 
 
 def fp8_weight_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
@@ -117,23 +156,33 @@ def fp8_weight_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | 
     return result if out is None or result is out else out.copy_(result)
 
 
-def fp8_linear_for_sum(x: QuantisedRows, weight: Tensor, scales: Tensor) -> Tensor:
+def fp8_linear_for_sum(
+    x: QuantisedRows, weight: Tensor, scales: Tensor, *, accumulation: FP8Accumulation = "exact"
+) -> Tensor:
     """x Wᵀ as `fp8_linear` computes it, for the residual sum behind it: [T, out], or float32 parts [P, T, out] that add
     up to it, as `norm_and_quantise` and `add_rms_norm` take them."""
     if not weight.is_cuda or scales.dim() == 2:
         return fp8_linear(x, weight, scales, None, None)
+    from nvcli.kernels.triton import fp8_choice
     from nvcli.kernels.triton import fp8_linear as kernels
 
-    launch = kernels.choose_launch(len(x.codes), weight, "sum")
+    if fp8_choice.choose_linear(x, weight, accumulation) is not None:
+        return fp8_linear(x, weight, scales, None, None, accumulation=accumulation)
+    launch = kernels.choose_launch(len(x.codes), weight, "sum", accumulation)
     if launch is None:
-        return _scaled_product(x, weight, scales)
+        return _scaled_product(x, weight, scales, accumulation)
     return kernels.fp8_linear_for_sum(x, weight, scales, launch)
 
 
-def _scaled_product(x: QuantisedRows, weight: Tensor, scales: Tensor) -> Tensor:
+def _scaled_product(x: QuantisedRows, weight: Tensor, scales: Tensor, accumulation: FP8Accumulation) -> Tensor:
     """x Wᵀ by the library's kernel, with a scale for each row of both."""
     product: Tensor = torch._scaled_mm(  # which rounds to bfloat16 where rows have scales
-        x.codes, weight.t(), scale_a=x.scales.unsqueeze(1), scale_b=scales.unsqueeze(0), out_dtype=torch.bfloat16
+        x.codes,
+        weight.t(),
+        scale_a=x.scales.unsqueeze(1),
+        scale_b=scales.unsqueeze(0),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=accumulation == "fast",
     )
     return product.to(x.dtype)
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from nvcli.config_types import FP8Accumulation
 from nvcli.kernels.activation import Activation
-from nvcli.kernels.fp8 import activate_and_quantise, fp8_linear, fp8_linear_for_sum, fp8_weight_linear, quantise
+from nvcli.kernels.fp8 import fp8_gated_linear, fp8_linear, fp8_linear_for_sum, fp8_weight_linear, quantise
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
 from nvcli.models.parallel import LinearMethod, PlainLinearMethod, ShardedLinear
@@ -23,8 +24,10 @@ from nvcli.models.weights import ScaleTarget, WeightSource, empty_parameter, len
 class Fp8LinearMethod(PlainLinearMethod):
     """Weights [rows, columns] e4m3, with scales [rows], or for blocks [rows / 128, columns / 128], rounded up."""
 
-    def __init__(self, scaling: FP8Scaling) -> None:
+    def __init__(self, scaling: FP8Scaling, accumulation: FP8Accumulation = "exact") -> None:
+        """`accumulation` says how products are added up (`kernels/fp8.py`)."""
         self.scaling = scaling
+        self.accumulation: FP8Accumulation = accumulation
 
     @property
     def input_scaling(self) -> FP8Scaling | None:
@@ -64,19 +67,24 @@ class Fp8LinearMethod(PlainLinearMethod):
     ) -> Activations:
         if scaling is None:
             return LinearMethod.apply_gated(self, layer, x, activation)
-        return activate_and_quantise(self.apply(layer, x, with_bias=True), activation, scaling)
+        quantised = self._quantised(x)
+        return fp8_gated_linear(
+            quantised, layer.weight, layer.weight_scale, layer.bias, activation, scaling, accumulation=self.accumulation
+        )
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
         if layer.bias is not None:
             return self.apply(layer, x, with_bias=True)
-        return fp8_linear_for_sum(self._quantised(x), layer.weight, layer.weight_scale)
+        quantised = self._quantised(x)
+        return fp8_linear_for_sum(quantised, layer.weight, layer.weight_scale, accumulation=self.accumulation)
 
     def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
         return self._multiply(layer, x, with_bias=with_bias, out=out)
 
     def _multiply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None) -> Tensor:
         bias = layer.bias if with_bias else None
-        return fp8_linear(self._quantised(x), layer.weight, layer.weight_scale, bias, out)
+        quantised = self._quantised(x)
+        return fp8_linear(quantised, layer.weight, layer.weight_scale, bias, out, accumulation=self.accumulation)
 
     def _quantised(self, x: Activations) -> QuantisedRows:
         return x if isinstance(x, QuantisedRows) else quantise(x, self.scaling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nvcli.config_types import FP8Accumulation
 from nvcli.models.fp8_linear import Fp8LinearMethod, Fp8WeightLinearMethod
 from nvcli.models.invariant_linear_method import InvariantLinearMethod
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod
@@ -11,10 +12,13 @@ from nvcli.models.w4_linear import W4LinearMethod
 from nvcli.models.weights import length
 
 
-def linear_method(path: str, pieces: Sequence[LinearPiece], *, has_fp8_units: bool = True) -> LinearMethod:
+def linear_method(
+    path: str, pieces: Sequence[LinearPiece], *, has_fp8_units: bool = True, fp8_accumulation: FP8Accumulation = "exact"
+) -> LinearMethod:
     """Return the method of the layer `path`. All pieces of a layer are kept alike (`geometry.py`).
 
-    `has_fp8_units` says whether activations may be multiplied in FP8.
+    `has_fp8_units` says whether activations may be multiplied in FP8, and `fp8_accumulation` how such products
+    are added up (`RunConfig`).
     """
     weight = pieces[0].weight
     scaling, groups = weight.scaling, weight.w4
@@ -25,7 +29,7 @@ def linear_method(path: str, pieces: Sequence[LinearPiece], *, has_fp8_units: bo
         return W4LinearMethod(kept, has_order=groups.has_order)
     if scaling is None:
         return PlainLinearMethod()
-    return Fp8LinearMethod(scaling) if has_fp8_units else Fp8WeightLinearMethod(scaling)
+    return Fp8LinearMethod(scaling, fp8_accumulation) if has_fp8_units else Fp8WeightLinearMethod(scaling)
 
 
 def invariant_linear_method(path: str, pieces: Sequence[LinearPiece]) -> LinearMethod:

@@ -11,6 +11,7 @@ from nvcli.models.geometry import StoredDtype, model_tensors
 if TYPE_CHECKING:
     import torch
 
+    from nvcli.config_types import FP8Accumulation
     from nvcli.distributed.tensor_parallel import TensorParallelGroup
     from nvcli.models.causal_lm import CausalLM
     from nvcli.models.config import ModelConfig
@@ -26,13 +27,15 @@ def build_model(
     linear_method: LinearMethodFactory | None = None,
     stage: Stage = WHOLE,
     has_fp8_units: bool = True,
+    fp8_accumulation: FP8Accumulation = "exact",
     batch_invariant: bool = False,
 ) -> CausalLM:
     """Build this rank's part of the model on the meta device; `loader.load_weights` gives it memory and weights.
 
     `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
     chooses how each linear layer is stored (None: as the model's tensors say), `stage` is the part of a pipeline, and
-    `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8, or with plain ones.
+    `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8, or with plain ones, and
+    `fp8_accumulation` how such products are added up (`RunConfig`).
     `batch_invariant`: a token's results have the same bits in every batch (see `ModelConfig.check_batch_invariant`).
     Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
     """
@@ -46,7 +49,11 @@ def build_model(
     config.check_tensor_parallel(group.size)
     config.check_pipeline_parallel(stage.count)
     stored_dtype = _stored_dtype(dtype)
-    own_method = invariant_linear_method if batch_invariant else partial(method_of_pieces, has_fp8_units=has_fp8_units)
+    own_method = (
+        invariant_linear_method
+        if batch_invariant
+        else partial(method_of_pieces, has_fp8_units=has_fp8_units, fp8_accumulation=fp8_accumulation)
+    )
     build = BuildContext(
         group=group,
         tensors={tensor.name: tensor for tensor in model_tensors(config, stored_dtype, stage)},

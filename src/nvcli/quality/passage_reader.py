@@ -47,7 +47,8 @@ class PassageReader:
             group,
             dtype,
             max_positions=config.max_model_len,
-            has_fp8_units=has_fp8_units(device),
+            has_fp8_units=has_fp8_units(device, config.fp8_accumulation),
+            fp8_accumulation=config.fp8_accumulation,
             batch_invariant=config.batch_invariant,
         )
         check_weights_fit(sum(self.model.weight_bytes().values()), device)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from nvcli.config import EngineConfig
+from nvcli.config_types import FP8Accumulation
 from nvcli.control_group import container_cores
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
@@ -59,9 +60,16 @@ def _open_gpu(index: int) -> torch.device:
     return device
 
 
-def has_fp8_units(device: torch.device) -> bool:
-    """Tell whether a device multiplies in FP8. A CPU computes what such units would."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+def has_fp8_units(device: torch.device, accumulation: FP8Accumulation = "exact") -> bool:
+    """Tell whether a device multiplies in FP8. A CPU computes what such units would. Raises ConfigError where
+    `fp8_accumulation` asks for sums in these units, and a GPU has none."""
+    has_units = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    if accumulation == "fast" and not has_units:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(
+            f"`fp8_accumulation` is fast, but this GPU ({name}) has no units for FP8 products: leave it out"
+        )
+    return has_units
 
 
 def kept_weights_note(model: ModelConfig, dtype: str, *, has_units: bool) -> str | None:

@@ -147,7 +147,8 @@ class ModelRunner:
                 self.dtype,
                 max_positions=self.config.max_model_len,
                 stage=self.stage,
-                has_fp8_units=has_fp8_units(self.device),
+                has_fp8_units=has_fp8_units(self.device, self.config.fp8_accumulation),
+                fp8_accumulation=self.config.fp8_accumulation,
                 batch_invariant=self.config.batch_invariant,
             )
 

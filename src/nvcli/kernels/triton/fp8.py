@@ -16,6 +16,7 @@ from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
 from nvcli.kernels.triton.activation import activate
 from nvcli.kernels.triton.norm import normed_row
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _GROUP = tl.constexpr(FP8_BLOCK)
 _MAX = tl.constexpr(FP8_MAX)
@@ -26,6 +27,8 @@ _THREAD_ELEMENTS = 16
 _LOADED_ELEMENTS = 8
 """Neighbours that a thread loads in 16 bytes: of a part of a row, a thread has so many."""
 _MOST_WARPS = 16
+_SHARING_GROUPS = 32
+"""Groups of a row of codes that a program rescales at a time."""
 
 
 @triton.jit
@@ -203,6 +206,54 @@ def _norm_kernel(
     _store_quantised(values, codes_ptr + row * SIZE, scales_ptr + row * NUM_SCALES, 0, SIZE, BLOCK, BY_GROUPS=BY_GROUPS)
 
 
+@triton.jit
+def _share_scales_kernel(
+    codes_ptr,  # [T, GROUPS × 128] e4m3, overwritten
+    exponents_ptr,  # [T, GROUPS] uint8
+    scales_ptr,  # [T] float32, written
+    GROUPS: tl.constexpr,
+    ALL_GROUPS: tl.constexpr,  # at least GROUPS
+    PART: tl.constexpr,  # groups that are held at a time
+):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, ALL_GROUPS)
+    exponents = tl.load(exponents_ptr + row * GROUPS + groups, mask=groups < GROUPS, other=0).to(tl.int32)
+    shared = tl.max(exponents, axis=0)
+    tl.store(scales_ptr + row, (shared << 23).to(tl.float32, bitcast=True))
+    for first in tl.static_range(0, GROUPS, PART):
+        part = first + tl.arange(0, PART)
+        inside = part < GROUPS
+        own = tl.load(exponents_ptr + row * GROUPS + part, mask=inside, other=0).to(tl.int32)
+        factors = (tl.maximum(127 + own - shared, 0) << 23).to(tl.float32, bitcast=True)
+        places = codes_ptr + (row * GROUPS + part)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        values = tl.load(places, mask=inside[:, None], other=0.0).to(tl.float32) * factors[:, None]
+        tl.store(places, values.to(tl.float8e4nv), mask=inside[:, None])
+
+
+def share_scales(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Give the groups of 128 in each row of codes [T, size] one scale, the largest of theirs, in place. `exponents`
+    [T, size / 128] uint8 are those of the groups' scales, which are powers of two, as float32 has them → the scales [T]
+    float32."""
+    num_rows, num_groups = exponents.shape
+    assert codes.is_contiguous()
+    assert exponents.is_contiguous()
+    assert codes.shape == (num_rows, num_groups * FP8_BLOCK)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=codes.device)
+    all_groups = int(triton.next_power_of_2(num_groups))
+    part = min(all_groups, _SHARING_GROUPS)
+    _share_scales_kernel[(num_rows,)](
+        codes,
+        exponents,
+        scales,
+        GROUPS=num_groups,
+        ALL_GROUPS=all_groups,
+        PART=part,
+        num_warps=max(1, part * FP8_BLOCK // (32 * _THREAD_ELEMENTS)),
+    )
+    return scales
+
+
 def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     """See `nvcli.kernels.fp8.quantise`."""
     return _quantise(x, x.shape[1], scaling, gated=False, gelu=False)
@@ -250,7 +301,7 @@ def _quantise(x: Tensor, size: int, scaling: FP8Scaling, *, gated: bool, gelu: b
     assert x.stride(1) == 1
     out = _empty(num_rows, size, scaling, x)
     part = min(_block(size), _GROUPS_CHUNK if scaling == "block" else 32 * _LOADED_ELEMENTS * _warps_of_row(size))
-    _quantise_kernel[(num_rows, triton.cdiv(size, part) if scaling == "block" else 1)](
+    _quantise_kernel[(num_rows, ceil_div(size, part) if scaling == "block" else 1)](
         x,
         out.codes,
         out.scales,
@@ -282,7 +333,7 @@ def _num_scales(size: int, scaling: FP8Scaling) -> int:
 
 def _block(size: int) -> int:
     """The columns that a program holds: whole groups, and a power of two."""
-    return max(FP8_BLOCK, int(triton.next_power_of_2(size)))
+    return max(FP8_BLOCK, next_power_of_2(size))
 
 
 def _warps_of_row(size: int) -> int:

@@ -29,9 +29,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nvcli.config_types import FP8Accumulation
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.triton.fp8_launches import LINEAR, Kind, Launch, Ranges
+from nvcli.kernels.triton.fp8_launches import DECODE, LINEAR, DecodeLaunch, DecodeRanges, Kind, Launch, Ranges, Shape
+from nvcli.kernels.triton.gluon_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_BLOCK
+from nvcli.kernels.whole_numbers import ceil_div
 
 _MEASURED_CAPABILITY = (9, 0)
 _ROWS_TOGETHER = 8
@@ -46,9 +49,11 @@ _PLAIN = (
 tiles fit the 99 KiB of shared memory of the smallest GPUs without FP8 units."""
 
 
-def choose_launch(num_rows: int, weight: Tensor, kind: Kind) -> Launch | None:
-    """Choose the launch for so many rows. None: torch's own product is faster."""
-    ranges = _ranges(kind, *weight.shape, weight.device)
+def choose_launch(
+    num_rows: int, weight: Tensor, kind: Kind, accumulation: FP8Accumulation = "exact"
+) -> Launch | DecodeLaunch | None:
+    """Choose the launch for so many rows. None: torch's own product, which adds up so, is faster."""
+    ranges = _ranges(accumulation, kind, *weight.shape, weight.device)
     for most_rows, launch in ranges:
         if num_rows <= most_rows:
             return launch
@@ -61,16 +66,32 @@ def choose_plain_launch(num_rows: int) -> Launch:
 
 
 @lru_cache(maxsize=256)
-def _ranges(kind: Kind, out_features: int, in_features: int, device: torch.device) -> Ranges:
+def _ranges(
+    accumulation: FP8Accumulation, kind: Kind, out_features: int, in_features: int, device: torch.device
+) -> tuple[tuple[int, Launch | DecodeLaunch | None], ...]:
     """Return the ranges of the measured shape that is nearest, or of small tiles for GPUs that were not measured."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != _MEASURED_CAPABILITY:
         return tuple((rows, Launch(rows, 64, FP8_BLOCK, num_stages=3, num_warps=4)) for rows in (16, 32, 64))
 
-    def distance(shape: tuple[int, int]) -> float:
+    def distance(shape: Shape) -> float:
         return abs(math.log(shape[0] / out_features)) + abs(math.log(shape[1] / in_features))
 
     table = LINEAR[kind]
-    return table[min(table, key=distance)]
+    shape = min(table, key=distance)
+    decode = DECODE[accumulation].get(kind, {}).get((out_features, in_features))
+    if decode is None or device.type != "cuda" or not has_known_gluon():
+        return table[shape]
+    return with_decode(table[shape], decode)
+
+
+def with_decode(ranges: Ranges, decode: DecodeRanges) -> tuple[tuple[int, Launch | DecodeLaunch | None], ...]:
+    """Return `ranges` with the launches of the kernel for decode steps in their place where there are such ones."""
+
+    def find(num_rows: int, some: Ranges | DecodeRanges) -> Launch | DecodeLaunch | None:
+        return next((launch for most_rows, launch in some if num_rows <= most_rows), None)
+
+    ends = sorted({most_rows for most_rows, _ in (*ranges, *decode)})
+    return tuple((end, find(end, decode) or find(end, ranges)) for end in ends)
 
 
 @triton.jit
@@ -189,24 +210,37 @@ def _fp8_linear_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_feature[None, :])
 
 
-def fp8_linear(x: Activations, weight: Tensor, scales: Tensor, launch: Launch, out: Tensor | None = None) -> Tensor:
+def fp8_linear(
+    x: Activations, weight: Tensor, scales: Tensor, launch: Launch | DecodeLaunch, out: Tensor | None = None
+) -> Tensor:
     """See `nvcli.kernels.fp8.fp8_linear` and `fp8_weight_linear`, without a bias. `in` is a multiple of 16, and the
     launch takes one part."""
     assert launch.num_parts == 1
+    if isinstance(launch, DecodeLaunch):
+        return _decode_linear(x, weight, scales, launch, out)
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=weight.device)
     _multiply(x, weight, scales, launch, out)
     return out
 
 
-def fp8_linear_for_sum(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: Launch) -> Tensor:
+def fp8_linear_for_sum(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: Launch | DecodeLaunch) -> Tensor:
     """See `nvcli.kernels.fp8.fp8_linear_for_sum`. `in` is a multiple of 16."""
+    if isinstance(launch, DecodeLaunch):
+        return _decode_linear(x, weight, scales, launch, None)
     if launch.num_parts == 1:
         return fp8_linear(x, weight, scales, launch)
     shape = (launch.num_parts, x.shape[0], weight.shape[0])
     out = torch.empty(shape, dtype=torch.float32, device=weight.device)
     _multiply(x, weight, scales, launch, out)
     return out
+
+
+def _decode_linear(x: Activations, weight: Tensor, scales: Tensor, launch: DecodeLaunch, out: Tensor | None) -> Tensor:
+    from nvcli.kernels.triton import hopper_fp8_decode
+
+    assert isinstance(x, QuantisedRows)
+    return hopper_fp8_decode.linear(x, weight, scales, launch, out)
 
 
 def _multiply(x: Activations, weight: Tensor, scales: Tensor, launch: Launch, out: Tensor) -> None:
@@ -220,8 +254,8 @@ def _multiply(x: Activations, weight: Tensor, scales: Tensor, launch: Launch, ou
     assert out.is_contiguous()
     if num_rows == 0:
         return
-    num_tiles = triton.cdiv(num_rows, launch.row_tile) * triton.cdiv(out_features, launch.out_tile)
-    part_features = triton.cdiv(triton.cdiv(in_features, launch.in_tile), launch.num_parts) * launch.in_tile
+    num_tiles = ceil_div(num_rows, launch.row_tile) * ceil_div(out_features, launch.out_tile)
+    part_features = ceil_div(ceil_div(in_features, launch.in_tile), launch.num_parts) * launch.in_tile
     _fp8_linear_kernel[(num_tiles, launch.num_parts)](
         TensorDescriptor.from_tensor(numbers, [launch.row_tile, launch.in_tile]),
         row_scales,

@@ -1,0 +1,170 @@
+"""The launches of the products of many rows with FP8 weights on Hopper GPUs (`hopper_fp8_kernel.py`).
+
+Shapes: T rows, `in` and `out` features, G = in / 128, rounded up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nvcli.kernels.fp8_types import FP8, QuantisedRows
+from nvcli.kernels.triton.compile_ahead import Placeholder
+from nvcli.kernels.triton.fp8 import share_scales
+from nvcli.kernels.triton.fp8_launches import HopperLaunch
+from nvcli.kernels.triton.hopper_fp8_kernel import BLOCK, ROWS, hopper_fp8_kernel
+from nvcli.kernels.whole_numbers import ceil_div
+
+_BLOCK: int = BLOCK.value
+_ROWS: int = ROWS.value
+_SHARED_BYTES = 227 << 10
+_BARRIER_BYTES = 1 << 10
+_MOST_STAGES = 6
+_BAND_ROWS = 2048
+"""The rows of a band, in whose tiles the programs work at the same time."""
+_LAYOUTS = {
+    num_bytes: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * num_bytes, rank=2) for num_bytes in (1, 2)
+}
+"""Tiles of numbers of so many bytes in shared memory."""
+
+
+def num_stages(launch: HopperLaunch) -> int:
+    """Count the tiles that shared memory has room for, beside a block of the result of each group, in 16 bits."""
+    of_result = launch.groups * _ROWS * _BLOCK * 2
+    of_stage = (launch.groups * _ROWS + launch.blocks * _BLOCK) * _BLOCK
+    return min(_MOST_STAGES, (_SHARED_BYTES - _BARRIER_BYTES - of_result) // of_stage)
+
+
+def linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: HopperLaunch, out: Tensor | None = None) -> Tensor:
+    """x Wᵀ of at least one row: [T, in] → [T, out] of 16 bits, in `out` (contiguous) if that is given. `in` and `out`
+    are multiples of 16. Both factors have scales by rows; or both by blocks, with one block in the launch (there are no
+    registers for two) and one tile in a unit."""
+    if out is None:
+        out = torch.empty(len(x.codes), len(weight), dtype=x.dtype, device=weight.device)
+    _launch(x, weight, scales, launch, out, ceil_div(len(weight), launch.blocks * _BLOCK))
+    return out
+
+
+def gated_linear(
+    x: QuantisedRows, weight: Tensor, scales: Tensor, launch: HopperLaunch, *, is_gelu: bool = False
+) -> QuantisedRows:
+    """activation(x Wgᵀ) × (x Wuᵀ) of at least one row, quantised by rows, with scales that are powers of two. weight:
+    [2 out, in], `out` a multiple of 128 → [T, out]. Both factors have scales by rows, and the launch has two blocks."""
+    assert launch.blocks == 2
+    assert scales.dim() == 1
+    num_rows, out_features = len(x.codes), len(weight) // 2
+    assert out_features % _BLOCK == 0
+    strips = out_features // _BLOCK
+    codes = torch.empty(num_rows, out_features, dtype=FP8, device=weight.device)
+    exponents = torch.empty(num_rows, strips, dtype=torch.uint8, device=weight.device)
+    _launch(x, weight, scales, launch, codes, strips, exponents=exponents, is_gelu=is_gelu)
+    return QuantisedRows(codes, share_scales(codes, exponents), x.dtype)
+
+
+def _launch(
+    x: QuantisedRows,
+    weight: Tensor,
+    scales: Tensor,
+    launch: HopperLaunch,
+    out: Tensor,
+    strips: int,
+    *,
+    exponents: Tensor | None = None,
+    is_gelu: bool = False,
+) -> None:
+    """Launch the kernel; `exponents` are those of a gated product."""
+    by_blocks, unit_tiles = scales.dim() == 2, launch.unit_tiles or 1
+    assert x.scales.dim() == scales.dim()
+    assert not by_blocks or (launch.blocks, launch.unit_tiles) == (1, 1)
+    for tensor in (x.codes, x.scales, weight, scales, out):
+        assert tensor.is_contiguous()
+    num_rows, in_features = x.shape
+    row_tile = launch.groups * _ROWS
+    num_tiles = ceil_div(num_rows, row_tile) * strips
+    kernel = _kernel(
+        x.codes.device,
+        out.dtype,
+        scales.data_ptr() % 16,
+        launch.groups,
+        launch.blocks,
+        num_stages(launch),
+        by_blocks,
+        exponents is not None,
+        is_gelu,
+        launch.unit_tiles,
+    )
+    kernel.launch(
+        min(num_tiles, _num_programs(x.codes.device)),
+        _describe(x.codes, _ROWS),
+        x.scales,
+        _describe_weight(weight.data_ptr(), *weight.shape),
+        scales,
+        _describe(out, _ROWS),
+        exponents,
+        num_rows,
+        num_tiles,
+        strips,
+        ceil_div(_BAND_ROWS, row_tile),
+        ceil_div(in_features, _BLOCK * unit_tiles) * unit_tiles,
+        out.shape[1],
+    )
+
+
+class _Kernel:
+    """The kernel with its constants. Compiled at its first launch, it is kept: Triton would look at every argument of
+    each launch to find what it compiled for its kind."""
+
+    def __init__(self, constants: tuple[object, ...]) -> None:
+        self._constants = constants
+        self._compiled: CompiledKernel | None = None
+
+    def launch(self, num_programs: int, *arguments: object) -> None:
+        grid = (num_programs, 1, 1)
+        compiled = self._compiled
+        if compiled is None:
+            compiled = hopper_fp8_kernel.warmup(*arguments, *self._constants, grid=grid, num_warps=4)
+            if not isinstance(compiled, Placeholder):
+                self._compiled = compiled
+        compiled[grid](*arguments, *self._constants)
+
+
+@lru_cache(maxsize=256)
+def _kernel(device: torch.device, out_dtype: torch.dtype, scales_offset: int, *constants: object) -> _Kernel:
+    """Return the kernel for results of a type, and for scales of weights at multiples of 16 bytes and so many more."""
+    return _Kernel(constants)
+
+
+def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:
+    """Describe a matrix to TMA, in tiles of so many rows and 128 columns."""
+    rows_of_matrix, columns = matrix.shape
+    layout = _LAYOUTS[matrix.element_size()]
+    return TensorDescriptor(matrix, [rows_of_matrix, columns], [columns, 1], [rows, _BLOCK], layout)
+
+
+@lru_cache(maxsize=4096)
+def _describe_weight(address: int, rows: int, columns: int) -> TensorDescriptor:
+    """Describe whatever weight lies there. It would keep a weight's memory, did it know the tensor."""
+    return TensorDescriptor(_Place(address), [rows, columns], [columns, 1], [_BLOCK, _BLOCK], _LAYOUTS[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """It stands for a tensor of codes in a descriptor."""
+
+    address: int
+    dtype: torch.dtype = FP8
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=64)
+def _num_programs(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -1,0 +1,96 @@
+"""Compiles kernels ahead for a GPU that is not there, with a driver that notes launches (`hopper_compile.py`), and
+prints what was launched when, as JSON.
+
+It runs in a process of its own, without Triton's interpreter, and with a cache on disk of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from hopper_compile import FakeDriver
+from triton import knobs
+from triton.runtime.cache import triton_key
+from triton.runtime.driver import driver
+
+from nvcli.kernels.fp8_types import FP8, QuantisedRows
+from nvcli.kernels.triton import compile_ahead, hopper_fp8
+from nvcli.kernels.triton.fp8_launches import HopperLaunch
+
+
+@triton.jit
+def fill(out_ptr, VALUE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(out_ptr, VALUE)
+
+
+@triton.jit
+def broken(out_ptr):  # type: ignore[no-untyped-def]
+    tl.static_assert(False)
+
+
+def launch_all(numbers: torch.Tensor) -> None:
+    for value in (1, 2, 1):
+        fill[(1,)](numbers, value)
+    codes, scales = torch.zeros(256, 256, dtype=FP8), torch.zeros(256)
+    hopper_fp8.linear(QuantisedRows(codes, scales, torch.bfloat16), codes, scales, HopperLaunch(2, 1))
+
+
+def main() -> dict[str, Any]:
+    active = FakeDriver()
+    driver.set_active(active)
+    knobs.runtime.launch_enter_hook.add(lambda metadata: None)
+    hopper_fp8._num_programs = lambda device: 132  # type: ignore[assignment]
+    numbers = torch.zeros(4)
+    compile_ahead.hash_triton()
+    found: dict[str, Any] = {"was_compiled": [compile_ahead.was_compiled("p")]}
+    found["hashes"] = triton_key.cache_info().currsize
+    threads, compiled = set(), []
+    devices: list[tuple[str, torch.device]] = []
+    device = torch.device("cuda", 1)
+    torch.cuda.set_device = lambda device: devices.append((threading.current_thread().name.split("_")[0], device))
+
+    def note(*, src: Any, cache_hit: bool, **others: object) -> None:
+        compiled.append((src.name, cache_hit))
+        threads.add(threading.current_thread().name.split("_")[0])
+
+    knobs.compilation.listener = note
+    with compile_ahead.compile_ahead(2, device):
+        launch_all(numbers)
+    found["launched_ahead"], found["devices"] = len(active.launches), [[name, str(one)] for name, one in set(devices)]
+    found["compiled_ahead"], found["threads"] = sorted(compiled), sorted(threads)
+    launch_all(numbers)
+    launch_all(numbers)
+    found["launched"], found["compiled_later"] = len(active.launches), len(compiled) - len(found["compiled_ahead"])
+
+    try:
+        with compile_ahead.compile_ahead(2, device):
+            broken[(1,)](numbers)
+    except triton.CompilationError as error:
+        found["error"] = type(error).__name__
+
+    # A thread that fails for a reason of its own.
+    threads.clear()
+    submit = compile_ahead.ThreadPoolExecutor.submit
+
+    def fail() -> None:
+        raise OSError("no thread")
+
+    compile_ahead.ThreadPoolExecutor.submit = lambda self, *work: submit(self, fail)  # type: ignore[assignment, method-assign]
+    with compile_ahead.compile_ahead(2, device):
+        fill[(1,)](numbers, 3)
+    fill[(1,)](numbers, 3)
+    found["launched_after_failure"], found["thread_after_failure"] = len(active.launches), sorted(threads)
+
+    compile_ahead.note_compiled("p")
+    found["was_compiled"] += [compile_ahead.was_compiled("p"), compile_ahead.was_compiled("q")]
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(main(), sys.stdout)

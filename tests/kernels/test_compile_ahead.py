@@ -1,0 +1,33 @@
+"""Kernels that are compiled ahead are launched when that is over, and not before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def test_kernels_are_compiled_on_threads_and_launched_later(tmp_path: Path) -> None:
+    """One that fails on a thread is compiled by the program's own; one that cannot be compiled says so."""
+    script = Path(__file__).with_name("ahead_compile.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["hashes"] == 1
+    assert found["launched_ahead"] == 0
+    assert found["compiled_ahead"] == [["fill", False], ["fill", False], ["hopper_fp8_kernel", False]]
+    assert found["threads"] == ["compile"]
+    assert found["devices"] == [["compile", "cuda:1"]]
+    # Twice three launches and one that keeps what was compiled itself.
+    assert (found["launched"], found["compiled_later"]) == (8, 0)
+    assert found["error"] == "CompileTimeAssertionFailure"
+    assert (found["launched_after_failure"], found["thread_after_failure"]) == (9, ["MainThread"])
+    assert found["was_compiled"] == [False, True, False]

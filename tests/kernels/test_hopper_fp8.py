@@ -1,0 +1,193 @@
+"""Products of many rows with FP8 weights on Hopper GPUs: the kernel simulated on the CPU, and what the assembler says;
+on such a GPU the kernel itself."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from gluon_simulator import Pointer, Simulator
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, QuantisedRows, numbers
+from nvcli.kernels.triton import fp8_choice, hopper_fp8, hopper_fp8_kernel
+from nvcli.kernels.triton.fp8_launches import HopperLaunch
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+
+pytestmark = INTERPRETED_MARKS
+on_hopper = pytest.mark.skipif(
+    not (HAS_GPU and fp8_choice._has_kernel(DEVICE)),
+    reason="needs a Hopper GPU and the version of Triton that was tried there",
+)
+CASES: list[tuple[FP8Scaling, HopperLaunch]] = [
+    ("channel", HopperLaunch(2, 2)),
+    ("channel", HopperLaunch(2, 2, 2)),
+    ("channel", HopperLaunch(2, 2, None)),
+    ("channel", HopperLaunch(3, 1)),
+    ("channel", HopperLaunch(3, 1, 4)),
+    ("channel", HopperLaunch(2, 1, None)),
+    ("block", HopperLaunch(3, 1)),
+    ("block", HopperLaunch(2, 1)),
+]
+
+
+def simulated_argument(argument: Any) -> Any:
+    """What a kernel gets: for a descriptor what it describes, which are codes if it knows their address alone."""
+    if isinstance(argument, Tensor):
+        return Pointer(argument.as_strided((argument.numel(),), (1,)))
+    if not hasattr(argument, "base"):
+        return argument
+    if isinstance(argument.base, Tensor):
+        return argument.base
+    rows, columns = argument.shape
+    data = (ctypes.c_ubyte * (rows * columns)).from_address(argument.base.data_ptr())
+    return torch.frombuffer(data, dtype=FP8).view(rows, columns)
+
+
+def exponents(numbers: Tensor) -> Tensor:
+    return (numbers.view(torch.int32) + 0x7FFFFF) >> 23
+
+
+def inverse_powers(exponents: Tensor) -> Tensor:
+    return ((254 - exponents) << 23).to(torch.int32).view(torch.float32)
+
+
+class SimulatedKernel:
+    """Takes the place of the kernel, compiled or not."""
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], num_warps: int) -> SimulatedKernel:
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any) -> None:
+            functions = {"_sigmoid": torch.sigmoid, "_exponents": exponents, "_inverse_powers": inverse_powers}
+            simulator = Simulator(hopper_fp8_kernel, functions=functions)
+            simulator.launch("hopper_fp8_kernel", grid[0], *map(simulated_argument, args))
+
+        return launch
+
+
+@pytest.fixture
+def simulated() -> Any:
+    hopper_fp8._kernel.cache_clear()
+    with (
+        patch.object(hopper_fp8, "hopper_fp8_kernel", SimulatedKernel()),
+        patch.object(hopper_fp8, "_num_programs", lambda _: 3),
+    ):
+        yield
+    hopper_fp8._kernel.cache_clear()
+
+
+def make(rows: int, in_features: int, scaling: FP8Scaling) -> QuantisedRows:
+    """Rows whose neighbours differ in size by powers of two."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = 2.0 ** torch.randint(-3, 4, (rows, in_features // 64), generator=generator)
+    x = torch.randn(rows, in_features, generator=generator) * sizes.repeat_interleave(64, 1)
+    return quantise(x, scaling)._replace(dtype=torch.bfloat16)
+
+
+def make_weight(out_features: int, in_features: int, scaling: FP8Scaling) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return quantise_weight(torch.randn(out_features, in_features, generator=generator) / in_features**0.5, scaling)
+
+
+def values_of(x: QuantisedRows) -> Tensor:
+    scales = x.scales if x.scaling == "block" else x.scales[:, None].expand(-1, -(-x.shape[1] // FP8_BLOCK))
+    return numbers(x.codes) * scales.repeat_interleave(FP8_BLOCK, 1)[:, : x.shape[1]]
+
+
+def product_of(x: QuantisedRows, weight: tuple[Tensor, Tensor]) -> Tensor:
+    return values_of(x) @ dequantise_weight(*weight).t()
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("scaling", "launch"), CASES)
+def test_products(scaling: FP8Scaling, launch: HopperLaunch) -> None:
+    """With rows, features and input features that end within a tile, and tiles within a unit."""
+    x, weight = make(200, 704, scaling), make_weight(400, 704, scaling)
+    out = torch.full((200, 400), torch.nan, dtype=torch.bfloat16)
+    assert hopper_fp8.linear(x, *weight, launch, out) is out
+    torch.testing.assert_close(out.float(), product_of(x, weight), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("activation", "unit_tiles"), [("silu", 2), ("gelu_tanh", 1), ("silu", None)])
+def test_gated_products(activation: Activation, unit_tiles: int | None) -> None:
+    x, weight = make(200, 640, "channel"), make_weight(768, 640, "channel")
+    expected = ACTIVATE_AND_MUL[activation](product_of(x, weight))
+    found = hopper_fp8.gated_linear(x, *weight, HopperLaunch(2, 2, unit_tiles), is_gelu=activation == "gelu_tanh")
+    assert found.scaling == "channel"
+    assert found.codes.dtype == FP8
+    largest = expected.abs().amax(-1)
+    assert (found.scales == 2.0 ** (largest * (1 / FP8_MAX)).log2().ceil()).float().mean() > 0.98, "rounded sums differ"
+    # Half a step of a number, or of the least one that the row's scale leaves.
+    bound = torch.maximum(expected.abs() * (2.0**-4 + 1e-3), found.scales[:, None] * 2.0**-9)
+    assert ((values_of(found) - expected).abs() <= bound).all()
+
+
+def test_products_run_beside_sums() -> None:
+    """ptxas says so where it waits for each matrix product; registers that are spilled in the loop cost as much."""
+    script = Path(__file__).with_name("hopper_fp8_compile.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for report in json.loads(done.stdout):
+        assert "Performance Loss" not in report
+        assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
+
+
+def to_device(x: QuantisedRows) -> QuantisedRows:
+    return QuantisedRows(x.codes.to(DEVICE), x.scales.to(DEVICE), x.dtype)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("rows", [1, 512, 1000])
+@pytest.mark.parametrize(("scaling", "launch"), CASES)
+def test_products_on_a_gpu(scaling: FP8Scaling, launch: HopperLaunch, rows: int) -> None:
+    x, weight = make(rows, 4096, scaling), make_weight(928, 4096, scaling)
+    found = hopper_fp8.linear(to_device(x), *(one.to(DEVICE) for one in weight), launch).cpu().float()
+    expected = product_of(x, weight)
+    assert (found - expected).norm() < 0.004 * expected.norm()
+    largest = expected.abs().max()
+    assert ((found - expected).abs() < 0.02 * largest).all()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("unit_tiles", [1, 2, None])
+@pytest.mark.parametrize("rows", [1, 512, 1000])
+def test_gated_products_on_a_gpu(rows: int, unit_tiles: int | None) -> None:
+    x, weight = make(rows, 4096, "channel"), make_weight(1024, 4096, "channel")
+    expected = ACTIVATE_AND_MUL["silu"](product_of(x, weight))
+    launch = HopperLaunch(2, 2, unit_tiles)
+    gated = hopper_fp8.gated_linear(to_device(x), *(one.to(DEVICE) for one in weight), launch)
+    found = values_of(QuantisedRows(gated.codes.cpu(), gated.scales.cpu(), gated.dtype))
+    assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("unit_tiles", "most"), [(1, 0.001), (2, 0.003), (4, 0.008), (None, 0.08)])
+def test_how_much_sums_of_one_sign_lose_on_a_gpu(unit_tiles: int | None, most: float) -> None:
+    """FP8 units keep about 14 bits of what they add up, and cut off the rest. The rounding of results is no loss."""
+    x = quantise(torch.rand(512, 4096, generator=torch.Generator().manual_seed(0)).bfloat16(), "channel")
+    codes, scales = make_weight(256, 4096, "channel")
+    weight = codes.float().abs().to(FP8), scales
+    found = hopper_fp8.linear(to_device(x), *(one.to(DEVICE) for one in weight), HopperLaunch(3, 1, unit_tiles))
+    lost = 1 - (found.cpu().float() / product_of(x, weight)).mean()
+    assert -0.001 < lost < most
