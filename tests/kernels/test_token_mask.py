@@ -13,6 +13,7 @@ pytestmark = MARKS
 
 N, V = 7, 9_973  # divides by nothing
 ROWS = [5, 0, 2, 6]
+MASK_OF = [1, -1, 2, -1, -1, 0, 3]
 
 
 def expected_logits(logits: torch.Tensor, rows: list[int], allowed: list[set[int]], start: int) -> torch.Tensor:
@@ -39,7 +40,7 @@ def test_forbidden_tokens_become_impossible(start: int, size: int, dtype: torch.
     expected = expected_logits(logits, ROWS, allowed, start)
 
     plain = logits.clone()
-    apply_token_mask(plain, torch.tensor(ROWS, dtype=torch.int32), words, start=start)
+    apply_token_mask(plain, words, torch.tensor(MASK_OF, dtype=torch.int32), start=start)
     assert torch.equal(plain.nan_to_num(7.0), expected.nan_to_num(7.0))
 
     # Rows that lie apart, as those of padded logits and of wider masks do.
@@ -47,7 +48,7 @@ def test_forbidden_tokens_become_impossible(start: int, size: int, dtype: torch.
     wide[:, :size] = logits.to(DEVICE)
     wide_words = torch.zeros(len(ROWS), words.shape[1] + 3, dtype=torch.int32, device=DEVICE)
     wide_words[:, :-3] = words.to(DEVICE)
-    rows = torch.tensor(ROWS, dtype=torch.int32, device=DEVICE)
-    token_mask.apply_token_mask(wide[:, :size], rows, wide_words[:, :-3], start=start)
+    mask_of = torch.tensor(MASK_OF, dtype=torch.int32, device=DEVICE)
+    token_mask.apply_token_mask(wide[:, :size], wide_words[:, :-3], mask_of, start=start)
     assert torch.equal(wide[:, :size].cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
     assert not wide[:, size:].any()

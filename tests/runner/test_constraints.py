@@ -87,7 +87,7 @@ def test_a_constraint_begins_behind_its_mark(vocabulary: Vocabulary) -> None:
         for number in range(8)
     ]
     found, _ = run_here(requests)
-    again, scheduler = run_here(requests, num_blocks=10)
+    again, scheduler = run_here(requests, num_blocks=6)
     assert scheduler.stats.num_preemptions > 0
     assert again == found
     for tokens, _ in found.values():

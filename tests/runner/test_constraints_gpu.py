@@ -1,4 +1,7 @@
-"""Answers that follow grammars on a GPU, where masks are made while a graph runs: complete, and as without graphs."""
+"""Answers that follow grammars on a GPU, where masks are made while a graph runs: complete, and as without graphs.
+
+Graphs are captured anew in two parts after their first steps.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from constrained_requests import assert_follow_grammars, load_vocabulary, make_r
 from late_masks import use_late_masks
 
 from late_worker import LateMasks
+from nvcli.runner import choice_graphs
 
 pytestmark = pytest.mark.gpu
 
 
-def test_answers_are_complete_and_graphs_change_nothing() -> None:
+def test_answers_are_complete_and_graphs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_graphs, "_STEPS_BEFORE", 1)
     vocabulary = load_vocabulary()
     requests = make_requests(vocabulary)
     found, _ = run_here(requests, device="cuda", max_num_seqs=40)
@@ -24,6 +29,7 @@ def test_answers_are_complete_and_graphs_change_nothing() -> None:
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_rows_that_are_held_have_the_same_answers(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, where the bits of a row do not depend on the batch."""
+    monkeypatch.setattr(choice_graphs, "_STEPS_BEFORE", 1)
     requests = make_requests(load_vocabulary())
     config = {"device": "cuda", "max_num_seqs": 40, "batch_invariant": True, "enforce_eager": enforce_eager}
     expected, _ = run_here(requests, **config)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import segment_answers
 import torch
+from launched_graphs import LaunchedGraphs
 
 from checkpoints import write_tiny_model
 from family_shapes import SHAPES
@@ -22,40 +23,10 @@ from nvcli.messages import StepInput
 from nvcli.runner.graph_runner import GraphRunner, shapes_to_run
 from nvcli.runner.input_buffers import StepBatch
 from nvcli.runner.model_runner import ModelRunner
-from nvcli.runner.step_runner import StepRunner
 from nvcli.sampling_params import SamplingParams
 from nvcli.sizing.graph_sizes import decode_sizes, graph_sizes, may_share
 from one_rank import make_runner, run_requests
 from requests_factory import make_request
-
-
-class LaunchedGraphs(GraphRunner[Any]):
-    """What a graph would hold is launched at each replay."""
-
-    def __init__(self, shapes: list[BatchShape], steps: StepRunner) -> None:
-        super().__init__(shapes, steps.run_padded)
-        self.replayed: list[BatchShape] = []
-        self.captured: list[BatchShape] = []
-        self._steps = steps
-        self._stage = steps._buffers.stage
-        steps._buffers.stage = self._remember  # type: ignore[method-assign]
-
-    def _remember(self, step: StepInput, batch: StepBatch) -> StepBatch:
-        self._batch = self._stage(step, batch)
-        return self._batch
-
-    def has_captured(self, shape: BatchShape) -> bool:
-        return shape in self.captured
-
-    def capture_late(self, shape: BatchShape) -> None:
-        assert self._batch.forward.shape == shape, "the step's plan is made"
-        self.captured.append(shape)
-
-    def replay(self, shape: BatchShape) -> Any:
-        assert self._batch.forward.shape == shape
-        self.replayed.append(shape)
-        # Not run_padded: the torch backend plans with the step's host values, and could not be in a graph.
-        return self._steps._compute(self._batch, sample=True)
 
 
 @pytest.fixture(scope="module", params=["qwen 3", "qwen 3.5"])

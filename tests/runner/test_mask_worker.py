@@ -3,10 +3,13 @@ others."""
 
 from __future__ import annotations
 
+import os
+import struct
 import threading
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from constrained_requests import END_IDS, load_vocabulary, run_here
@@ -15,8 +18,8 @@ from nvcli import grammars
 from nvcli.grammars import Vocabulary, grammar_of
 from nvcli.runner import compiled_grammars, mask_worker
 from nvcli.runner.compiled_grammars import CompiledGrammars, GrammarAnswer
-from nvcli.runner.mask_messages import FollowGrammar, MaskOrders, WantMask, answered
-from nvcli.runner.mask_worker import MaskWorker
+from nvcli.runner.mask_messages import FollowGrammar, MaskOrders, MaskTable, WantMask, answered, next_token
+from nvcli.runner.mask_worker import MaskWorker, OrderReader, serve
 from nvcli.runner.mask_workers import Patience
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Constraint, Structured
@@ -34,9 +37,9 @@ class Worker:
     """A worker and its memory."""
 
     def __init__(self, vocabulary: Vocabulary, num_rows: int = 12) -> None:
-        self.numbers = np.zeros(num_rows, dtype=np.int64)
-        self.masks = np.zeros((num_rows, vocabulary.num_words), dtype=np.uint32)
-        self.worker = MaskWorker(vocabulary, self.numbers, self.masks)
+        self.table = MaskTable.empty(num_rows, vocabulary.num_words)
+        self.numbers, self.masks = self.table.numbers, self.table.masks
+        self.worker = MaskWorker(vocabulary, self.table)
 
     def begin(self, *rows: int, grammar: str = CHOICE) -> None:
         self.worker.take(MaskOrders([], [FollowGrammar(row, grammar) for row in rows], []))
@@ -76,6 +79,32 @@ def test_masks_are_those_of_the_grammar_and_of_what_is_beside_it(vocabulary: Voc
     assert own.numbers[:7].tolist() == [answered(number, has_failed=False) for number in (7, 1, 1, 1, 1, 1, 0)]
 
 
+def test_masks_behind_one_more_token_are_asked_for_by_the_memory(vocabulary: Vocabulary) -> None:
+    """Each worker reads its own rows, each of them once."""
+    nine, five = vocabulary.tokenizer.greedy_tokenize("95")
+    table = MaskTable.empty(6, vocabulary.num_words)
+    workers = [MaskWorker(vocabulary, table, first=first, step=2) for first in range(2)]
+    nothing = MaskOrders([], [], [])
+
+    def make_all(worker: MaskWorker, orders: MaskOrders = nothing) -> None:
+        worker.take(orders)
+        while not worker.is_idle:
+            worker.make_next()
+
+    for first, worker in enumerate(workers):
+        rows = range(first, 6, 2)
+        make_all(worker, MaskOrders([], [FollowGrammar(row, CHOICE) for row in rows], [want(row) for row in rows]))
+    asked = np.array([1, 4])
+    table.next_tokens[asked] = next_token(np.array([2, 1 << 33]), np.array([nine, nine]))
+    for worker in (*workers, *workers):
+        make_all(worker)
+    assert table.numbers.tolist() == [2, 4, 2, 2, 1 << 34, 2]
+    for row in range(6):
+        token = five if row in asked else nine
+        assert table.masks[row, token // 32] == 1 << token % 32
+        assert np.count_nonzero(table.masks[row]) == 1
+
+
 def test_what_cannot_be_followed_says_so(vocabulary: Vocabulary) -> None:
     own = Worker(vocabulary)
     own.begin(0, grammar="start: nothing")
@@ -109,7 +138,7 @@ def test_answers_whose_last_mask_was_slow_come_last_and_wait_for_two_orders_at_t
 
 
 def test_a_second_thread_goes_on_where_a_mask_is_slow(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes nothing while answers come and go, and nothing else while the first one gets on."""
+    """Also with what is asked for meanwhile. The answer whose mask is slow may end: only its row is waited for."""
     own = Worker(vocabulary)
     begun, gate = threading.Event(), threading.Event()
     make = own.worker._make
@@ -121,20 +150,39 @@ def test_a_second_thread_goes_on_where_a_mask_is_slow(vocabulary: Vocabulary, mo
         make(mask, answer)
 
     monkeypatch.setattr(own.worker, "_make", make_slowly)
-    own.begin(*range(5))
-    own.want(*(want(row) for row in range(5)))
-    assert not own.worker._help()
-    first = threading.Thread(target=own.worker.make_next)
-    first.start()
+    read_fd, write_fd = os.pipe()
+    orders = OrderReader(read_fd)
+
+    def send(order: MaskOrders) -> None:
+        message = msgspec.msgpack.encode(order)
+        os.write(write_fd, struct.pack("I", len(message)) + message)
+
+    def wait_for(*numbers: int) -> None:
+        expected = [answered(number, has_failed=False) for number in numbers]
+        deadline = time.monotonic() + 60
+        while own.numbers[: len(numbers)].tolist() != expected and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert own.numbers[: len(numbers)].tolist() == expected
+
+    send(MaskOrders([], [FollowGrammar(row, CHOICE) for row in range(5)], [want(row) for row in range(3)]))
+    threads = [
+        threading.Thread(target=serve, args=(own.worker, orders)),
+        threading.Thread(target=own.worker.help_for_ever, args=(orders,), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
     assert begun.wait(60)
-    time.sleep(2 * mask_worker._SLOW_SECONDS)
-    while own.worker._help():
-        pass
-    assert [bool(own.allowed(row)) for row in range(5)] == [False, True, True, True, True]
+    wait_for(0, 1, 1)
+    send(MaskOrders([4], [FollowGrammar(4, CHOICE)], [want(3), want(4)]))
+    wait_for(0, 1, 1, 1, 1)
+    send(MaskOrders([0], [FollowGrammar(0, CHOICE)], [want(0, 2)]))
+    time.sleep(0.01)
     gate.set()
-    first.join()
+    wait_for(2, 1, 1, 1, 1)
+    os.close(write_fd)
+    threads[0].join()
+    os.close(read_fd)
     assert own.worker.is_idle
-    assert own.numbers[:5].tolist() == [answered(1, has_failed=False)] * 5
 
 
 def test_nothing_is_made_for_an_answer_that_has_ended(vocabulary: Vocabulary) -> None:
@@ -157,7 +205,7 @@ def test_waiting_ends_when_it_costs_what_leaving_rows_out_does() -> None:
 
 def test_grammars_are_compiled_once_in_a_while(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last ones are kept, and none for ever."""
-    monkeypatch.setattr(compiled_grammars, "_MAX_COMPILED", 2)
+    monkeypatch.setattr(compiled_grammars, "MAX_COMPILED", 2)
     monkeypatch.setattr(compiled_grammars, "_MOST_SERVED", 3)
     compiled: list[str] = []
     make = vocabulary.matcher
@@ -165,8 +213,24 @@ def test_grammars_are_compiled_once_in_a_while(vocabulary: Vocabulary, monkeypat
     known = CompiledGrammars(vocabulary)
     a, b, c = (grammar_of(Structured(choice=[word])) for word in ("a", "b", "c"))
     for grammar in (a, b, a, a, a, c, a, b):
-        GrammarAnswer(grammar, known)
+        GrammarAnswer(grammar, known).end()
     assert compiled == [a, b, a, c, b]
+
+
+def test_running_answers_have_copies_of_what_is_quickly_compiled(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matchers of one copy wait for each other."""
+    monkeypatch.setattr(compiled_grammars, "_MOST_COPIES", 3)
+    known = CompiledGrammars(vocabulary)
+    answers = [known.begin(CHOICE) for _ in range(6)]
+    assert [answers.index(answer) for answer in answers] == [0, 1, 2, 0, 1, 2]
+    for answer in (answers[1], answers[4]):
+        known.end(answer)
+    assert known.begin(CHOICE) is answers[1]
+    monkeypatch.setattr(compiled_grammars, "_QUICK_SECONDS", 0.0)
+    other = grammar_of(Structured(choice=["96"]))
+    assert known.begin(other) is known.begin(other)
 
 
 def test_no_answer_fails_because_others_have_filled_the_memory(

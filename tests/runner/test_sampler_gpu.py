@@ -11,7 +11,7 @@ import torch
 from fake_runners import engine_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.messages import TokenLogprobs
-from nvcli.runner.sampler import Sampler
+from nvcli.runner.sampler import Sampler, TokenMasks
 from nvcli.runner.slot_table import SlotTable
 from slot_sampling import entering_step, slot_sampling
 
@@ -55,7 +55,7 @@ def test_nothing_waits_and_the_tokens_are_the_cpus() -> None:
     for name in ("cpu", "cuda", "cuda"):  # the first round on the GPU compiles
         rank = Rank(torch.device(name))
         here, slots = logits.to(rank.device, copy=True), torch.from_numpy(host_slots).to(rank.device)
-        positions, own_masks = slots.int(), masks.to(rank.device)
+        positions, own_masks = slots.int(), TokenMasks(masks.to(rank.device), np.arange(len(masks)))
         try:
             if name in ids:
                 torch.cuda.set_sync_debug_mode("error")

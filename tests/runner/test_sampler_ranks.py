@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fake_runners import engine_config
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.messages import NOT_FINITE, NewSlot
-from nvcli.runner.sampler import Sampler
+from nvcli.runner.sampler import Sampler, TokenMasks
 from nvcli.runner.slot_table import SlotTable
 from slot_sampling import entering_step, slot_sampling
 from tensor_parallel_ranks import run_ranks
@@ -57,6 +58,13 @@ def random_masks(generator: torch.Generator) -> torch.Tensor:
     return masks
 
 
+def masks_in_memory(masks: torch.Tensor) -> TokenMasks:
+    """Masks that lie between others."""
+    memory = torch.full((2 * len(masks), masks.shape[1]), -1, dtype=torch.int32)
+    memory[1::2] = masks
+    return TokenMasks(memory, np.arange(len(masks)) * 2 + 1)
+
+
 def is_allowed(masks: torch.Tensor, row: int, token: int) -> bool:
     return bool(int(masks[row, token // 32]) >> (token % 32) & 1)
 
@@ -86,8 +94,10 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
         positions = slots.int()
         gathered.clear()
         needs = sampler.needs(slots.numpy())
-        given = (masks.clone() if group.rank == 0 else torch.empty_like(masks)) if is_masked else None
-        ids, logprobs = sampler.sample_fully(shard.clone(), slots, positions, needs, NUM_SLOTS, given)
+        given = masks_in_memory(masks) if group.rank == 0 else TokenMasks.allowing_all(*masks.shape, CPU)
+        ids, logprobs = sampler.sample_fully(
+            shard.clone(), slots, positions, needs, NUM_SLOTS, given if is_masked else None
+        )
         assert ids.dtype == torch.int32
         if is_masked:
             chosen = [ids[NUM_SLOTS - 1 - slot].item() for slot in reversed(CONSTRAINED)]

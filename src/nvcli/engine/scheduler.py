@@ -326,18 +326,17 @@ class Scheduler:
         Returns the request of each token that the step gave.
         """
         counts: Sequence[int] = unpack(output.counts) if output.counts else step.num_logits
-        owners = []
-        for state, num_logits, count in zip(step.sampling, step.num_logits, counts, strict=True):
-            assert 0 <= count <= num_logits
-            owners += [state] * count
-            num_missing = num_logits - count
+        rows = zip(step.sampling, step.num_logits, counts, strict=True)
+        missing = [(state, num_logits - count) for state, num_logits, count in rows if count != num_logits]
+        for state, num_missing in missing:
+            assert num_missing > 0
             if state.slot is None:
                 state.num_owed -= num_missing
-            elif num_missing:
+            else:
                 state.num_computed -= num_missing
                 self._tables.trim(state)
         self._decoding.bounds_changed()
-        return owners
+        return step.owners(counts)
 
     # ------------------------------------------------------------------ prefill chunks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import msgspec
 
@@ -49,6 +50,12 @@ class ScheduledStep:
     def num_logits(self) -> list[int]:
         """The number of logits of each row that has any, in batch order."""
         return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]
+
+    def owners(self, counts: Sequence[int]) -> list[RequestState]:
+        """Return the request of each token that the step gave: `counts` tokens for each request in `sampling`."""
+        if max(counts) <= 1:  # as it is wherever masks are late, in most steps
+            return list(compress(self.sampling, counts))
+        return [state for state, count in zip(self.sampling, counts, strict=True) for _ in range(count)]
 
 
 class StepDraft:

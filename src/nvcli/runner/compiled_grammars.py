@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -19,38 +20,70 @@ from nvcli.grammars import GrammarError, Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_MAX_COMPILED = 64
+MAX_COMPILED = 64
 """Compiled grammars that are kept, those that were used last."""
+_MOST_COPIES, _QUICK_SECONDS = 8, 5e-3
+"""There are so many copies of a grammar if it is compiled within this time."""
 _MOST_SERVED = 256
-"""Answers after which a grammar is compiled anew, so that its memory does not grow for as long as the run lasts."""
+"""Answers after which a copy is compiled anew, so that its memory does not grow for as long as the run lasts."""
 
 
-@dataclass(slots=True)
-class _Compiled:
+@dataclass(slots=True, eq=False)
+class CompiledGrammar:
+    """A grammar as it was compiled once, for some answers."""
+
     beginning: LLMatcher | None
     """A matcher at the beginning of an answer, to be copied; None: the grammar cannot be compiled."""
     num_served: int = 0
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class _Copies:
+    """What is kept of a grammar."""
+
+    copies: list[CompiledGrammar]
+    seconds: float = 0.0
+    """The time that it took to compile it."""
 
 
 class CompiledGrammars:
-    """The grammars that were used last. Any thread may use them."""
+    """The grammars that were used last. Any thread may use them.
+
+    Matchers of what was compiled once share a lock, so that one of them that makes a slow mask holds up the others.
+    Answers that run at the same time are therefore given copies of their own, up to a number, of grammars that are
+    compiled quickly.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[str, _Copies] = OrderedDict()
         self._lock = threading.Lock()
 
-    def begin(self, grammar: str) -> LLMatcher | None:
-        """Return a matcher at the beginning of an answer; None: the grammar cannot be compiled."""
+    def begin(self, grammar: str) -> CompiledGrammar:
+        """Return what an answer is to follow, until `end`."""
         with self._lock:
-            compiled = self._compiled.get(grammar)
-            if compiled is None or compiled.num_served >= _MOST_SERVED:
-                compiled = self._compiled[grammar] = _Compiled(self.compile(grammar))
-                if len(self._compiled) > _MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+            known = self._compiled.setdefault(grammar, _Copies([]))
             self._compiled.move_to_end(grammar)
-            compiled.num_served += 1
-        return None if compiled.beginning is None else compiled.beginning.deep_copy()
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            known.copies = [copy for copy in known.copies if copy.num_served < _MOST_SERVED]
+            chosen = min(known.copies, key=lambda copy: copy.num_running, default=None)
+            if chosen is None or (
+                chosen.num_running and len(known.copies) < _MOST_COPIES and known.seconds < _QUICK_SECONDS
+            ):
+                started = time.perf_counter()
+                chosen = CompiledGrammar(self.compile(grammar))
+                known.seconds = time.perf_counter() - started
+                known.copies.append(chosen)
+            chosen.num_served += 1
+            chosen.num_running += 1
+        return chosen
+
+    def end(self, compiled: CompiledGrammar) -> None:
+        """Note that an answer that `begin` gave this has ended."""
+        with self._lock:
+            compiled.num_running -= 1
 
     def compile(self, grammar: str) -> LLMatcher | None:
         """Compile a grammar for one answer alone; None: it cannot be compiled."""
@@ -69,7 +102,9 @@ class GrammarAnswer:
 
     def __init__(self, grammar: str, grammars: CompiledGrammars) -> None:
         self._grammar, self._grammars = grammar, grammars
-        self._matcher = grammars.begin(grammar)
+        self._compiled: CompiledGrammar | None = grammars.begin(grammar)
+        beginning = self._compiled.beginning
+        self._matcher = None if beginning is None else beginning.deep_copy()
         self._is_alone = False
         """Whether its compiled grammar has no other answers."""
         self._tokens = array("i")
@@ -79,6 +114,12 @@ class GrammarAnswer:
     def has_failed(self) -> bool:
         """Whether the grammar cannot be followed any further."""
         return self._matcher is None
+
+    def end(self) -> None:
+        """Leave what was compiled to others."""
+        if self._compiled is not None:
+            self._grammars.end(self._compiled)
+            self._compiled = None
 
     def write_mask(self, tokens: list[int], address: int, num_bytes: int) -> None:
         """Go on with tokens, and write the mask of the next one to an address, unless the answer has failed."""

@@ -2,7 +2,8 @@
 
 The mask of a token depends on the token before it, but the model's work on that token does not. So a step's forward
 pass is launched like any other, before the token is known here, and masks are made while it runs: `follow` waits for
-the tokens of the step before, and `masks` has processes ask llguidance for the allowed ones (`mask_workers.py`).
+the tokens of the step before, and `masks` has processes ask llguidance for the allowed ones (`mask_workers.py`). Where
+the device is faster than the host, `look_ahead` has them ask while the host still launches.
 
 Most masks are ready before the forward pass is over, and a few are late. A row whose mask is late is *held*: what the
 step samples for it is dropped, the device forgets that it computed the row, and the next step computes it again, with
@@ -16,11 +17,9 @@ grammar is followed anew.
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,17 +27,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.control_group import container_cores
 from nvcli.messages import CONSTRAINT_FAILED, NewSlot, SlotConstraint, StepInput
+from nvcli.runner.answer_table import AnswerTable
+from nvcli.runner.device import own_cores
 from nvcli.runner.followed_answer import FollowedAnswer
 from nvcli.runner.forward_timer import ForwardTimer
 from nvcli.runner.mask_memory import MaskMemory
 from nvcli.runner.mask_messages import answered
 from nvcli.runner.mask_workers import MaskWorkers, Patience
+from nvcli.runner.row_places import num_places
+from nvcli.runner.sampler import TokenMasks
 from nvcli.runner.slot_table import unpack_ids
 
 _MIN_WORKERS, _MAX_WORKERS = 2, 32
 """The more processes there are, the fewer masks wait for a slow one."""
+_SMALL_VOCABULARY, _LEAST_ANSWERS = 16_384, 16
+"""Masks of so few tokens are made so fast that a process should have no fewer answers: to wake it costs the rank as
+much as it saves."""
 _OTHER_CORES = 3
 """The rank, its engine and the parent have cores of their own where there are enough."""
 _FIRST_LAUNCH_SECONDS = 1e-3
@@ -48,8 +53,8 @@ _FIRST_LAUNCH_SECONDS = 1e-3
 class StepMasks:
     """The masks of a step's constrained rows."""
 
-    masks: Tensor
-    """[n, W] int32 on the device, a bit for each logit (`kernels.token_mask`); anything in rows that are held."""
+    masks: TokenMasks
+    """The masks, anything for rows that are held."""
     is_held: np.ndarray
     """[n] bool, the rows that the step is to leave out. False for all on a rank that does not follow grammars."""
     has_failed: np.ndarray
@@ -64,7 +69,14 @@ class _Chosen:
     """[num_sampled] int32 on the host, complete at the event."""
     event: torch.cuda.Event | None
     """None: they are complete."""
-    rows: list[tuple[int, FollowedAnswer]]
+    sampled: np.ndarray
+    """[n], the ids that are those of constrained answers."""
+    rows: np.ndarray
+    """[n], the rows of these answers."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class Constraints:
@@ -91,18 +103,17 @@ class Constraints:
         self._max_answers = max_answers
         self._follows = follows
         self._num_words = -(-vocab_size // 32)
-        self._answers: dict[int, FollowedAnswer] = {}
-        """The constrained answers by slot."""
-        self._free_rows = list(range(max_answers - 1, -1, -1))
-        """The rows of the masks that no answer has."""
-        self._wanted = [0] * max_answers
-        """The number of the last mask that the last answer in each row asked for."""
+        self._answers = AnswerTable(max_answers, num_places(max_answers))
         self._chosen: deque[_Chosen] = deque()
         self._timer = ForwardTimer(device)
         self._free_since = 0.0
         """The `time.perf_counter()` at which the device began the forward pass that was launched last."""
         self._waited_at: float | None = None
         """The `time.perf_counter()` at which the last step went on with its masks, if no step has come since."""
+        self._went_on_at = 0.0
+        """The `time.perf_counter()` at which the last step with masks went on with them."""
+        self._step_seconds = _FIRST_LAUNCH_SECONDS
+        """The time from then until the next step has nothing to do but to wait for masks."""
         self._launch_seconds = _FIRST_LAUNCH_SECONDS
         """The time that the host takes from a step's masks until the next step's forward pass is launched. Masks are to
         be there so long before the forward pass is over, or the device waits."""
@@ -112,10 +123,19 @@ class Constraints:
 
     def concerns(self, step: StepInput) -> bool:
         """Whether `begin` and `follow` have something to do for a step."""
-        return self._follows and bool(self._answers or step.grammars)
+        return self._follows and bool(len(self._answers) or step.grammars)
+
+    def look_ahead(self) -> None:
+        """Ask for the next masks of answers whose last tokens are on the host already. Call it as soon as a step is
+        there: where the device is faster than the host, masks are made while the host launches the step."""
+        while self._chosen and self._chosen[0].is_there:
+            self._take(self._chosen.popleft())
+        if self._workers is not None and len(due := self._answers.due_rows()):
+            self._want(due)
 
     def begin(self, step: StepInput) -> None:
         """Note that the step's forward pass is launched next."""
+        self.look_ahead()
         self._timer.start(has_chunks=step.num_decodes < step.num_rows)
 
     def follow(self, step: StepInput) -> None:
@@ -132,41 +152,39 @@ class Constraints:
             chosen = self._chosen.popleft()
             if chosen.event is not None:
                 chosen.event.synchronize()
-            ids = chosen.ids.tolist()
-            for row, answer in chosen.rows:
-                answer.take(ids[row])
+            self._take(chosen)
         self._free_since = time.perf_counter()
         for slot in unpack_ids(step.freed_slots).tolist():
             self._leave(slot)
         if step.grammars:
             self._enter(step.new_slots, step.grammars)
-        if step.token_ids and self._answers:
+        if step.token_ids and len(self._answers):
             self._take_known(step)
 
-    def masks(self, slots: np.ndarray, num_rows: int, upload: Callable[..., tuple[Tensor, ...]]) -> StepMasks:
+    @property
+    def device_masks(self) -> Tensor | None:
+        """[rows, W] int32, the memory on the device from which all steps take their masks; None: there is none yet, or
+        never, because this rank does not follow grammars."""
+        return None if self._memory is None else self._memory.masks[:, : self._num_words]
+
+    def masks(self, slots: np.ndarray, num_rows: int) -> StepMasks:
         """Make the masks of the next tokens of constrained answers in `slots` [n], which are among the `num_rows` rows
-        that the step samples. `upload` is the rank's `Uploader`."""
-        if not self._follows:
-            masks = torch.empty(len(slots), self._num_words, dtype=torch.int32, device=self._device)
+        that the step samples."""
+        there = self.device_masks
+        if there is None or self._memory is None or self._workers is None:
+            anything = TokenMasks.allowing_all(len(slots), self._num_words, self._device)
             none = np.zeros(len(slots), dtype=np.bool_)
-            return StepMasks(masks, is_held=none, has_failed=none)
-        answers = [self._answers[slot] for slot in slots.tolist()]
-        if self._memory is None or self._workers is None:
-            masks = torch.full((len(slots), self._num_words), -1, dtype=torch.int32, device=self._device)
-            none = np.zeros(len(slots), dtype=np.bool_)
-            return StepMasks(masks, is_held=none, has_failed=~none)
-        for answer in answers:
-            if answer.is_due:
-                self._workers.want(answer.want_mask())
-        self._workers.send()
-        rows = np.array([answer.row for answer in answers], dtype=np.int64)
-        wanted = np.array([answered(answer.wanted, has_failed=False) for answer in answers], dtype=np.int64)
+            return StepMasks(anything, is_held=none, has_failed=~none if self._follows else none)
+        rows = self._answers.rows(slots)
+        self._want(rows)
+        wanted = answered(self._answers.wanted[rows], has_failed=False)
+        began_waiting = time.perf_counter()
+        self._step_seconds = min(began_waiting - self._went_on_at, 2 * self._step_seconds)
         self._workers.wait(rows, wanted, num_rows, self._patience())
-        self._waited_at = time.perf_counter()
+        self._waited_at = self._went_on_at = time.perf_counter()
         found = self._workers.answered[rows]
-        return StepMasks(
-            self._memory.on_device(rows, self._num_words, upload), is_held=found < wanted, has_failed=found % 2 == 1
-        )
+        self._memory.bring(rows)
+        return StepMasks(TokenMasks(there, rows), is_held=found < wanted, has_failed=found % 2 == 1)
 
     def chose(self, ids: Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
         """Note the tokens that a step chose: ids [num_sampled] int32 on the host, or on their way there; `rows` [n] of
@@ -177,8 +195,21 @@ class Constraints:
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        answers = [self._answers[slot] for slot in slots.tolist()]
-        self._chosen.append(_Chosen(ids, event, list(zip(rows.tolist(), answers, strict=True))))
+        self._chosen.append(_Chosen(ids, event, rows, self._answers.rows(slots)))
+
+    def _take(self, chosen: _Chosen) -> None:
+        """Take in tokens that are on the host."""
+        self._answers.take(chosen.rows, chosen.ids.numpy()[chosen.sampled].astype(np.int64))
+
+    def _want(self, rows: np.ndarray) -> None:
+        """Ask for those masks of rows [n] that were not asked for."""
+        assert self._workers is not None
+        due, orders = self._answers.want(rows)
+        for order in orders:
+            self._workers.want(order)
+        if len(due):
+            self._workers.want_next(due, self._answers.wanted[due], self._answers.last_tokens[due])
+        self._workers.send()
 
     # ------------------------------------------------------------------ entering and leaving
 
@@ -188,16 +219,13 @@ class Constraints:
             self._load(next(new.constraint.end_ids for new in new_slots if new.constraint is not None))
         for new in new_slots:
             if new.constraint is not None:
-                self._answers[new.slot] = self._begin(new, new.constraint, grammars[new.constraint.grammar])
+                self._answers.enter(new.slot, self._begin(new, new.constraint, grammars[new.constraint.grammar]))
 
     def _begin(self, new: NewSlot, constraint: SlotConstraint, grammar: str) -> FollowedAnswer:
-        row = self._free_rows.pop()
-        if self._memory is not None and self._workers is not None:
-            self._workers.begin(row, grammar)
+        assert self._workers is not None, "they were loaded"
         return FollowedAnswer(
             constraint=constraint,
-            row=row,
-            wanted=self._wanted[row],
+            row=self._workers.begin(grammar),
             prompt_len=new.sampling.prompt_len,
             min_tokens=new.sampling.min_tokens,
             end_ids=frozenset(constraint.end_ids),
@@ -212,19 +240,17 @@ class Constraints:
             self._workers = start_workers(
                 self._model_path, self._vocab_size, end_ids, self._device, max_answers=self._max_answers
             )
+        self._answers.use_end_ids(end_ids)
         num_words = self._workers.wait_ready()
         if num_words:
             assert self._workers.memory is not None
-            self._memory = MaskMemory(self._workers.memory, self._max_answers, num_words, self._device)
+            self._memory = MaskMemory(self._workers.memory, num_places(self._max_answers), num_words, self._device)
 
     def _leave(self, slot: int) -> None:
         """End the answer in a slot, if it is constrained."""
-        answer = self._answers.pop(slot, None)
-        if answer is not None:
-            self._wanted[answer.row] = answer.wanted
-            self._free_rows.append(answer.row)
-            if self._memory is not None and self._workers is not None:
-                self._workers.end(answer.row)
+        row = self._answers.leave(slot)
+        if row is not None and self._workers is not None:
+            self._workers.end(row)
 
     # ------------------------------------------------------------------ following
 
@@ -234,11 +260,7 @@ class Constraints:
         spans = (unpack_ids(step.token_slots), unpack_ids(step.token_starts), unpack_ids(step.token_counts))
         first = 0
         for slot, start, count in zip(*(span.tolist() for span in spans), strict=True):
-            answer = self._answers.get(slot)
-            if answer is not None:
-                begin = answer.prompt_len + answer.num_tokens
-                for token in ids[first + max(0, begin - start) : first + count].tolist():
-                    answer.take(token)
+            self._answers.take_known(slot, start, ids[first : first + count])
             first += count
 
     def _patience(self) -> Patience | None:
@@ -246,22 +268,22 @@ class Constraints:
         if not self.may_hold or seconds is None:
             return None
         busy = max(0.0, seconds - self._launch_seconds) if self._device.type == "cuda" else 0.0
-        return Patience(self._free_since + busy, seconds)
+        # The host may take longer for a step than the device does.
+        return Patience(self._free_since + busy, max(seconds, self._step_seconds))
 
 
 def start_workers(
     model_path: Path, vocab_size: int, end_ids: Sequence[int], device: torch.device, *, max_answers: int
 ) -> MaskWorkers:
     """Begin to start the processes that make a rank's masks. It takes them most of a second to load the tokens."""
-    num_shares = torch.cuda.device_count() if device.type == "cuda" else 1
-    num_cores = min(float(len(os.sched_getaffinity(0))), container_cores() or math.inf)
-    num_free = int(num_cores / num_shares) - _OTHER_CORES  # other GPUs may have ranks of their own
+    num_free = own_cores(device) - _OTHER_CORES
+    num_useful = max_answers if vocab_size > _SMALL_VOCABULARY else max_answers // _LEAST_ANSWERS
     return MaskWorkers(
         model_path,
         vocab_size=vocab_size,
         end_ids=end_ids,
-        num_rows=max_answers,
-        num_workers=min(_MAX_WORKERS, max(_MIN_WORKERS, num_free), max_answers),
+        num_rows=num_places(max_answers),
+        num_workers=min(_MAX_WORKERS, max(_MIN_WORKERS, min(num_free, num_useful)), max_answers),
     )
 
 

@@ -1,7 +1,8 @@
 """FollowedAnswer: a constrained answer, as far as a rank knows it itself.
 
 The rank knows whether the answer is in its free part and whether it is over. What its grammar allows is for the
-processes that make masks: they are told the tokens together with the next mask that is wanted.
+processes that make masks: they are told the tokens together with the next mask that is wanted. Answers in the middle of
+their grammar are followed together (`answer_table.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ class FollowedAnswer:
     constraint: SlotConstraint
     row: int
     """Its row in the memory of masks."""
-    wanted: int
-    """The number of the last mask that was asked for in its row."""
     prompt_len: int
     min_tokens: int
     end_ids: frozenset[int]
@@ -74,16 +73,23 @@ class FollowedAnswer:
         self.is_over = token in self.end_ids
         return True
 
-    def want_mask(self) -> WantMask:
-        """Ask for the mask of the next token."""
+    @property
+    def is_steady(self) -> bool:
+        """Whether it is inside its grammar, where masks are those of the grammar alone, and stays so to its end."""
+        return (
+            not self.is_free
+            and self.num_opening is None
+            and not self.is_over
+            and (not self.constraint.stop_ids or self.num_tokens >= self.min_tokens)
+        )
+
+    def want_mask(self, number: int) -> WantMask:
+        """Ask for the mask of the next token; the number tells it from others of its row."""
         held_back: list[int] = []
         if self.is_free and self.constraint.must_begin:
             held_back += self.constraint.end_ids
         if self.num_tokens < self.min_tokens:
             held_back += self.constraint.stop_ids
         tokens, self.unread = self.unread, []
-        self.wanted += 1
         self.is_due = False
-        return WantMask(
-            self.row, self.wanted, tokens, self.is_free, held_back, self.next_opening, bool(self.num_opening)
-        )
+        return WantMask(self.row, number, tokens, self.is_free, held_back, self.next_opening, bool(self.num_opening))

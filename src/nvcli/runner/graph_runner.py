@@ -77,13 +77,19 @@ class GraphRunner(Generic[T]):
         """Tell whether the graph of a shape is ready to be replayed."""
         return shape in self._graphs
 
+    def output(self, shape: BatchShape) -> T:
+        """Return what the graph of a captured shape leaves behind."""
+        return self._outputs[shape]
+
     def capture_late(self, shape: BatchShape) -> None:
-        """Capture the graph of a shape in the middle of a run, ready to be replayed.
+        """Capture the graph of a shape in the middle of a run, ready to be replayed, in the place of an earlier one.
 
         It runs nothing and waits for nothing: the device goes on with the steps that were launched, unless the driver
         makes it wait where it finds room for the graph. What the step launches should have been launched before, in
         steps of other shapes, so that nothing is compiled now, and no tensor that a module keeps is made in here.
         """
+        if shape in self._graphs:
+            torch.cuda.synchronize()  # the device may be in the earlier one
         self._capture(shape, "relaxed")
 
     def padded_shape(self, shape: BatchShape) -> BatchShape | None:

@@ -1,14 +1,13 @@
 """MaskMemory: the masks that processes make for a rank, on their way to the device.
 
-Masks go to the device while it computes the forward pass of the step that they are for, as one copy on a stream of
-their own. A row that a process writes meanwhile arrives as anything; nobody uses it then.
+Masks go to the device while it computes the forward pass of the step that they are for, as one copy, which has a stream
+of its own unless it is small. A row that a process writes meanwhile arrives as anything; nobody uses it then.
 """
 
 from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,9 @@ from torch import Tensor
 
 from nvcli.errors import WorkerError
 from nvcli.runner.mask_messages import masks_offset
+
+_SMALL_BYTES = 256 << 10
+"""A copy that takes the device no longer than the host takes to change streams."""
 
 
 class MaskMemory:
@@ -42,16 +44,22 @@ class MaskMemory:
             # The zeros, and what used this memory before, are behind the forward pass that is queued.
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def on_device(self, rows: np.ndarray, num_words: int, upload: Callable[[np.ndarray], tuple[Tensor, ...]]) -> Tensor:
-        """Return the first `num_words` words of rows [n] int64: [n, num_words] int32 on the device.
+    @property
+    def masks(self) -> Tensor:
+        """[rows, num_words] int32 on the device, those that `bring` brought."""
+        return self._there
 
-        The device must be done with what an earlier call returned.
+    def bring(self, rows: np.ndarray) -> None:
+        """Bring the masks of rows [n] to the device, for what is launched from now on.
+
+        The device must be done with those of an earlier call.
         """
         if self._stream is None:
-            return self._host[torch.from_numpy(rows), :num_words]
+            return
         first, end = int(rows.min()), int(rows.max()) + 1
+        if self._host[first:end].nbytes <= _SMALL_BYTES:
+            self._there[first:end].copy_(self._host[first:end], non_blocking=True)
+            return
         with torch.cuda.stream(self._stream):
             self._there[first:end].copy_(self._host[first:end], non_blocking=True)
-        (at,) = upload(rows)
         torch.cuda.current_stream().wait_stream(self._stream)
-        return self._there[:, :num_words].index_select(0, at)

@@ -1,14 +1,24 @@
 """What a rank asks of the processes that make masks, and the memory in which they answer.
 
-The memory has a row for each answer that may run. Its first part holds a number for each row, its second part the
-masks. A process writes a row's mask, and then the number by which that mask was asked for (`answered`).
+The memory has a row for each answer that may run, in three parts (`MaskTable`). A process writes a row's mask, and then
+the number by which that mask was asked for (`answered`). Of most answers a step asks for the mask behind one more
+token, and of nothing else: it writes that into the memory too (`next_token`), and sends a message without its row.
 """
 
 from __future__ import annotations
 
+import mmap
+from dataclasses import dataclass
+from typing import TypeVar
+
 import msgspec
+import numpy as np
+
+N = TypeVar("N", int, np.ndarray)
 
 _PAGE = 4096
+_TOKEN_BITS = 24
+"""Of an entry of `MaskTable.next_tokens`; the bits above are the number of the mask."""
 
 
 class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +64,7 @@ class WantMask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MaskOrders(msgspec.Struct, frozen=True, array_like=True):
-    """What one process is to do, in this order."""
+    """What one process is to do, in this order; then what is new among its rows of `MaskTable.next_tokens`."""
 
     ended: list[int]
     """Rows whose answers have ended."""
@@ -62,9 +72,38 @@ class MaskOrders(msgspec.Struct, frozen=True, array_like=True):
     wanted: list[WantMask]
 
 
+@dataclass(frozen=True, slots=True)
+class MaskTable:
+    """The parts of the memory."""
+
+    numbers: np.ndarray
+    """[rows] int64, the last mask that is there (`answered`). The processes write it."""
+    next_tokens: np.ndarray
+    """[rows] int64, the last mask that was asked for so (`next_token`); 0: none. The rank writes it."""
+    masks: np.ndarray
+    """[rows, W] uint32, a bit for each token."""
+
+    @classmethod
+    def empty(cls, num_rows: int, num_words: int) -> MaskTable:
+        """Make one that nobody shares."""
+        return cls(
+            np.zeros(num_rows, dtype=np.int64),
+            np.zeros(num_rows, dtype=np.int64),
+            np.zeros((num_rows, num_words), dtype=np.uint32),
+        )
+
+    @classmethod
+    def of(cls, memory: mmap.mmap, num_rows: int, num_words: int) -> MaskTable:
+        """Read a memory of `memory_bytes` so."""
+        numbers = np.frombuffer(memory, dtype=np.int64, count=2 * num_rows).reshape(2, num_rows)
+        count = num_rows * num_words
+        masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=masks_offset(num_rows))
+        return cls(numbers[0], numbers[1], masks.reshape(num_rows, num_words))
+
+
 def masks_offset(num_rows: int) -> int:
     """Return the byte at which the masks begin in the memory."""
-    return -(-8 * num_rows // _PAGE) * _PAGE
+    return -(-16 * num_rows // _PAGE) * _PAGE
 
 
 def memory_bytes(num_rows: int, num_words: int) -> int:
@@ -72,7 +111,18 @@ def memory_bytes(num_rows: int, num_words: int) -> int:
     return masks_offset(num_rows) + 4 * num_rows * num_words
 
 
-def answered(number: int, *, has_failed: bool) -> int:
-    """Return what is written for a row once the mask of this number is there. With `has_failed` the answer's grammar
-    cannot be followed any further."""
+def next_token(numbers: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return what asks for masks by these numbers [n] int64, each behind one of the tokens [n] int64."""
+    packed: np.ndarray = (numbers << _TOKEN_BITS) | tokens
+    return packed
+
+
+def read_next_token(packed: int) -> tuple[int, int]:
+    """Return the number and the token of an entry of `MaskTable.next_tokens`."""
+    return packed >> _TOKEN_BITS, packed & ((1 << _TOKEN_BITS) - 1)
+
+
+def answered(number: N, *, has_failed: bool) -> N:
+    """Return what is written for a row once the mask of this number, or for rows once those of these numbers, are
+    there. With `has_failed` the answer's grammar cannot be followed any further."""
     return 2 * number + has_failed

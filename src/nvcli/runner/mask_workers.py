@@ -2,8 +2,8 @@
 
 A mask takes some ten microseconds; one in a hundred takes a millisecond or more, and nobody knows which before. A step
 asks for the masks of its rows, and waits for them as long as that costs less than to leave the late rows out of it
-(`Patience`). Answers keep to their process: row r of the memory is that of process r modulo their number. A process
-does what it is asked for in order, so that nothing need be waited for where another answer gets a row.
+(`Patience`). Answers keep to their process (`RowPlaces`). A process does what it is asked for in order, so that nothing
+need be waited for where another answer gets a row.
 
 The processes end when the rank does, because what they read from comes to its end.
 """
@@ -29,14 +29,24 @@ import msgspec
 import numpy as np
 
 from nvcli.errors import WorkerError
-from nvcli.runner.mask_messages import FollowGrammar, MaskOrders, MaskStart, WantMask, memory_bytes
+from nvcli.runner.mask_messages import (
+    FollowGrammar,
+    MaskOrders,
+    MaskStart,
+    MaskTable,
+    WantMask,
+    memory_bytes,
+    next_token,
+)
+from nvcli.runner.row_places import RowPlaces
 
 _MODULE = "nvcli.runner.mask_worker"
 _PIPE_BYTES = 1 << 20
 """Orders that a process may have before it reads them; more, where the system allows no such pipe, make the rank
 wait."""
 _LOOK_SECONDS = 50e-6
-"""How often a step looks for masks."""
+"""How often a step looks for masks, but all the time at first."""
+_EAGER_SECONDS = 200e-6
 _CHECK_SECONDS = 0.1
 """How often it looks whether the processes are there while it waits."""
 _END_SECONDS = 5.0
@@ -99,12 +109,13 @@ class MaskWorkers:
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         weakref.finalize(self, _end, self._process, [self._memory_fd, report_fd, *self._order_fds])
         self._orders = [MaskOrders([], [], []) for _ in pipes]
+        self._has_orders = np.zeros(num_workers, dtype=np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
+        self._places = RowPlaces(num_rows, num_workers)
         self._num_words: int | None = None
         self.memory: mmap.mmap | None = None
         """The memory, once `wait_ready` has returned."""
-        self.answered: np.ndarray = np.zeros(num_rows, dtype=np.int64)
-        """[rows], for each the last mask that is there (`mask_messages.answered`)."""
+        self._table = MaskTable.empty(num_rows, 0)
 
     def wait_ready(self) -> int:
         """Wait until the tokens are loaded, and return the words of a mask; 0: they cannot be loaded, and nothing may
@@ -119,33 +130,50 @@ class MaskWorkers:
             self._num_words = num_words
             if self._num_words:
                 self.memory = mmap.mmap(self._memory_fd, memory_bytes(self._num_rows, self._num_words))
-                self.answered = np.frombuffer(self.memory, dtype=np.int64, count=self._num_rows)
+                self._table = MaskTable.of(self.memory, self._num_rows, self._num_words)
         return self._num_words
 
-    def begin(self, row: int, grammar: str) -> None:
-        """Begin an answer in a row; the one before it has ended. What is asked for goes out with `send`."""
-        self._of(row).begun.append(FollowGrammar(row, grammar))
+    @property
+    def answered(self) -> np.ndarray:
+        """[rows], for each the last mask that is there (`mask_messages.answered`)."""
+        return self._table.numbers
+
+    def begin(self, grammar: str) -> int:
+        """Begin an answer, and return its row. What is asked for goes out with `send`."""
+        row = self._places.take(grammar)
+        if self.memory is not None:
+            self._of(row).begun.append(FollowGrammar(row, grammar))
+        return row
 
     def end(self, row: int) -> None:
         """End the answer in a row."""
-        self._of(row).ended.append(row)
+        if self.memory is not None:
+            self._of(row).ended.append(row)
+        self._places.give_back(row)
 
     def want(self, mask: WantMask) -> None:
         """Ask for a mask."""
         self._of(mask.row).wanted.append(mask)
 
+    def want_next(self, rows: np.ndarray, numbers: np.ndarray, tokens: np.ndarray) -> None:
+        """Ask for the masks of rows [n] by these numbers [n], each behind one of the tokens [n] and what the grammar
+        allows. The last masks of these rows must be there."""
+        self._table.next_tokens[rows] = next_token(numbers, tokens)
+        self._has_orders[rows % len(self._orders)] = True
+
     def send(self) -> None:
         """Send what was asked for. Raises WorkerError."""
-        for number, orders in enumerate(self._orders):
-            if orders.wanted or orders.begun or orders.ended:
-                message = self._encoder.encode(orders)
-                self._orders[number] = MaskOrders([], [], [])
-                self._write(self._order_fds[number], struct.pack("I", len(message)) + message)
+        for number in np.flatnonzero(self._has_orders).tolist():
+            message = self._encoder.encode(self._orders[number])
+            self._orders[number] = MaskOrders([], [], [])
+            self._write(self._order_fds[number], struct.pack("I", len(message)) + message)
+        self._has_orders[:] = False
 
     def wait(self, rows: np.ndarray, wanted: np.ndarray, num_rows: int, patience: Patience | None) -> None:
         """Wait until `answered` has reached `wanted` [n] in `rows` [n]. With patience some may be late, but not all
         of the `num_rows` rows of the step. Raises WorkerError."""
-        check_at = time.perf_counter() + _CHECK_SECONDS
+        started = time.perf_counter()
+        check_at = started + _CHECK_SECONDS
         while num_late := int((self.answered[rows] < wanted).sum()):
             now = time.perf_counter()
             if patience is not None and num_late < num_rows and now >= patience.ends_at(num_late, num_rows):
@@ -153,10 +181,13 @@ class MaskWorkers:
             if now >= check_at:
                 check_at = now + _CHECK_SECONDS
                 self._check()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS if now > started + _EAGER_SECONDS else 0.0)
 
     def _of(self, row: int) -> MaskOrders:
-        return self._orders[row % len(self._orders)]
+        """Return the orders of a row's process, which will be sent."""
+        number = row % len(self._orders)
+        self._has_orders[number] = True
+        return self._orders[number]
 
     def _write(self, fd: int, data: bytes) -> None:
         view = memoryview(data)

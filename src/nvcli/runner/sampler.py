@@ -46,12 +46,30 @@ class SamplingNeeds:
     """[N] uint8, the `SamplingFlag`s of each row."""
     is_simple: bool
     """Whether `Sampler.sample` does all that the rows ask for."""
+    is_simple_behind_masks: bool
+    """Whether it does all but for applying masks."""
     needs_whole_logits: bool
     """Whether rows ask for what needs the logits of the whole vocabulary in one place."""
 
     def rows(self, flag: SamplingFlag) -> np.ndarray:
         """The numbers of the rows that have a flag, ascending."""
         return np.flatnonzero(self.flags & flag)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The masks of a batch's constrained rows (`kernels.token_mask`)."""
+
+    masks: Tensor
+    """[R, W] int32 on the device."""
+    places: np.ndarray
+    """[n], the mask of each constrained row."""
+
+    @classmethod
+    def allowing_all(cls, num_rows: int, num_words: int, device: torch.device) -> TokenMasks:
+        """Make masks that allow every token, for so many rows."""
+        masks = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device)
+        return cls(masks, np.arange(num_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +125,7 @@ class Sampler:
             slots=slots,
             flags=flags,
             is_simple=not asked & self._full_flags,
+            is_simple_behind_masks=not asked & self._full_flags & ~SamplingFlag.CONSTRAINED,
             needs_whole_logits=bool(asked & self._whole_logits_flags),
         )
 
@@ -123,6 +142,13 @@ class Sampler:
         shard, start = self._group.without_padding(logits, self._vocab_size)
         return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
+    def sample_masked(self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor, mask_of: Tensor) -> Tensor:
+        """Do what `sample` does, behind masks as `apply_token_mask` takes them; with one rank only. `logits` are
+        overwritten."""
+        assert self._group.size == 1
+        apply_token_mask(logits[:, : self._vocab_size], masks, mask_of)
+        return self.sample(logits, slots, positions)
+
     def sample_fully(
         self,
         logits: Tensor,
@@ -130,19 +156,21 @@ class Sampler:
         positions: Tensor,
         needs: SamplingNeeds,
         longest: int,
-        masks: Tensor | None = None,
+        masks: TokenMasks | None = None,
     ) -> tuple[Tensor, PendingLogprobs | None]:
         """Choose ids [N] int32 for any batch, on every rank the same. Rank 0 also returns the log-probabilities that
         rows asked for, or None if none did.
 
         The first three arguments are those of `sample`; `logits` may be overwritten. needs: what these rows ask for;
-        longest: the highest position that a row may have; masks: [n, W] for the rows that are constrained, None if none
-        is. Rank 0 has them; the other ranks give memory of the same shape.
+        longest: the highest position that a row may have; masks: those of the rows that are constrained, None if none
+        is. Rank 0 has them; the other ranks give others of the same size.
         """
         if not needs.needs_whole_logits:
             if masks is not None:
                 shard, start = self._group.without_padding(logits, self._vocab_size)
-                self._mask(shard, needs, self._group.broadcast(masks), start)
+                if self._group.size > 1:
+                    masks = self._share_masks(masks)
+                self._mask(shard, needs, masks, start)
             return self._sample_limited(logits, slots, positions, needs), None
         whole = self._group.gather(logits)
         if whole is None:
@@ -190,10 +218,18 @@ class Sampler:
         packed, lists = shard_candidates(shard, columns, slots, positions, start=start)
         return choose_candidates(self._group.max(packed), self._group.all_gather(lists), columns, slots, positions)
 
-    def _mask(self, logits: Tensor, needs: SamplingNeeds, masks: Tensor, start: int) -> None:
-        """Apply masks [n, W] to the constrained rows of logits [N, M] of the tokens from `start` on, in place."""
-        (rows,) = self._slots.upload(needs.rows(SamplingFlag.CONSTRAINED))
-        apply_token_mask(logits, rows, masks, start=start)
+    def _mask(self, logits: Tensor, needs: SamplingNeeds, masks: TokenMasks, start: int) -> None:
+        """Apply masks to the constrained rows of logits [N, M] of the tokens from `start` on, in place."""
+        mask_of = np.full(len(needs.flags), -1)
+        mask_of[needs.rows(SamplingFlag.CONSTRAINED)] = masks.places
+        (mask_of_there,) = self._slots.upload(mask_of)
+        apply_token_mask(logits, masks.masks, mask_of_there, start=start)
+
+    def _share_masks(self, masks: TokenMasks) -> TokenMasks:
+        """Bring rank 0's masks to every rank."""
+        (places,) = self._slots.upload(masks.places)
+        shared = self._group.broadcast(masks.masks.index_select(0, places))
+        return TokenMasks(shared, np.arange(len(shared)))
 
     def _share(self, slots: Tensor, ids: Tensor | None) -> Tensor:
         """Bring rank 0's ids to every rank. The other ranks give None."""

@@ -22,11 +22,13 @@ from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.messages import StepInput, StepOutput
 from nvcli.models.causal_lm import CausalLM
+from nvcli.runner.choice_graphs import Choice, ChoiceGraphs
 from nvcli.runner.constraints import Constraints, StepMasks, with_failures
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
+from nvcli.runner.memory import out_of_memory_line
 from nvcli.runner.prompt_reader import PendingReadings, PromptReader, ReadPlan
-from nvcli.runner.sampler import PendingLogprobs, Sampler
+from nvcli.runner.sampler import PendingLogprobs, Sampler, SamplingNeeds
 from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
 from nvcli.runner.step_clock import StepClock, StepTime
@@ -130,6 +132,11 @@ class StepRunner:
         self._link, self._clock = link, clock
         self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
         self._graph_batches: dict[BatchShape, StepBatch] = {}
+        self._choices: ChoiceGraphs | None = None
+        if sampler.num_ranks == 1:
+            self._choices = ChoiceGraphs(sampler, slots, max_rows=max_sampled, steps_in_flight=steps_in_flight)
+        self._in_two_parts: set[BatchShape] = set()
+        """The shapes whose graphs do not choose; `_choices` does."""
         self._on_gpu = slots.state.lengths.is_cuda
         self._pinned_ids = [
             torch.empty(max_sampled, dtype=torch.int32, pin_memory=self._on_gpu)
@@ -150,7 +157,7 @@ class StepRunner:
 
     def run_padded(self, shape: BatchShape) -> StepLogits | StageOutput:
         """Launch a step over the rows that were loaded for the shape. A graph holds the same."""
-        return self._compute(self._padded_batch(shape), sample=True)
+        return self._compute(self._padded_batch(shape), sample=shape not in self._in_two_parts)
 
     def use_graphs(self, graphs: GraphRunner[StepLogits | StageOutput]) -> None:
         """Run steps, from now on, as graphs where one serves them."""
@@ -159,6 +166,9 @@ class StepRunner:
     def run(self, step: StepInput) -> PendingStep | None:
         """Run one step, or queue it on the GPU: nothing here waits for the device. A stage that is not the last returns
         None."""
+        follows = self._constraints.concerns(step)
+        if follows:
+            self._constraints.look_ahead()
         shape = exact_shape(step)
         reads = self._reader.plan(step) if step.reads else None
         graphs = None if reads is not None or step.copies_new_keys else self._graphs
@@ -176,7 +186,6 @@ class StepRunner:
             self._kv_cache.copy_keys(self._slots.key_copies(step))
         needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
         self._buffers.load(batch)
-        follows = self._constraints.concerns(step)
         if follows:
             self._constraints.begin(step)
         if padded is None:
@@ -192,24 +201,12 @@ class StepRunner:
             return None
         if follows:
             self._constraints.follow(step)
-        num_sampled, logprobs, masks = batch.num_sampled, None, None
-        constrained = _NO_ROWS if needs.is_simple else needs.rows(SamplingFlag.CONSTRAINED)
-        if needs.is_simple:
-            assert output.ids is not None
-            ids = output.ids[:num_sampled]
-        else:
-            slots = batch.inputs.sample_slots[:num_sampled]
-            positions = batch.inputs.sample_positions[:num_sampled]
-            longest = int(batch.forward.seq_lens_host.max())
-            if len(constrained):
-                masks = self._constraints.masks(needs.slots[constrained], num_sampled, self._slots.upload)
-            ids, logprobs = self._sampler.sample_fully(
-                output.logits[:num_sampled], slots, positions, needs, longest, None if masks is None else masks.masks
-            )
-            self._slots.keep(slots, positions, ids)
+        masks, constrained = None, _NO_ROWS if needs.is_simple else needs.rows(SamplingFlag.CONSTRAINED)
+        if len(constrained):
+            masks = self._constraints.masks(needs.slots[constrained], batch.num_sampled)
+        ids, logprobs = self._choose(output, batch, padded, needs, constrained, masks)
         host_ids = self._to_host(ids)
         if masks is not None:
-            self._hold(masks, needs.slots[constrained])
             given = constrained[~masks.is_held]
             self._constraints.chose(host_ids, needs.slots[given], given)
         self._clock.stop(step_time)
@@ -224,6 +221,36 @@ class StepRunner:
             held_rows=_NO_ROWS if masks is None else constrained[masks.is_held],
         )
 
+    def _choose(
+        self,
+        output: StepLogits,
+        batch: StepBatch,
+        padded: BatchShape | None,
+        needs: SamplingNeeds,
+        constrained: np.ndarray,
+        masks: StepMasks | None,
+    ) -> tuple[Tensor, PendingLogprobs | None]:
+        """Choose the tokens of a step's sampled rows, of which `constrained` have masks, and put them into the slot
+        table, if that was not done with the logits. Returns the ids [num_sampled], and log-probabilities."""
+        num_sampled = batch.num_sampled
+        if needs.is_simple and output.ids is not None:
+            return output.ids[:num_sampled], None
+        if padded in self._in_two_parts and needs.is_simple_behind_masks:
+            assert padded is not None
+            assert self._choices is not None
+            places, is_held = (constrained, constrained) if masks is None else (masks.masks.places, masks.is_held)
+            return self._choices.choose(padded, constrained, places, is_held)[:num_sampled], None
+        slots = batch.inputs.sample_slots[:num_sampled]
+        positions = batch.inputs.sample_positions[:num_sampled]
+        longest = int(batch.forward.seq_lens_host.max())
+        ids, logprobs = self._sampler.sample_fully(
+            output.logits[:num_sampled], slots, positions, needs, longest, None if masks is None else masks.masks
+        )
+        self._slots.keep(slots, positions, ids)
+        if masks is not None:
+            self._hold(masks, needs.slots[constrained])
+        return ids, logprobs
+
     def _hold(self, masks: StepMasks, slots: np.ndarray) -> None:
         """Let the device forget, on every rank, that it computed the rows that are held, among the constrained rows in
         `slots` [n]."""
@@ -232,13 +259,46 @@ class StepRunner:
             self._slots.take_back(at, self._sampler.share(counts))
 
     def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
-        """Plan a step on the host, and capture the graph of its padded shape where that was not done at the start."""
-        if padded is None or self._graphs is None or self._graphs.has_captured(padded):
+        """Plan a step on the host, and capture the graph of its padded shape where that is due."""
+        graphs, choices = self._graphs, self._choices
+        if padded is None or graphs is None:
+            self._backend.plan(batch.forward)
+            return
+        masks = self._constraints.device_masks
+        is_split = (
+            masks is not None
+            and choices is not None
+            and padded not in self._in_two_parts
+            and bool(len(self._sampler.needs(batch.sampled_slots).rows(SamplingFlag.CONSTRAINED)))
+            and choices.is_due(padded)
+        )
+        if graphs.has_captured(padded) and not is_split:
             self._backend.plan(batch.forward)
             return
         self._backend.prepare_capture(batch.forward)
         self._backend.plan(batch.forward)
-        self._graphs.capture_late(padded)
+        if is_split and choices is not None and masks is not None:
+            self._split(padded, graphs, choices, masks)
+        else:
+            graphs.capture_late(padded)
+
+    def _split(
+        self, padded: BatchShape, graphs: GraphRunner[StepLogits | StageOutput], choices: ChoiceGraphs, masks: Tensor
+    ) -> None:
+        """Capture a shape anew, in two parts. Where there is no memory for one of them, steps of the shape go on in
+        one: with the earlier graph, or with one that leaves the choice to launches."""
+        self._in_two_parts.add(padded)
+        try:
+            graphs.capture_late(padded)
+            logits = graphs.output(padded)
+            assert isinstance(logits, StepLogits)
+            inputs = self._padded_batch(padded).inputs
+            choices.add(padded, Choice(logits.logits, inputs.sample_slots, inputs.sample_positions, masks))
+        except RuntimeError as error:
+            if out_of_memory_line(error) is None:
+                raise
+            self._in_two_parts.discard(padded)
+            choices.give_up(padded)
 
     def _compute(self, batch: StepBatch, *, sample: bool, reads: ReadPlan | None = None) -> StepLogits | StageOutput:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
