@@ -12,5 +12,5 @@ from nvcli.runner.model_runner import ModelRunner
 
 def create(config: EngineConfig, context: RankContext) -> Runner:
     """Make the real runner."""
-    os.environ.update(make_late(LateMasks(share=0.4, seconds=0.15)))
+    os.environ.update(make_late(LateMasks(share=0.4, seconds=0.3)))
     return ModelRunner(config, context)

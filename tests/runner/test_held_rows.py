@@ -87,14 +87,14 @@ def test_answers_are_the_same_whichever_masks_are_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their tokens, log-probabilities, reasons and usage; a late row counts nowhere."""
-    late = use_late_masks(monkeypatch, LateMasks(share=0.3, seconds=0.006))
+    late = use_late_masks(monkeypatch, LateMasks(share=0.3, seconds=0.04))
     found, scheduler = answer(requests, **config)
     assert found.keys() == answers.keys()
     for number, output in found.items():
         expected = answers[number]
         assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason)
         assert_same_logprobs(output, expected)
-    assert late.num_held > 20
+    assert late.num_held > 4
     assert scheduler.stats.generated_tokens == sum(len(output.token_ids) // 4 for output in answers.values())
     assert (scheduler.stats.num_preemptions > 0) == (circumstance == "preempted")
 
@@ -122,7 +122,8 @@ def test_all_ranks_leave_the_same_rows_out(requests: list[Request], answers: Out
         request.request_id: answers[request.request_id].token_ids for request in some
     }
     num_tokens = sum(len(output.token_ids) // 4 for output in done.values())
-    assert sum(record.num_sampled for record in records) > num_tokens + 2 * len(some) + 20
+    # What is sampled behind the end of an answer is two tokens at the most.
+    assert sum(record.num_sampled for record in records) > num_tokens + 2 * len(some)
 
 
 def assert_same_logprobs(found: RequestOutput, expected: RequestOutput) -> None:
