@@ -3,7 +3,7 @@
 
     python3 scripts/profile_decode.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json] [--kernels N]
         [--quantization TYPE] [--kv-cache-dtype TYPE] [--shared-prefix 1024,1024:8] [--input-len 64]
-        [--output-len 128] [--generated 40]
+        [--output-len 128] [--generated 20]
 
 A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run; with
 --tp the others follow it in processes of their own. Once all requests decode, torch's profiler records this rank's
@@ -58,6 +58,9 @@ KINDS = {
     "matrix products": r"gemm|cutlass|nvjet|_linear_kernel|splitK",
 }
 """Patterns of kernels' names; the first that matches counts."""
+
+_RECORDINGS = 2
+"""The first one sets the profiler up."""
 
 
 class InProcess:
@@ -175,6 +178,14 @@ def main() -> None:
     parser.add_argument("--output-len", default="900:1024", help="tokens of an answer")
     parser.add_argument("--generated", type=int, default=300, help="tokens that answers have before steps are recorded")
     options = parser.parse_args()
+    output_len = parse_range("--output-len", options.output_len)
+    most_tokens = options.generated + _RECORDINGS * options.steps
+    if most_tokens >= output_len[0]:
+        parser.error(
+            f"--generated {options.generated} and {_RECORDINGS} recordings of --steps {options.steps} take answers of "
+            f"more than {most_tokens:,} tokens, but --output-len {options.output_len} has some of {output_len[0]:,}: "
+            "lower --generated or --steps, or raise --output-len"
+        )
     run = msgspec.convert(
         {
             "model": options.shape,
@@ -189,13 +200,13 @@ def main() -> None:
     workload = Workload(
         num_requests=options.running,
         input_len=parse_range("--input-len", options.input_len),
-        output_len=parse_range("--output-len", options.output_len),
+        output_len=output_len,
         shared_prefix=parse_shared_prefix(options.shared_prefix) if options.shared_prefix else (),
     )
     core = start_engine(run, workload, options.tp)
     while core.stats.num_waiting or core.stats.generated_tokens < options.generated * options.running:
         core.step()
-    for _ in range(2):  # the first recording sets the profiler up
+    for _ in range(_RECORDINGS):
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             for _ in range(options.steps):
                 core.step()

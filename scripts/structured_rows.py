@@ -4,10 +4,10 @@ usage: structured_rows.py [--rows 2000] [--schemas 200] [--tokens N] [--model de
                           [--tp 1]
 
 The rows are questions for the built-in model, which knows nothing of JSON: what it writes follows from the schema
-alone. The same rows are then answered without schemas, each with as many tokens, and both speeds are shown; the first
-schema of a run also loads llguidance, so a short run comes before. Exits with 1 if an answer is wrong. Answers that
-`max_tokens` cut are counted, and are not checked. With `--tokens` the schemas are of lists that never end, so that
-every answer has so many tokens: that is for speed alone. Without it, `jsonschema` is needed.
+alone. The same rows are then answered without schemas, in the same order and each with as many tokens, and both speeds
+are shown; the first schema of a run also loads llguidance, so a short run comes before. Exits with 1 if an answer is
+wrong. Answers that `max_tokens` cut are counted, and are not checked. With `--tokens` the schemas are of lists that
+never end, so that every answer has so many tokens: that is for speed alone. Without it, `jsonschema` is needed.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def main() -> int:
     schemas = make(options.schemas, seed=options.seed)
     biases = None if options.tokens else blank_tokens(options.model)
     rows = make_rows(options.rows, schemas, biases=biases, num_tokens=options.tokens)
-    with LLM(options.model, max_num_seqs=options.max_num_seqs, tensor_parallel_size=options.tp) as llm:
+    # Only of the free rows the lengths are known: planned by them, they would have no long answers at their end.
+    job = {"plan": False}
+    with LLM(options.model, max_num_seqs=options.max_num_seqs, tensor_parallel_size=options.tp, job=job) as llm:
         answer(llm, rows[:8])
         answers, num_tokens, seconds = answer(llm, rows)
         num_wrong = report(answers, schemas)
