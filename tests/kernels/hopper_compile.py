@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +22,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from nvcli.kernels.triton import hopper_prefill
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
+from nvcli.kernels.triton.kept_kernel import KeptKernel
 from nvcli.kernels.triton.prefill_tiles import TilePart
 
 KV_HEADS, BLOCK_SIZE = 8, 64
@@ -75,14 +76,14 @@ def described(argument: object) -> object:
     return argument
 
 
-class ThroughTriton(dict[Any, Any]):
-    """What a launch finds where nothing is kept: Triton looks for what it compiled."""
+class ThroughTriton:
+    """A kernel of which nothing is kept: Triton looks for what it compiled."""
 
-    def get(self, key: object, default: object = None) -> ThroughTriton:
-        return self
+    def __init__(self, kernel: Any, constants: tuple[object, ...]) -> None:
+        self._kernel, self._constants = kernel, constants
 
-    def __getitem__(self, grid: Any) -> Any:
-        return partial(hopper_prefill_kernel[grid], num_warps=4)
+    def launch(self, num_programs: int, *arguments: object) -> None:
+        self._kernel[(num_programs, 1, 1)](*arguments, *self._constants, num_warps=4)
 
 
 def make_attention(head_dim: int, group: int) -> HopperPrefillAttention:
@@ -110,11 +111,11 @@ def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:
     log_sums = torch.zeros(20 * KV_HEADS * group)
     queries = torch.zeros(2, 20, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
     out, sinks = torch.zeros_like(queries[0]), torch.zeros(KV_HEADS * group)
-    keeping, through_triton = make_attention(head_dim, group), make_attention(head_dim, group)
-    through_triton._compiled = ThroughTriton()
     names: list[str] = []
     knobs.runtime.launch_enter_hook.add(lambda metadata: names.append(metadata.get()["name"]))
-    for attention in (keeping, through_triton):
+    for kept in (KeptKernel, ThroughTriton):
+        hopper_prefill.KeptKernel = kept  # type: ignore[assignment, misc]
+        attention = make_attention(head_dim, group)
         for layer, number, blocks in ((0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 2), (2, 0, 3)):
             k_cache, v_cache = pool[layer, :, :blocks]
             attention.run(

@@ -10,15 +10,14 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton.compile_ahead import Placeholder
 from nvcli.kernels.triton.fp8 import share_scales
 from nvcli.kernels.triton.fp8_launches import HopperLaunch
 from nvcli.kernels.triton.hopper_fp8_kernel import BLOCK, ROWS, hopper_fp8_kernel
+from nvcli.kernels.triton.kept_kernel import KeptKernel
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK: int = BLOCK.value
@@ -116,28 +115,10 @@ def _launch(
     )
 
 
-class _Kernel:
-    """The kernel with its constants. Compiled at its first launch, it is kept: Triton would look at every argument of
-    each launch to find what it compiled for its kind."""
-
-    def __init__(self, constants: tuple[object, ...]) -> None:
-        self._constants = constants
-        self._compiled: CompiledKernel | None = None
-
-    def launch(self, num_programs: int, *arguments: object) -> None:
-        grid = (num_programs, 1, 1)
-        compiled = self._compiled
-        if compiled is None:
-            compiled = hopper_fp8_kernel.warmup(*arguments, *self._constants, grid=grid, num_warps=4)
-            if not isinstance(compiled, Placeholder):
-                self._compiled = compiled
-        compiled[grid](*arguments, *self._constants)
-
-
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, out_dtype: torch.dtype, scales_offset: int, *constants: object) -> _Kernel:
+def _kernel(device: torch.device, out_dtype: torch.dtype, scales_offset: int, *constants: object) -> KeptKernel:
     """Return the kernel for results of a type, and for scales of weights at multiples of 16 bytes and so many more."""
-    return _Kernel(constants)
+    return KeptKernel(hopper_fp8_kernel, constants)
 
 
 def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:

@@ -4,9 +4,8 @@ It serves head sizes 64 and 128 in 16 bits, without windows, in blocks of a mult
 every other GPU, is for `prefill_attention.py` (`prefill_choice.py`).
 
 Steps that are no CUDA graphs launch it once for each layer, so a launch must cost the host little. What does not change
-from step to step is kept: the descriptors that tell TMA of a layer's cache, and what Triton compiled. Triton's own ways
-in are used: `kernel.warmup` compiles, and the compiled kernel launches itself, with the hooks that are set. A launch
-takes the host 22 µs so, 57 where nothing is kept, and one of `prefill_attention.py` 27 (an H200 machine).
+from step to step is kept: the descriptors that tell TMA of a layer's cache, and what Triton compiled. A launch takes
+the host 22 µs so, 57 where nothing is kept, and one of `prefill_attention.py` 27 (an H200 machine).
 
 On an H200 a layer of 32 query heads and 8 KV heads of 128 in bfloat16 takes, in microseconds, against
 `prefill_attention.py`: 1,799 against 2,696 for two prompts of 8,192 tokens, 3,857 against 5,497 for one of 16,384,
@@ -20,11 +19,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
-from nvcli.kernels.triton.compile_ahead import Placeholder
 from nvcli.kernels.triton.hopper_cache import CacheDescriptors
 from nvcli.kernels.triton.hopper_prefill_kernel import ROWS, hopper_prefill_kernel
+from nvcli.kernels.triton.kept_kernel import KeptKernel
 from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList, TilePart
 
 _LOG2_E = 1.4426950408889634
@@ -40,7 +38,7 @@ class HopperPrefillAttention:
         self._head_dim, self._block_size = head_dim, block_size
         self._num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         self._descriptors = CacheDescriptors(num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
-        self._compiled: dict[tuple[object, ...], CompiledKernel] = {}
+        self._kernels: dict[tuple[object, ...], KeptKernel] = {}
 
     @property
     def tile_key(self) -> TileKey:
@@ -94,16 +92,12 @@ class HopperPrefillAttention:
             scale * _LOG2_E,
             q.stride(0),
             block_tables.stride(0),
-            *constants,
         )
-        grid = (min(self._num_kv_heads * tiles.capacity, self._num_programs), 1, 1)
-        # Triton would look at every argument to find what it compiled for its kind. Beside the constants these may
-        # differ between launches: whether addresses and strides are multiples of 16. Caches and lists are aligned.
+        # Beside the constants these may differ between launches: whether addresses and strides are multiples of 16.
+        # Caches and lists are aligned.
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (q, out, sinks, log_sums))
         kind = q.dtype, q.stride(0) % 16, *(address % 16 for address in addresses), *constants
-        compiled = self._compiled.get(kind)
-        if compiled is None:
-            compiled = hopper_prefill_kernel.warmup(*arguments, grid=grid, num_warps=4)
-            if not isinstance(compiled, Placeholder):
-                self._compiled[kind] = compiled
-        compiled[grid](*arguments)
+        kernel = self._kernels.get(kind)
+        if kernel is None:
+            kernel = self._kernels[kind] = KeptKernel(hopper_prefill_kernel, constants)
+        kernel.launch(min(self._num_kv_heads * tiles.capacity, self._num_programs), *arguments)

@@ -10,13 +10,12 @@ import math
 
 import torch
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
-from nvcli.kernels.triton.compile_ahead import Placeholder
 from nvcli.kernels.triton.decode_attention import LOG2_E
 from nvcli.kernels.triton.hopper_cache import CacheDescriptors
 from nvcli.kernels.triton.hopper_prefill_kernel import KEYS, ROWS
 from nvcli.kernels.triton.hopper_segment_kernel import hopper_segment_kernel
+from nvcli.kernels.triton.kept_kernel import KeptKernel
 from nvcli.kernels.triton.segment_merge import SegmentResults
 from nvcli.kernels.triton.segment_work_list import TILE_FIELDS, SegmentWorkList
 
@@ -43,7 +42,7 @@ class HopperSegmentAttention:
         self._head_dim, self._block_size = head_dim, block_size
         self._max_rows, self._device = max_rows, device
         self._descriptors = CacheDescriptors(num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
-        self._compiled: dict[tuple[object, ...], CompiledKernel] = {}
+        self._kernels: dict[tuple[object, ...], KeptKernel] = {}
         shape = (self.work_list(None).max_partials, num_kv_heads, self._group)
         self._partial_out = torch.empty(*shape, head_dim, dtype=dtype, device=device)
         self._partial_lse = torch.empty(*shape, dtype=torch.float32, device=device)
@@ -103,17 +102,13 @@ class HopperSegmentAttention:
             scale * LOG2_E,
             q.stride(0),
             block_tables.stride(0),
-            *constants,
         )
-        grid = (work_list.num_processors, 1, 1)
-        # What is compiled is kept as in `hopper_prefill.py`; of the tensors, q alone may not be aligned.
+        # As in `hopper_prefill.py`; of the tensors, q alone may not be aligned.
         kind = q.dtype, q.stride(0) % 16, q.data_ptr() % 16, *constants
-        compiled = self._compiled.get(kind)
-        if compiled is None:
-            compiled = hopper_segment_kernel.warmup(*arguments, grid=grid, num_warps=4)
-            if not isinstance(compiled, Placeholder):
-                self._compiled[kind] = compiled
-        compiled[grid](*arguments)
+        kernel = self._kernels.get(kind)
+        if kernel is None:
+            kernel = self._kernels[kind] = KeptKernel(hopper_segment_kernel, constants)
+        kernel.launch(work_list.num_processors, *arguments)
         return SegmentResults(
             out=self._partial_out,
             lse=self._partial_lse,
