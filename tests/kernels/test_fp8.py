@@ -73,11 +73,13 @@ def test_products_with_a_bias_into_memory_that_is_there(scaling: FP8Scaling) -> 
     codes, scales = quantise_weight(weight, scaling)
     rows = quantise(x, scaling)
     factors = rows.scales.unsqueeze(1) if scaling == "channel" else rows.scales.repeat_interleave(128, 1)
-    expected = F.linear(rows.codes.float() * factors, dequantise_weight(codes, scales), bias)
-    torch.testing.assert_close(fp8_linear(rows, codes, scales, bias, None), expected)
+    values, kept = rows.codes.float() * factors, dequantise_weight(codes, scales)
+    expected = F.linear(values, kept, bias)
+    rounding = 1e-6 * F.linear(values.abs(), kept.abs(), bias.abs())  # processors add up in different orders
+    assert ((fp8_linear(rows, codes, scales, bias, None) - expected).abs() <= rounding).all()
     out = torch.empty(5, 48)
     assert fp8_linear(rows, codes, scales, None, out) is out
-    torch.testing.assert_close(out + bias, expected)
+    assert ((out + bias - expected).abs() <= rounding).all()
 
 
 @SCALINGS

@@ -408,10 +408,17 @@ def test_calls_that_come_and_go_at_random(make_llm: MakeLLM, monkeypatch: pytest
     assert not session._calls
     loop = session._loop
     assert loop is not None
-    until(lambda: not loop._planner.num_rows and not any(replica.rows for replica in loop._replicas))
+    duplicates = loop._duplicates
+    assert duplicates is not None
+    # All at once: a row on its way from the plan to a replica is in neither.
+    until(
+        lambda: (
+            not loop._planner.num_rows
+            and not any(replica.rows for replica in loop._replicas)
+            and (duplicates.num_rows, duplicates._followers) == (0, {})
+        )
+    )
     loop._planner.check_integrity()
-    assert loop._duplicates is not None
-    assert (loop._duplicates.num_rows, loop._duplicates._followers) == (0, {})
 
 
 def thinking_template(folder: Path) -> str:
