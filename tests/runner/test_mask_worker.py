@@ -7,6 +7,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -151,7 +152,7 @@ def test_a_second_thread_goes_on_where_a_mask_is_slow(vocabulary: Vocabulary, mo
 
     monkeypatch.setattr(own.worker, "_make", make_slowly)
     read_fd, write_fd = os.pipe()
-    orders = OrderReader(read_fd)
+    orders = OrderReader(read_fd, stays_awake=False)
 
     def send(order: MaskOrders) -> None:
         message = msgspec.msgpack.encode(order)
@@ -166,7 +167,7 @@ def test_a_second_thread_goes_on_where_a_mask_is_slow(vocabulary: Vocabulary, mo
 
     send(MaskOrders([], [FollowGrammar(row, CHOICE) for row in range(5)], [want(row) for row in range(3)]))
     threads = [
-        threading.Thread(target=serve, args=(own.worker, orders)),
+        threading.Thread(target=serve, args=(own.worker, orders), daemon=True),
         threading.Thread(target=own.worker.help_for_ever, args=(orders,), daemon=True),
     ]
     for thread in threads:
@@ -183,6 +184,51 @@ def test_a_second_thread_goes_on_where_a_mask_is_slow(vocabulary: Vocabulary, mo
     threads[0].join()
     os.close(read_fd)
     assert own.worker.is_idle
+
+
+def test_a_worker_looks_at_the_memory_by_itself_and_says_when_it_does_not(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nine, _ = vocabulary.tokenizer.greedy_tokenize("95")
+    own = Worker(vocabulary)
+    own.begin(0)
+    own.want(want(0))
+    read_fd, write_fd = os.pipe()
+    orders = OrderReader(read_fd, stays_awake=True)
+    thread = threading.Thread(target=serve, args=(own.worker, orders), daemon=True)
+
+    def wait_until(happens: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not happens() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        assert happens()
+
+    monkeypatch.setattr(mask_worker, "_AWAKE_SECONDS", 3600.0)
+    thread.start()
+    wait_until(lambda: own.numbers[0] == 2)
+
+    def ask(number: int, token: int) -> None:
+        own.table.next_tokens[0] = next_token(np.array(number), np.array(token))
+        own.table.calls[0] += 1
+
+    ask(2, nine)
+    wait_until(lambda: own.numbers[0] == 4)
+    own.table.next_tokens[0] = next_token(np.array(3), np.array(0))  # without a call
+    wait_until(lambda: own.numbers[0] // 2 == 3)
+    assert not own.table.is_asleep[0]
+    monkeypatch.setattr(mask_worker, "_NAP_MILLISECONDS", 3_600_000.0)
+    orders._awake_seconds = 0.0
+    ask(4, 0)
+    wait_until(lambda: own.numbers[0] // 2 == 4 and own.table.is_asleep[0])
+    time.sleep(0.01)  # it looks once more
+    ask(5, 0)
+    message = msgspec.msgpack.encode(MaskOrders([], [], []))
+    os.write(write_fd, struct.pack("I", len(message)) + message)
+    wait_until(lambda: own.numbers[0] // 2 == 5)
+    os.close(write_fd)
+    thread.join()
+    os.close(read_fd)
+    assert not own.table.is_asleep[0]
 
 
 def test_nothing_is_made_for_an_answer_that_has_ended(vocabulary: Vocabulary) -> None:

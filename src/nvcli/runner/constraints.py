@@ -278,12 +278,14 @@ def start_workers(
     """Begin to start the processes that make a rank's masks. It takes them most of a second to load the tokens."""
     num_free = own_cores(device) - _OTHER_CORES
     num_useful = max_answers if vocab_size > _SMALL_VOCABULARY else max_answers // _LEAST_ANSWERS
+    num_workers = min(_MAX_WORKERS, max(_MIN_WORKERS, min(num_free, num_useful)), max_answers)
     return MaskWorkers(
         model_path,
         vocab_size=vocab_size,
         end_ids=end_ids,
         num_rows=num_places(max_answers),
-        num_workers=min(_MAX_WORKERS, max(_MIN_WORKERS, min(num_free, num_useful)), max_answers),
+        num_workers=num_workers,
+        stays_awake=num_workers <= num_free,
     )
 
 

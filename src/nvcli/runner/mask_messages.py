@@ -1,8 +1,9 @@
 """What a rank asks of the processes that make masks, and the memory in which they answer.
 
-The memory has a row for each answer that may run, in three parts (`MaskTable`). A process writes a row's mask, and then
-the number by which that mask was asked for (`answered`). Of most answers a step asks for the mask behind one more
-token, and of nothing else: it writes that into the memory too (`next_token`), and sends a message without its row.
+The memory has a row for each answer that may run, in several parts (`MaskTable`). A process writes a row's mask, and
+then the number by which that mask was asked for (`answered`). Of most answers a step asks for the mask behind one more
+token, and of nothing else: it writes that into the memory too (`next_token`). A process looks there many times in each
+step, and gets a message for it only while it is asleep.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ N = TypeVar("N", int, np.ndarray)
 _PAGE = 4096
 _TOKEN_BITS = 24
 """Of an entry of `MaskTable.next_tokens`; the bits above are the number of the mask."""
+_NUM_NUMBERS = 4
+"""The numbers that the memory has for each row beside its mask."""
 
 
 class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +32,8 @@ class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the model's logits."""
     end_ids: list[int]
     num_rows: int
+    stays_awake: bool
+    """Whether processes look for orders for a while before they fall asleep. Each takes some of a core then."""
     memory_fd: int
     """The memory, empty until the vocabulary is loaded."""
     order_fds: list[int]
@@ -64,7 +69,7 @@ class WantMask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MaskOrders(msgspec.Struct, frozen=True, array_like=True):
-    """What one process is to do, in this order; then what is new among its rows of `MaskTable.next_tokens`."""
+    """What one process is to do, in this order; but first what is new among its rows of `MaskTable.next_tokens`."""
 
     ended: list[int]
     """Rows whose answers have ended."""
@@ -80,30 +85,32 @@ class MaskTable:
     """[rows] int64, the last mask that is there (`answered`). The processes write it."""
     next_tokens: np.ndarray
     """[rows] int64, the last mask that was asked for so (`next_token`); 0: none. The rank writes it."""
+    calls: np.ndarray
+    """[rows] int64, with an entry for each process, of which there are no more than rows: it changes when there is
+    something new for the process, in the memory or as a message. The rank writes it."""
+    is_asleep: np.ndarray
+    """[rows] int64, likewise: whether the process may not look before it gets a message. The processes write it."""
     masks: np.ndarray
     """[rows, W] uint32, a bit for each token."""
 
     @classmethod
     def empty(cls, num_rows: int, num_words: int) -> MaskTable:
         """Make one that nobody shares."""
-        return cls(
-            np.zeros(num_rows, dtype=np.int64),
-            np.zeros(num_rows, dtype=np.int64),
-            np.zeros((num_rows, num_words), dtype=np.uint32),
-        )
+        numbers = np.zeros((_NUM_NUMBERS, num_rows), dtype=np.int64)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], np.zeros((num_rows, num_words), dtype=np.uint32))
 
     @classmethod
     def of(cls, memory: mmap.mmap, num_rows: int, num_words: int) -> MaskTable:
         """Read a memory of `memory_bytes` so."""
-        numbers = np.frombuffer(memory, dtype=np.int64, count=2 * num_rows).reshape(2, num_rows)
+        numbers = np.frombuffer(memory, dtype=np.int64, count=_NUM_NUMBERS * num_rows).reshape(_NUM_NUMBERS, num_rows)
         count = num_rows * num_words
         masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=masks_offset(num_rows))
-        return cls(numbers[0], numbers[1], masks.reshape(num_rows, num_words))
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], masks.reshape(num_rows, num_words))
 
 
 def masks_offset(num_rows: int) -> int:
     """Return the byte at which the masks begin in the memory."""
-    return -(-16 * num_rows // _PAGE) * _PAGE
+    return -(-8 * _NUM_NUMBERS * num_rows // _PAGE) * _PAGE
 
 
 def memory_bytes(num_rows: int, num_words: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import select
@@ -42,6 +43,7 @@ from nvcli.runner.mask_messages import (
     memory_bytes,
     read_next_token,
 )
+from nvcli.runner.timer_slack import sleep_exactly
 
 _PR_SET_PDEATHSIG = 1
 _ALL = np.uint32(0xFFFFFFFF)
@@ -53,6 +55,17 @@ _HELP_SECONDS = 150e-6
 """The time after which the second thread looks whether the first one is at a slow mask."""
 _STUCK_SECONDS = 100e-6
 """The time that a mask takes when the second thread goes on with those behind it; 98 of 100 take less."""
+_LOOK_SECONDS = 100e-6
+"""How often a process looks for orders at first. To be woken by a timer so often takes some of a core: a third with 50
+µs in a virtual machine."""
+_LOOKS_AT_CALLS = 16
+"""Of so many looks but one are at `MaskTable.calls` alone. The one is for processors that show the rank's writes in
+another order."""
+_AWAKE_SECONDS = 6e-3
+"""The time after which it falls asleep. Steps that take longer lose little while the processes are woken."""
+_NAP_MILLISECONDS = 200.0
+"""How often a process that is asleep looks for orders without a message, which may be missing only where the rank saw
+it awake at the very moment at which it fell asleep."""
 _MAX_REPORT = 3000
 
 
@@ -75,6 +88,10 @@ class MaskWorker:
         self._numbers, self._masks = table.numbers, table.masks
         self._address, self._stride = table.masks.ctypes.data, table.masks.strides[0]
         self._first, self._step = first, step
+        self.is_asleep = table.is_asleep[first : first + 1]
+        """[1], as in `MaskTable`."""
+        self._calls = table.calls[first : first + 1]
+        self._calls_seen = 0
         self._next_tokens = table.next_tokens[first::step]
         self._read_tokens = np.zeros_like(self._next_tokens)
         """What was read of them last."""
@@ -89,21 +106,41 @@ class MaskWorker:
         self._picking = threading.Lock()
         """Held while a thread picks a mask to make, and while masks are dropped."""
 
+    def was_called(self) -> bool:
+        """Tell whether `MaskTable.calls` says that there is something new, once for each time."""
+        calls = int(self._calls[0])
+        was_called, self._calls_seen = calls != self._calls_seen, calls
+        return was_called
+
     def take(self, orders: MaskOrders) -> None:
-        """Note what is to be done. One thread at a time may call it."""
+        """Note what is to be done. One thread at a time may call this and `take_next_tokens`."""
+        has_tokens = self.take_next_tokens()  # of answers that these orders may end
         if orders.ended or orders.begun:
             self._change_answers(orders)
-        if self._slow:
-            self._num_passed += 1
+        if orders.wanted and not has_tokens:
+            self._put_off_slow_ones()
         for want in orders.wanted:
             self._queue(want)
+        self._has_work.set()
+
+    def take_next_tokens(self) -> bool:
+        """Note what is to be done by `MaskTable.next_tokens`, and return whether something is new there."""
         next_tokens = self._next_tokens.copy()
-        for place in np.flatnonzero(next_tokens != self._read_tokens).tolist():
+        places = np.flatnonzero(next_tokens != self._read_tokens)
+        if not len(places):
+            return False
+        self._put_off_slow_ones()
+        for place in places.tolist():
             number, token = read_next_token(int(next_tokens[place]))
             row = self._first + place * self._step
             self._queue(WantMask(row, number, [token], is_free=False, held_back=[], opening=None, is_opened=False))
         self._read_tokens = next_tokens
         self._has_work.set()
+        return True
+
+    def _put_off_slow_ones(self) -> None:
+        if self._slow:
+            self._num_passed += 1
 
     def _queue(self, want: WantMask) -> None:
         (self._slow if want.row in self._slow_rows else self._fast).append(want)
@@ -139,8 +176,8 @@ class MaskWorker:
             self._has_work.wait()
             time.sleep(_HELP_SECONDS)
             while self._is_stuck():
-                if not self._help():
-                    orders.take_some(self, seconds=_HELP_SECONDS)
+                if not self._help() and not orders.take_some(self):
+                    time.sleep(_LOOK_SECONDS)
             if self.is_idle and self._first_lane.row is None:
                 self._has_work.clear()
                 if not self.is_idle:  # there are new orders
@@ -212,8 +249,9 @@ def _hold_back(mask: np.ndarray, token_ids: Sequence[int]) -> None:
 class OrderReader:
     """Reads what the rank asks for."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, stays_awake: bool) -> None:
         self._fd = fd
+        self._awake_seconds = _AWAKE_SECONDS if stays_awake else 0.0
         self._decoder = msgspec.msgpack.Decoder(MaskOrders)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
@@ -224,16 +262,36 @@ class OrderReader:
         """Wait for orders, unless the worker has got some from the other thread. Returns False when the rank is
         gone."""
         with self._lock:
-            return not worker.is_idle or self._take(worker)
+            return not worker.is_idle or self._wait(worker)
 
-    def take_some(self, worker: MaskWorker, *, seconds: float = 0.0) -> bool:
-        """Take orders if there are some, or come within some seconds, and return whether there were any."""
+    def take_some(self, worker: MaskWorker) -> bool:
+        """Take orders if there are some and no other thread is at it, and return whether there were any."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            return bool(self._poll.poll(1000 * seconds)) and self._take(worker)
+            return worker.take_next_tokens() or (bool(self._poll.poll(0)) and self._take(worker))
         finally:
             self._lock.release()
+
+    def _wait(self, worker: MaskWorker) -> bool:
+        """Wait for orders, at first with many looks at the memory: messages to all processes, one after the other, take
+        the rank longer than a look takes to come."""
+        awake_until = time.perf_counter() + self._awake_seconds
+        try:
+            for count in itertools.count():
+                is_asleep = bool(worker.is_asleep[0])
+                if worker.was_called() or is_asleep or count % _LOOKS_AT_CALLS == 0:
+                    if worker.take_next_tokens():
+                        return True
+                    if self._poll.poll(_NAP_MILLISECONDS if is_asleep else 0):
+                        return self._take(worker)
+                if time.perf_counter() < awake_until:
+                    time.sleep(_LOOK_SECONDS)
+                else:
+                    worker.is_asleep[0] = True  # and look once more: the rank may not have seen it
+        finally:
+            worker.is_asleep[0] = False
+        raise AssertionError("it looks for ever")
 
     def _take(self, worker: MaskWorker) -> bool:
         size = _read(self._fd, 4)
@@ -269,6 +327,7 @@ def _work(start: MaskStart, order_fd: int, vocabulary: Vocabulary) -> None:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _die_with(os.getppid(), signal.SIGKILL)
+        sleep_exactly()
         memory = mmap.mmap(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
         table = MaskTable.of(memory, start.num_rows, vocabulary.num_words)
         for fd in start.order_fds:
@@ -276,7 +335,7 @@ def _work(start: MaskStart, order_fd: int, vocabulary: Vocabulary) -> None:
                 os.close(fd)
         number, num_workers = start.order_fds.index(order_fd), len(start.order_fds)
         worker = MaskWorker(vocabulary, table, first=number, step=num_workers)
-        orders = OrderReader(order_fd)
+        orders = OrderReader(order_fd, stays_awake=start.stays_awake)
         threading.Thread(target=_help, args=(worker, orders, start.report_fd), daemon=True).start()
         serve(worker, orders)
     except BaseException:  # a panic of Rust code is no Exception

@@ -39,6 +39,7 @@ from nvcli.runner.mask_messages import (
     next_token,
 )
 from nvcli.runner.row_places import RowPlaces
+from nvcli.runner.timer_slack import sleep_exactly
 
 _MODULE = "nvcli.runner.mask_worker"
 _PIPE_BYTES = 1 << 20
@@ -48,7 +49,7 @@ _LOOK_SECONDS = 50e-6
 """How often a step looks for masks, but all the time at first."""
 _EAGER_SECONDS = 200e-6
 _CHECK_SECONDS = 0.1
-"""How often it looks whether the processes are there while it waits."""
+"""How often steps that wait look whether the processes are there."""
 _END_SECONDS = 5.0
 
 
@@ -71,7 +72,14 @@ class MaskWorkers:
     """The processes and the memory of one rank."""
 
     def __init__(
-        self, model_path: Path, *, vocab_size: int, end_ids: Sequence[int], num_rows: int, num_workers: int
+        self,
+        model_path: Path,
+        *,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        num_rows: int,
+        num_workers: int,
+        stays_awake: bool,
     ) -> None:
         """Begin to start the processes, which load the tokens of the model; see `MaskStart`."""
         self.end_ids = [*end_ids]
@@ -84,6 +92,7 @@ class MaskWorkers:
             vocab_size=vocab_size,
             end_ids=self.end_ids,
             num_rows=num_rows,
+            stays_awake=stays_awake,
             memory_fd=self._memory_fd,
             order_fds=[fd for fd, _ in pipes],
             report_fd=their_report_fd,
@@ -107,9 +116,15 @@ class MaskWorkers:
         for fd in self._order_fds:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        sleep_exactly()  # so does `wait`
         weakref.finalize(self, _end, self._process, [self._memory_fd, report_fd, *self._order_fds])
         self._orders = [MaskOrders([], [], []) for _ in pipes]
         self._has_orders = np.zeros(num_workers, dtype=np.bool_)
+        """Whether there is a message for a process."""
+        self._has_tokens = np.zeros(num_workers, dtype=np.bool_)
+        """Whether there is something new for it in the memory."""
+        self._check_at = 0.0
+        """The `time.perf_counter()` at which to look whether the processes are there."""
         self._encoder = msgspec.msgpack.Encoder()
         self._places = RowPlaces(num_rows, num_workers)
         self._num_words: int | None = None
@@ -159,28 +174,33 @@ class MaskWorkers:
         """Ask for the masks of rows [n] by these numbers [n], each behind one of the tokens [n] and what the grammar
         allows. The last masks of these rows must be there."""
         self._table.next_tokens[rows] = next_token(numbers, tokens)
-        self._has_orders[rows % len(self._orders)] = True
+        self._has_tokens[rows % len(self._orders)] = True
 
     def send(self) -> None:
         """Send what was asked for. Raises WorkerError."""
+        calls, is_asleep = self._table.calls, self._table.is_asleep
+        if self._has_tokens.any():
+            calls[: len(self._orders)] += self._has_tokens
+            self._has_orders |= self._has_tokens & (is_asleep[: len(self._orders)] != 0)
+            self._has_tokens[:] = False
         for number in np.flatnonzero(self._has_orders).tolist():
             message = self._encoder.encode(self._orders[number])
             self._orders[number] = MaskOrders([], [], [])
             self._write(self._order_fds[number], struct.pack("I", len(message)) + message)
+            calls[number] += 1
         self._has_orders[:] = False
 
     def wait(self, rows: np.ndarray, wanted: np.ndarray, num_rows: int, patience: Patience | None) -> None:
         """Wait until `answered` has reached `wanted` [n] in `rows` [n]. With patience some may be late, but not all
         of the `num_rows` rows of the step. Raises WorkerError."""
         started = time.perf_counter()
-        check_at = started + _CHECK_SECONDS
         while num_late := int((self.answered[rows] < wanted).sum()):
             now = time.perf_counter()
+            if now >= self._check_at:
+                self._check_at = now + _CHECK_SECONDS
+                self._check()
             if patience is not None and num_late < num_rows and now >= patience.ends_at(num_late, num_rows):
                 return
-            if now >= check_at:
-                check_at = now + _CHECK_SECONDS
-                self._check()
             time.sleep(_LOOK_SECONDS if now > started + _EAGER_SECONDS else 0.0)
 
     def _of(self, row: int) -> MaskOrders:
