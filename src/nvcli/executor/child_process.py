@@ -9,7 +9,6 @@ the other is gone. A child also asks the kernel to be killed when its parent die
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -25,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 from nvcli.control_group import count_oom_kills
+from nvcli.process_control import end_with_parent, ignore_terminal
 
-_PR_SET_PDEATHSIG = 1
 _CHILDREN_SECONDS = 5.0
 """Seconds that a process gets to end its children; one with a GPU takes its time to go."""
 
@@ -169,17 +168,10 @@ def end_children(number: signal.Signals = signal.SIGKILL) -> None:
             os.wait()
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os._exit(1)
-
-
 def _main() -> None:
     target, fd, parent_pid = sys.argv[1:]
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    _die_with_parent(int(parent_pid))
+    ignore_terminal()
+    end_with_parent(int(parent_pid), signal.SIGKILL)
     os.set_inheritable(int(fd), False)  # a compiler that this process runs may outlive it
     control = Connection(int(fd))
     module, function = target.split(":")

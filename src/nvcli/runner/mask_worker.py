@@ -11,7 +11,6 @@ torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import itertools
 import mmap
@@ -33,6 +32,7 @@ import msgspec
 import numpy as np
 
 from nvcli.grammars import GrammarError, Vocabulary
+from nvcli.process_control import end_with_parent, ignore_terminal, sleep_exactly
 from nvcli.runner.compiled_grammars import CompiledGrammars, GrammarAnswer
 from nvcli.runner.mask_messages import (
     MaskOrders,
@@ -43,9 +43,7 @@ from nvcli.runner.mask_messages import (
     memory_bytes,
     read_next_token,
 )
-from nvcli.runner.timer_slack import sleep_exactly
 
-_PR_SET_PDEATHSIG = 1
 _ALL = np.uint32(0xFFFFFFFF)
 """A word of a mask that forbids nothing."""
 _SLOW_SECONDS = 200e-6
@@ -326,7 +324,7 @@ def _work(start: MaskStart, order_fd: int, vocabulary: Vocabulary) -> None:
     code = 0
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _die_with(os.getppid(), signal.SIGKILL)
+        end_with_parent(os.getppid(), signal.SIGKILL)
         sleep_exactly()
         memory = mmap.mmap(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
         table = MaskTable.of(memory, start.num_rows, vocabulary.num_words)
@@ -358,18 +356,10 @@ def _report(report_fd: int) -> None:
         os.write(report_fd, traceback.format_exc().encode()[-_MAX_REPORT:])
 
 
-def _die_with(parent_pid: int, number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent_pid:  # it ended before the kernel was asked
-        os._exit(1)
-
-
 def main() -> None:
     """Load the tokens, start the other processes, and wait until they have ended; if one fails, end all."""
     start = msgspec.json.decode(sys.argv[1], type=MaskStart)
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_terminal()
     pids: set[int] = set()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -382,7 +372,7 @@ def main() -> None:
         os._exit(1)
 
     signal.signal(signal.SIGTERM, end)
-    _die_with(start.parent_pid, signal.SIGTERM)
+    end_with_parent(start.parent_pid, signal.SIGTERM)
     # The number of words comes before anything that a process reports.
     num_words = struct.pack("q", -1)
     try:

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 
 from nvcli.errors import WorkerError
+from nvcli.process_control import sleep_exactly
 from nvcli.runner.mask_messages import (
     FollowGrammar,
     MaskOrders,
@@ -39,7 +40,6 @@ from nvcli.runner.mask_messages import (
     next_token,
 )
 from nvcli.runner.row_places import RowPlaces
-from nvcli.runner.timer_slack import sleep_exactly
 
 _MODULE = "nvcli.runner.mask_worker"
 _PIPE_BYTES = 1 << 20
