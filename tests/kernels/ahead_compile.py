@@ -45,7 +45,7 @@ def main() -> dict[str, Any]:
     active = FakeDriver()
     driver.set_active(active)
     knobs.runtime.launch_enter_hook.add(lambda metadata: None)
-    hopper_fp8._num_programs = lambda device: 132  # type: ignore[assignment]
+    hopper_fp8.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     numbers = torch.zeros(4)
     compile_ahead.hash_triton()
     found: dict[str, Any] = {"was_compiled": [compile_ahead.was_compiled("p")]}

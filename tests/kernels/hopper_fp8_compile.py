@@ -21,7 +21,7 @@ ROWS, OUT_FEATURES, IN_FEATURES = 256, 768, 1024
 
 if __name__ == "__main__":
     driver.set_active(FakeDriver())
-    hopper_fp8._num_programs = lambda device: 132  # type: ignore[assignment]
+    hopper_fp8.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     codes = torch.zeros(ROWS, IN_FEATURES, dtype=FP8)
     weight, scales = torch.zeros(OUT_FEATURES, IN_FEATURES, dtype=FP8), torch.zeros(OUT_FEATURES)
     x = QuantisedRows(codes, torch.zeros(ROWS), torch.bfloat16)

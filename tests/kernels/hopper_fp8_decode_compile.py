@@ -22,7 +22,7 @@ ROWS, OUT_FEATURES, IN_FEATURES = 8, 1024, 512
 
 if __name__ == "__main__":
     driver.set_active(FakeDriver())
-    hopper_fp8_decode._num_programs = lambda device: 132  # type: ignore[assignment]
+    hopper_fp8_decode.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     x = QuantisedRows(torch.zeros(ROWS, IN_FEATURES).to(FP8), torch.zeros(ROWS), torch.bfloat16)
     weight, scales = torch.zeros(OUT_FEATURES, IN_FEATURES).to(FP8), torch.zeros(OUT_FEATURES)
     reports = []

@@ -21,7 +21,7 @@ ROWS, OUT_FEATURES, IN_FEATURES = 8, 768, 256
 
 if __name__ == "__main__":
     driver.set_active(FakeDriver())
-    hopper_w4._num_programs = lambda device: 132  # type: ignore[assignment]
+    hopper_w4.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     x = torch.zeros(ROWS, IN_FEATURES, dtype=torch.bfloat16)
     words = torch.zeros(OUT_FEATURES, IN_FEATURES // 4, dtype=torch.int16)
     scales = torch.zeros(IN_FEATURES // 128, OUT_FEATURES, dtype=torch.int32)

@@ -86,7 +86,7 @@ def simulated() -> Any:
     hopper_fp8._kernel.cache_clear()
     with (
         patch.object(hopper_fp8, "hopper_fp8_kernel", SimulatedKernel()),
-        patch.object(hopper_fp8, "_num_programs", lambda _: 3),
+        patch.object(hopper_fp8, "num_multiprocessors", lambda _: 3),
     ):
         yield
     hopper_fp8._kernel.cache_clear()

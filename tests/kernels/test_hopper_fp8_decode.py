@@ -92,7 +92,7 @@ def test_products(shape: tuple[int, int], num_rows: int, launch: DecodeLaunch, n
     product = make(num_rows, shape, CPU)
     with (
         patch.object(hopper_fp8_decode, "hopper_fp8_decode_kernel", Launcher()),
-        patch.object(hopper_fp8_decode, "_num_programs", lambda _: num_programs),
+        patch.object(hopper_fp8_decode, "num_multiprocessors", lambda _: num_programs),
     ):
         found = fp8_linear_for_sum(*product, launch)
         assert_near(found.sum(0) if found.dim() == 3 else found, product, 1e-5)

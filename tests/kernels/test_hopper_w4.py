@@ -70,7 +70,10 @@ class Launcher:
 
 @pytest.fixture
 def simulated() -> Any:
-    with patch.object(hopper_w4, "hopper_w4_kernel", Launcher()), patch.object(hopper_w4, "_num_programs", lambda _: 3):
+    with (
+        patch.object(hopper_w4, "hopper_w4_kernel", Launcher()),
+        patch.object(hopper_w4, "num_multiprocessors", lambda _: 3),
+    ):
         yield
 
 

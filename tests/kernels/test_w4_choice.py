@@ -23,7 +23,7 @@ GROUP_128 = W4Format("integer", 128)
 def on_hopper() -> Any:
     with (
         patch.object(w4_choice, "_has_kernel", lambda device: True),
-        patch.object(hopper_w4, "_num_programs", lambda device: 132),
+        patch.object(hopper_w4, "num_multiprocessors", lambda device: 132),
     ):
         yield
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.triton.activation import activate
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors
 from nvcli.kernels.whole_numbers import ceil_div
 
 
@@ -112,7 +113,7 @@ def gated_linear(x: Tensor, weight: Tensor, launch: Launch | None = None, *, is_
     assert in_features % launch.in_tile == 0
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     num_tiles = ceil_div(num_rows, launch.row_tile) * (out_features // launch.out_tile)
-    num_programs = launch.programs_per_multiprocessor * _num_multiprocessors(x.device)
+    num_programs = launch.programs_per_multiprocessor * num_multiprocessors(x.device)
     _gated_linear_kernel[(min(num_tiles, num_programs),)](
         TensorDescriptor.from_tensor(x, [launch.row_tile, launch.in_tile]),
         TensorDescriptor.from_tensor(weight, [launch.out_tile, launch.in_tile]),
@@ -130,7 +131,3 @@ def gated_linear(x: Tensor, weight: Tensor, launch: Launch | None = None, *, is_
         num_stages=launch.num_stages,
     )
     return out
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

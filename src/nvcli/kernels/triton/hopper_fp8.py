@@ -18,6 +18,7 @@ from nvcli.kernels.triton.fp8 import share_scales
 from nvcli.kernels.triton.fp8_launches import HopperLaunch
 from nvcli.kernels.triton.hopper_fp8_kernel import BLOCK, ROWS, hopper_fp8_kernel
 from nvcli.kernels.triton.kept_kernel import KeptKernel
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK: int = BLOCK.value
@@ -99,7 +100,7 @@ def _launch(
         launch.unit_tiles,
     )
     kernel.launch(
-        min(num_tiles, _num_programs(x.codes.device)),
+        min(num_tiles, num_multiprocessors(x.codes.device)),
         _describe(x.codes, _ROWS),
         x.scales,
         _describe_weight(weight.data_ptr(), *weight.shape),
@@ -143,9 +144,3 @@ class _Place:
 
     def data_ptr(self) -> int:
         return self.address
-
-
-@lru_cache(maxsize=64)
-def _num_programs(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton.fp8_launches import DecodeLaunch
 from nvcli.kernels.triton.hopper_fp8_decode_kernel import BLOCK, GROUPS, TILE, halves_rows, hopper_fp8_decode_kernel
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK: int = BLOCK.value
@@ -58,7 +59,7 @@ def linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: DecodeLaunc
     assert out.numel() < 1 << 31, "the kernel counts in 32 bits"
     if num_rows == 0:
         return out
-    programs = _num_programs(weight.device)
+    programs = num_multiprocessors(weight.device)
     work = share_out(out_features, num_rows, launch.row_tile, num_parts, programs)
     strides = [in_features, 1]
     hopper_fp8_decode_kernel[(min(work.num_items(num_parts), programs),)](
@@ -135,9 +136,3 @@ def make_work(out_features: int, half_tiles: int, row_tile: int, whole_strips: i
         return Work(half_tiles // 2, half_tiles % 2, half_tiles, whole_strips, half_strips)
     half_strips = max(0, -(-out_features // _BLOCK) - whole_strips * _GROUPS)
     return Work(half_tiles, 0, half_tiles, whole_strips, half_strips)
-
-
-@lru_cache(maxsize=64)
-def _num_programs(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count

@@ -20,6 +20,7 @@ from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.hopper_w4_kernel import BLOCK, GROUPS, PART, hopper_w4_kernel
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.w4_launches import HopperLaunch, Kind
 from nvcli.kernels.weight_formats import W4Format
 from nvcli.kernels.whole_numbers import ceil_div
@@ -59,7 +60,7 @@ def choose_launch(kind: Kind, num_rows: int, out_features: int, in_features: int
     launches = [
         HopperLaunch(_ROW_TILE, blocks, num_parts) for num_parts in range(1, most_parts + 1) for blocks in _BLOCKS
     ]
-    programs = _num_programs(device)
+    programs = num_multiprocessors(device)
     return min(launches, key=lambda launch: cycles(launch, kind, num_rows, out_features, in_features, programs))
 
 
@@ -80,12 +81,6 @@ def cycles(
         added = launch.num_parts * num_rows * out_features * 8 / (num_programs * _BYTES_PER_CYCLE)
         added += _LAUNCH_CYCLES if kind == "plain" else 0
     return -(-programs // num_programs) * of_program + added
-
-
-@lru_cache(maxsize=64)
-def _num_programs(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def _tiles_of_part(in_features: int, launch: HopperLaunch) -> int:
@@ -219,7 +214,7 @@ def _launch(
         [1, _BLOCK // 16, 2, 8],
         NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=4),
     )
-    hopper_w4_kernel[(min(row_tiles * strips, _num_programs(x.device)),)](
+    hopper_w4_kernel[(min(row_tiles * strips, num_multiprocessors(x.device)),)](
         x_desc,
         words_desc,
         scales_desc,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors
 from nvcli.kernels.whole_numbers import ceil_div
 
 
@@ -172,7 +173,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
     if num_rows <= _FEW_ROWS:
         _few_rows_kernel[(out_tiles, row_tiles)](x, weight_tiles, bias, out, num_rows, **tiles)
         return
-    num_programs = launch.programs_per_multiprocessor * _num_multiprocessors(x.device)
+    num_programs = launch.programs_per_multiprocessor * num_multiprocessors(x.device)
     _many_rows_kernel[(min(row_tiles * out_tiles, num_programs),)](
         TensorDescriptor.from_tensor(x, [launch.row_tile, launch.in_tile]),
         weight_tiles,
@@ -182,7 +183,3 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
         ROWS_TOGETHER=_ROWS_TOGETHER,
         **tiles,
     )
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
