@@ -21,9 +21,12 @@ from nvcli.attention.row_by_row_backend import RowByRowBackend
 from nvcli.attention.spec import AttentionCase
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.triton.split_work_list import SPLIT, plan_splits_kernel
+from ordered_products import products_in_one_order
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else INTERPRETED_MARKS
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+
+__all__ = ["products_in_one_order"]
 
 
 def triton_backend(case: AttentionCase) -> AttentionBackend:

@@ -10,6 +10,7 @@ from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
 from nvcli.kernels.invariant_linear import invariant_linear
 from nvcli.kernels.triton import invariant_linear as kernels
 from nvcli.kernels.triton.invariant_linear import Launch
+from ordered_products import products_in_one_order
 
 # [out, in]; some are no multiples of the tiles.
 SHAPES = [(6144, 1024), (4096, 12288), (1000, 200)] if HAS_GPU else [(96, 64), (70, 40)]
@@ -18,6 +19,8 @@ ROWS = [1, 2, 17, 64, 65, 128, 300, 512, 1000, 5000] if HAS_GPU else [1, 2, 31, 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 
 pytestmark = MARKS
+
+__all__ = ["products_in_one_order"]
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
