@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +21,8 @@ from nvcli.attention.spec import AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.triton import decode_attention
+from nvcli.kernels.triton.gluon_version import has_known_gluon
 
 # Compiled kernels are for 16 bits, and most of what is interpreted is in float32.
 Bench = partial(AnyBench, device=str(DEVICE), dtype=torch.bfloat16 if HAS_GPU else torch.float32, kv_dtype=FP8)
@@ -85,6 +89,37 @@ def test_groups_of_other_head_sizes(backend: type[AttentionBackend]) -> None:
     )
     assert not bench.kv_cache.spec.is_uniform
     run_all_kinds_of_steps(bench)
+
+
+@pytest.mark.skipif(
+    not HAS_GPU or torch.cuda.get_device_capability() < (8, 9) or not has_known_gluon(),
+    reason="needs a GPU with FP8 units and the version of Triton that was tried there",
+)
+@pytest.mark.parametrize("num_rows", [33, 200, 600])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        {"num_kv_heads": 2, "ratio": 4, "head_dim": 128},
+        {"num_kv_heads": 8, "ratio": 4, "head_dim": 128},
+        {"num_kv_heads": 1, "ratio": 8, "head_dim": 64, "windows": (50, None), "soft_cap": 5.0, "has_sinks": True},
+        {"num_kv_heads": 3, "ratio": 1, "head_dim": 128, "windows": (33, None), "has_sinks": True, "block_size": 192},
+    ],
+    ids=str,
+)
+def test_many_decode_rows(geometry: dict[str, Any], num_rows: int) -> None:
+    """They have a kernel of their own: rows of a few keys, of whole and partial tiles, and long ones, which are cut."""
+    lengths = [*random.Random(num_rows).choices([1, 5, 31, 63, 64, 100, 200, 300], k=num_rows - 3), 900, 2000, 5000]
+    # Each request's blocks, and those of the token that follows.
+    room = sum(length + 1 + 192 for length in lengths)
+    bench = Bench(TritonBackend, **{"block_size": 64, **geometry}, num_tokens=room, max_num_seqs=1024)
+    bench.leave_garbage(float("nan"))
+    histories = [History() for _ in lengths]
+    for history, length in zip(histories, lengths, strict=True):
+        bench.fill(history, length)
+    work = [(history, 1) for history in histories]
+    with patch.object(decode_attention, "decode_attention_kernel", None):
+        bench.step(*work)
+        bench.step(*work, shape=BatchShape(decode_rows=num_rows + 7))
 
 
 class OfAnySize(AnyBench):
