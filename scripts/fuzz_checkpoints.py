@@ -8,9 +8,10 @@ A case is a copy of the built-in model, in one file or in two with an index, mut
 was forked from one with all imports done, and with the engine and its rank in that process. Every `--commands`-th case
 is run as a user types it too, with `generate`, `bench`, `profile-memory` and `doctor` in turn.
 
-A run may answer, or end with exit code 2 and one error that names a file of the checkpoint. It must not print a
-traceback or call anything a bug, take longer than `--seconds`, take `MOST_BYTES` more memory than a sound checkpoint,
-run code of the checkpoint, or leave any file but the job's own. CPU and Linux only.
+A run may answer, or end with exit code 2 and one error that names a file of the checkpoint or says that its weights
+are too large for this machine. It must not print a traceback or call anything a bug, take longer than `--seconds`, take
+`MOST_BYTES` more memory than a sound checkpoint, run code of the checkpoint, or leave any file but the job's own. CPU
+and Linux only.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ _MODULES = (
 )
 """What a run imports, most of it late."""
 _MODEL, _INPUT, _OUTPUT = "checkpoint", "in.jsonl", "out.jsonl"
+_TOO_LARGE = "the weights take "
 _FORBIDDEN = ("Traceback", "bug in nvcli", "panicked at")
 
 
@@ -138,8 +140,8 @@ class Outcome:
             wrong.append(f"no end after {self.seconds:.0f} s")
         elif self.code not in (0, 1, 2):
             wrong.append(f"exit code {self.code}")
-        elif self.code == 2 and (len(errors) != 1 or _MODEL not in errors[0]):
-            wrong.append("not one error that names a file")
+        elif self.code == 2 and (len(errors) != 1 or not (_MODEL in errors[0] or _TOO_LARGE in errors[0])):
+            wrong.append("not one error that names a file or calls the model too large")
         elif self.code == 1 and problems_are_code_1 and _MODEL not in self.text:
             wrong.append("no finding names a file")
         if self.peak_bytes > most_bytes:

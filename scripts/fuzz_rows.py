@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,11 +33,10 @@ import msgspec
 from bench_pipeline import NullEngine, Silent
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.demo import demo_path
-from nvcli.engine.request import Request, RequestOutput
+from nvcli.engine.request import PromptScoring, Request, RequestOutput
 from nvcli.job_run.generate import generate
 from nvcli.jobs.compression import Unpacker, compression_of
-from nvcli.messages import TokenLogprobs, unpack
-from nvcli.sampling_params import SamplingParams
+from nvcli.messages import PromptReading, TokenLogprobs, pack, unpack
 from row_maker import VOCAB_SIZE, RowMaker
 from row_oracle import JobFacts, Oracle, check, error_of, index_of
 
@@ -50,24 +50,39 @@ class CheckingEngine(NullEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._config = config
-        self._samplings: dict[int, SamplingParams] = {}
+        self._requests: dict[int, Request] = {}
 
     def add(self, requests: list[Request]) -> None:
         for request in requests:
             ids = unpack(request.prompt_ids)
             assert 1 <= len(ids) <= len(ids) + request.max_tokens - 1 < self._config.max_model_len
             assert all(0 <= token < VOCAB_SIZE for token in ids)
-            self._samplings.update({sample.request_id: sample.sampling for sample in request.samples()})
+            self._requests.update({sample.request_id: sample for sample in request.samples()})
         super().add(requests)
 
     def poll(self, timeout: float) -> list[RequestOutput]:
         return [self._with_logprobs(output) for output in super().poll(timeout)]
 
     def _with_logprobs(self, output: RequestOutput) -> RequestOutput:
-        if self._samplings.pop(output.request_id).logprobs is None:
+        request = self._requests.pop(output.request_id)
+        if isinstance(request.read, PromptScoring):
+            count = len(unpack(request.prompt_ids)) - request.read.first
+            num_top = count * request.read.num_top
+            reading = PromptReading(
+                logprobs=_logprobs(count),
+                best_ids=pack([7] * count),
+                top_ids=pack([7] * num_top),
+                top_logprobs=_logprobs(num_top),
+            )
+            output = msgspec.structs.replace(output, readings=[reading])
+        if request.sampling.logprobs is None:
             return output
         each = TokenLogprobs(logprob=-0.5, top_ids=[7], top_logprobs=[-0.5])
         return msgspec.structs.replace(output, logprobs=[each] * len(unpack(output.token_ids)))
+
+
+def _logprobs(count: int) -> bytes:
+    return array("f", [-0.5] * count).tobytes()
 
 
 def run_here(source: Path, output: Path, facts: JobFacts, order: str, update: bool) -> None:

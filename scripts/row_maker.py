@@ -53,6 +53,7 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1, 1.2, 100, 0, 101),
     "logit_bias": ({}, {"5": 1}, {"5": -100, "6": 100.0}, {"5": 101}, {"x": 1}, {"640": 1}, {"-1": 1}, {"5": None}, []),
     "logprobs": (None, 0, 3, 20, 21, True),
+    "prompt_logprobs": (None, 0, 3, 20, 21, "3"),
     "return_token_ids": (True, False, 1),
     "structured": (
         {"choice": ["a", "b"]},
