@@ -55,8 +55,8 @@ def prompts(count: int = 12, vocab_size: int = 640) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def all_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
-    """[len(prompt), V] of a prompt computed in one step."""
+def last_logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
+    """[1, V], of the token behind a prompt that is computed in one step."""
     scheduler = make_scheduler(runner)
     scheduler.add([make_request(0, prompt, 1)])
     scheduled = scheduler.schedule()
@@ -245,13 +245,13 @@ def random_06b(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int
     }
     path = write_tiny_qwen3(tmp_path_factory.mktemp("models") / "0.6b", **shape)
     prompt = prompts(1, vocab_size=150_000)[0] + list(range(1000, 1100))
-    return path, prompt, all_logits(make_runner(path, device="cpu"), prompt)
+    return path, prompt, last_logits(make_runner(path, device="cpu"), prompt)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_06b_logits_match_the_cpus(backend: str, random_06b: tuple[Path, list[int], torch.Tensor]) -> None:
     path, prompt, reference = random_06b
-    logits = all_logits(make_runner(path, attention_backend=backend, block_size=256), prompt)
+    logits = last_logits(make_runner(path, attention_backend=backend, block_size=256), prompt)
     assert (logits - reference).norm() / reference.norm() < 0.05
     assert (logits.argmax(-1) == reference.argmax(-1)).float().mean() > 0.9
 

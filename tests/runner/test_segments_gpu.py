@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from segment_answers import EAGER_COSTS, EAGER_PREFIX_COSTS, answers, prompts_of_a_tree
 
 from nvcli.demo import demo_path
@@ -23,16 +24,17 @@ def test_answers_are_the_same_with_shared_segments(enforce_eager: bool) -> None:
     )  # fmt: skip
     prompts = prompts_of_a_tree(random.Random(3), 60, 640, lengths=(16, 48, 160))
     expected, _, _ = answers(runner, prompts, 40, num_blocks=300, costs=None)
-    found, num_steps, _ = answers(runner, prompts, 40, num_blocks=300, costs=EAGER_COSTS)
+    found, num_steps, num_preemptions = answers(runner, prompts, 40, num_blocks=100, costs=EAGER_COSTS)
     assert found == expected
     assert num_steps > 20
+    assert num_preemptions > 0
     graphs = runner.steps._graphs
     assert enforce_eager or any(shape.shares_segments for shape in graphs._graphs)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_answers_are_the_same_where_chunks_share_prefixes(enforce_eager: bool) -> None:
-    """In float32; with decode rows beside them that share segments, preemptions, and chunks of prompts."""
+    """In float32; with decode rows beside them that share segments, and chunks of prompts."""
     runner = make_runner(
         demo_path(), dtype="float32", max_num_seqs=24, max_model_len=1024, block_size=16, max_num_batched_tokens=200,
         enforce_eager=enforce_eager,
@@ -84,6 +86,8 @@ def test_a_job_with_shared_segments_compiles_nothing() -> None:
     prompts = prompts_of_a_tree(random.Random(3), 60, 640, lengths=(16, 48, 160))
     _, num_steps, _ = answers(runner, prompts, 8, num_blocks=300, costs=EAGER_COSTS)
     assert num_steps > 5
+    with torch.inference_mode():  # the next scheduler knows nothing of the segments of this one
+        runner.slots.segments.slot_segments.zero_()
     _, num_steps, _ = answers(
         runner, sorted(prompts), 8, num_blocks=300, costs=EAGER_COSTS, prefix_costs=EAGER_PREFIX_COSTS
     )
