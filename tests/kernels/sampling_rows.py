@@ -54,10 +54,10 @@ def on(device: torch.device, columns: SamplingColumns) -> SamplingColumns:
     return SamplingColumns(**moved)
 
 
-def sample(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+def sample(logits: torch.Tensor, columns: SamplingColumns, *, few_allowed: bool = False) -> torch.Tensor:
     """By the kernels, ids on the CPU; row i takes slot i."""
     slots, positions = torch.arange(len(logits), device=DEVICE), keys(len(logits))["positions"].to(DEVICE)
-    ids = sampling.sample(logits.to(DEVICE), on(DEVICE, columns), slots, positions)
+    ids = sampling.sample(logits.to(DEVICE), on(DEVICE, columns), slots, positions, few_allowed=few_allowed)
     assert ids.dtype == torch.int32
     return ids.cpu()
 

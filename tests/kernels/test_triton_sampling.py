@@ -62,6 +62,19 @@ def test_forbidden_tokens_are_not_sampled(top_k: int) -> None:
     assert sample(logits, make_columns(torch.ones(2), [(top_k, 1.0, 0.0)])).tolist() == [5000, V - 1]
 
 
+@pytest.mark.parametrize("num_allowed", [0, 1, 30, 6000])
+def test_a_hint_that_few_are_allowed_changes_no_token(num_allowed: int) -> None:
+    """Greedy and sampled rows, with a small top-k, with top-p, and without limits; nothing, whole chunks, or single
+    tokens are forbidden."""
+    logits = random_logits(8)
+    for row in logits[:-1]:
+        row[torch.randperm(V, generator=torch.Generator().manual_seed(2))[num_allowed:]] = -torch.inf
+    columns = make_columns(torch.tensor([0.0, 1.0]).repeat_interleave(4), [(0, 1.0, 0.0), (5, 0.9, 0.0), (0, 0.8, 0.0)])
+    ids = sample(logits, columns, few_allowed=True)
+    assert torch.equal(ids, sample(logits, columns))
+    assert torch.equal(ids, expected_sample(logits, columns))
+
+
 def test_rows_that_lie_apart_and_tables_by_slot() -> None:
     """Logits are a part of a padded matrix, parameters are rows of the slot table."""
     logits = random_logits(3, V + 7)

@@ -16,14 +16,17 @@ from nvcli.messages import NOT_FINITE
 _MAX_TOKEN = 0x7FFFFFFF
 
 
-def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, few_allowed: bool = False
+) -> Tensor:
     """Choose one token for each row: the likeliest where the temperature is 0, else one drawn from
     softmax(logits / temperature) among the tokens that top-k, top-p and min-p keep (see `keep_likely`).
 
     logits: [N, V], rows may lie apart; slots: [N] int64, the row of `columns` that each row of logits takes;
     positions: [N] int32 or int64, of the tokens to be sampled. → [N] int32. Of equally good tokens the first is taken.
     A row that has a NaN or +inf among its logits, or nothing but -inf, gets `NOT_FINITE`; a single -inf is a forbidden
-    token. On CUDA nothing waits for the device, so that a graph can hold the call.
+    token. `few_allowed`: whether most tokens of many rows are forbidden, which makes the choice faster then, and slower
+    else, and changes no token. On CUDA nothing waits for the device, so that a graph can hold the call.
 
     The kernels agree with `gumbel_max` bit for bit in the random numbers, and up to the last bits in their logarithms:
     another token may come out where two scores are equal to about 1e-6 of their size.
@@ -31,7 +34,7 @@ def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: T
     if logits.is_cuda:
         from nvcli.kernels.triton import sampling
 
-        return sampling.sample(logits, columns, slots, positions)
+        return sampling.sample(logits, columns, slots, positions, few_allowed=few_allowed)
     columns, logits = columns.at(slots), logits.float()
     min_kept = min_kept_logit(logits, columns)
     if (min_kept > -torch.inf).any():

@@ -129,16 +129,17 @@ class Sampler:
             needs_whole_logits=bool(asked & self._whole_logits_flags),
         )
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, *, few_allowed: bool = False) -> Tensor:
         """Choose ids [N] int32 for a simple batch, on every rank the same; rows of other batches get some token, or
         `NOT_FINITE`.
 
         logits: [N, M] as `CausalLM.compute_logits` gives them; slots: [N] int64; positions: [N] of the tokens to be
-        sampled. On a GPU it launches kernels only, for a CUDA graph.
+        sampled; few_allowed: whether most tokens of many rows are forbidden. On a GPU it launches kernels only, for a
+        CUDA graph.
         """
         columns = self._table.columns
         if self._group.size == 1:
-            return sample(logits[:, : self._vocab_size], columns, slots, positions)
+            return sample(logits[:, : self._vocab_size], columns, slots, positions, few_allowed=few_allowed)
         shard, start = self._group.without_padding(logits, self._vocab_size)
         return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
@@ -147,7 +148,7 @@ class Sampler:
         overwritten."""
         assert self._group.size == 1
         apply_token_mask(logits[:, : self._vocab_size], masks, mask_of)
-        return self.sample(logits, slots, positions)
+        return self.sample(logits, slots, positions, few_allowed=True)
 
     def sample_fully(
         self,
@@ -171,7 +172,7 @@ class Sampler:
                 if self._group.size > 1:
                     masks = self._share_masks(masks)
                 self._mask(shard, needs, masks, start)
-            return self._sample_limited(logits, slots, positions, needs), None
+            return self._sample_limited(logits, slots, positions, needs, few_allowed=masks is not None), None
         whole = self._group.gather(logits)
         if whole is None:
             return self._share(slots, None), None
@@ -192,7 +193,8 @@ class Sampler:
             width = int(self._table.num_adjusted_host[needs.slots[adjusted]].max())
             self._adjust(logits, at_adjusted, slots, positions, width)
         self._restrict(logits, slots, positions, needs)
-        ids = self._share(slots, sample(logits, self._table.columns, slots, positions))
+        chosen = sample(logits, self._table.columns, slots, positions, few_allowed=masks is not None)
+        ids = self._share(slots, chosen)
         if unmodified is None:
             return ids, None
         counts = self._table.num_logprobs_host[needs.slots[asking]]
@@ -208,11 +210,13 @@ class Sampler:
         """Return rank 0's values on every rank; the others give memory of the same shape."""
         return self._group.broadcast(values)
 
-    def _sample_limited(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> Tensor:
+    def _sample_limited(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds, *, few_allowed: bool
+    ) -> Tensor:
         """Choose by temperature and limits. With several ranks the only limits here are those of rows with a small
         top-k."""
         if self._group.size == 1 or needs.is_simple:
-            return self.sample(logits, slots, positions)
+            return self.sample(logits, slots, positions, few_allowed=few_allowed)
         columns = self._table.columns
         shard, start = self._group.without_padding(logits, self._vocab_size)
         packed, lists = shard_candidates(shard, columns, slots, positions, start=start)

@@ -64,11 +64,13 @@ def _sample_chunk_kernel(
     GROUP: tl.constexpr,
     HAS_MIN_KEPT: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
+    FEW_ALLOWED: tl.constexpr,
     SHARDED: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
     """Program (row, chunk) finds the best score of the chunk's tokens, and the first token that has it; for a row with
-    a small top-k the maxima of the chunk's groups instead. A NaN counts as +inf. Without SHARDED, `start` is 0."""
+    a small top-k the maxima of the chunk's groups instead. A NaN counts as +inf. With FEW_ALLOWED it draws nothing for
+    a chunk that is all -inf. Without SHARDED, `start` is 0."""
     index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(slots_ptr + index)
@@ -90,7 +92,10 @@ def _sample_chunk_kernel(
             groups = (index * num_chunks + chunk) * (QUADS * 4 // GROUP) + tl.arange(0, QUADS * 4 // GROUP)
             tl.store(maxima_ptr + groups, maxima.to(maxima_ptr.dtype.element_ty))
     else:
-        if temperature > 0:
+        draws = temperature > 0
+        if FEW_ALLOWED:
+            draws &= tl.max(score) > -float("inf")
+        if draws:
             uniforms = quad_uniforms(
                 quads,
                 tl.load(seed_ptr + slot),
@@ -227,11 +232,13 @@ def _sample_row_kernel(
         tl.store(out_ptr + index, token)
 
 
-def sample(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, few_allowed: bool = False
+) -> Tensor:
     """See `nvcli.kernels.sampling.sample`."""
     ids = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     threshold = min_kept_logit(logits, columns, slots, except_top_k=MAX_CANDIDATES)
-    _launch(logits, columns, slots, positions, threshold, ids, None, start=None)
+    _launch(logits, columns, slots, positions, threshold, ids, None, start=None, few_allowed=few_allowed)
     return ids
 
 
@@ -262,6 +269,7 @@ def _launch(
     lists: Tensor | None,
     *,
     start: int | None,
+    few_allowed: bool = False,
 ) -> None:
     """Launch the pass and the choice. `start` is the first token of a shard, and `out` gets packed numbers; with None,
     `logits` is the whole vocabulary, and `out` gets tokens."""
@@ -299,6 +307,7 @@ def _launch(
         GROUP=GROUP_TOKENS,
         HAS_MIN_KEPT=threshold is not None,
         HAS_CANDIDATES=has_candidates,
+        FEW_ALLOWED=few_allowed,
         SHARDED=is_sharded,
         APPROXIMATE=logits.is_cuda,
         num_warps=4,

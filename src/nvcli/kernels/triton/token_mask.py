@@ -1,4 +1,4 @@
-"""Masks of the tokens that may be chosen, applied in one pass that writes what is forbidden and reads no logits.
+"""Masks of the tokens that may be chosen, applied in one pass that reads no logits where all tokens are forbidden.
 
 Shapes: N rows of logits; M tokens `start` to `end`, the whole vocabulary or a shard of it; R masks of W words.
 """
@@ -25,17 +25,27 @@ def _apply_token_mask_kernel(
     num_words,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, block) forbids the tokens of one block of a row."""
+    """Program (row, block) forbids the tokens of one block of a row. It writes the whole block, because single tokens
+    are written one by one, which takes much longer than to read the others."""
     row = tl.program_id(0).to(tl.int64)
     mask = tl.load(mask_of_ptr + row).to(tl.int64)
     if mask < 0:
         return
-    tokens = start + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    masks_ptr += mask * masks_row_stride
+    first = start + tl.program_id(1) * BLOCK
+    tokens = first + tl.arange(0, BLOCK)
     inside = tokens < end
-    words = tokens >> 5
-    bits = tl.load(masks_ptr + mask * masks_row_stride + words, mask=inside & (words < num_words), other=0)
-    is_forbidden = ((bits >> (tokens & 31)) & 1) == 0
-    tl.store(logits_ptr + row * logits_row_stride + (tokens - start), float("-inf"), mask=inside & is_forbidden)
+    logits = logits_ptr + row * logits_row_stride + (tokens - start)
+    all_words = (first >> 5) + tl.arange(0, BLOCK // 16)  # twice as many as there are, as a block may begin in one
+    is_own = all_words <= (first + BLOCK - 1) >> 5
+    any_allowed = tl.max(tl.load(masks_ptr + all_words, mask=is_own & (all_words < num_words), other=0) != 0)
+    if any_allowed:
+        words = tokens >> 5
+        bits = tl.load(masks_ptr + words, mask=inside & (words < num_words), other=0)
+        is_allowed = ((bits >> (tokens & 31)) & 1) != 0
+        tl.store(logits, tl.where(is_allowed, tl.load(logits, mask=inside, other=0.0), float("-inf")), mask=inside)
+    else:
+        tl.store(logits, float("-inf"), mask=inside)
 
 
 def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: int) -> None:
