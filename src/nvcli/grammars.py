@@ -75,6 +75,8 @@ class Vocabulary:
             if not isinstance(error, ValueError) and type(error).__module__ != "pyo3_runtime":  # a panic of Rust code
                 raise
             raise GrammarError(f"llguidance cannot use the tokenizer: {_reason(str(error))}") from None
+        self.text_end_ids = [token for token in end_ids if not self.tokenizer.is_special_token(token)]
+        """Those of `end_ids` that are no special tokens: a matcher lets them come as text, too."""
         self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
 
     @classmethod

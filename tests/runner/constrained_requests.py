@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nvcli.demo import demo_path
@@ -51,8 +51,8 @@ Answers = dict[int, tuple[list[int], str | None]]
 """By request id: the tokens, and why the answer ended."""
 
 
-def load_vocabulary() -> Vocabulary:
-    return Vocabulary.load(demo_path(), vocab_size=640, end_ids=END_IDS)
+def load_vocabulary(end_ids: Sequence[int] = END_IDS) -> Vocabulary:
+    return Vocabulary.load(demo_path(), vocab_size=640, end_ids=end_ids)
 
 
 def make_requests(vocabulary: Vocabulary) -> list[Request]:

@@ -80,6 +80,24 @@ def test_masks_are_those_of_the_grammar_and_of_what_is_beside_it(vocabulary: Voc
     assert own.numbers[:7].tolist() == [answered(number, has_failed=False) for number in (7, 1, 1, 1, 1, 1, 0)]
 
 
+def test_an_end_of_sequence_token_that_is_no_special_one_comes_at_the_end_alone(vocabulary: Vocabulary) -> None:
+    """As text it could stand in a string, and would end the answer there."""
+    nine, five = vocabulary.tokenizer.greedy_tokenize("95")
+    with_plain_end = load_vocabulary(end_ids=[0, five])
+    assert (vocabulary.text_end_ids, with_plain_end.text_end_ids) == ([], [five])
+    grammar = grammar_of(Structured(regex="[59]{2,3}"))
+    own, ending = Worker(vocabulary), Worker(with_plain_end)
+    for worker in (own, ending):
+        worker.begin(0, grammar=grammar)
+        for number, tokens in enumerate(([], [nine], [nine])):
+            worker.want(want(0, number, tokens))
+            worker.make_all()
+            assert (five in worker.allowed(0)) == (worker is own or number == 2)
+            assert nine in worker.allowed(0)
+    assert 0 in own.allowed(0)
+    assert 0 in ending.allowed(0)
+
+
 def test_masks_behind_one_more_token_are_asked_for_by_the_memory(vocabulary: Vocabulary) -> None:
     """Each worker reads its own rows, each of them once."""
     nine, five = vocabulary.tokenizer.greedy_tokenize("95")

@@ -115,6 +115,11 @@ class GrammarAnswer:
         """Whether the grammar cannot be followed any further."""
         return self._matcher is None
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the grammar allows the answer to be over."""
+        return self._matcher is not None and bool(self._matcher.is_accepting())
+
     def end(self) -> None:
         """Leave what was compiled to others."""
         if self._compiled is not None:

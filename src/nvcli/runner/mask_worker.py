@@ -83,6 +83,7 @@ class MaskWorker:
     def __init__(self, vocabulary: Vocabulary, table: MaskTable, *, first: int = 0, step: int = 1) -> None:
         """`table` is the memory; each `step`-th row of it from the row `first` on is this worker's."""
         self._grammars = CompiledGrammars(vocabulary)
+        self._text_end_ids = vocabulary.text_end_ids
         self._numbers, self._masks = table.numbers, table.masks
         self._address, self._stride = table.masks.ctypes.data, table.masks.strides[0]
         self._first, self._step = first, step
@@ -221,6 +222,8 @@ class MaskWorker:
             answer.write_mask(want.tokens, self._address + want.row * self._stride, self._stride)
             if answer.has_failed:
                 self._masks[want.row] = _ALL
+            elif self._text_end_ids and not answer.may_end:
+                _hold_back(self._masks[want.row], self._text_end_ids)
             if want.opening is not None:
                 _let_open(self._masks[want.row], want.opening, is_only=want.is_opened)
         if want.held_back:
