@@ -31,7 +31,7 @@ from nvcli.messages import CONSTRAINT_FAILED, NewSlot, SlotConstraint, StepInput
 from nvcli.runner.answer_table import AnswerTable
 from nvcli.runner.device import own_cores
 from nvcli.runner.followed_answer import FollowedAnswer
-from nvcli.runner.forward_timer import ForwardTimer
+from nvcli.runner.forward_timer import ForwardTimer, LaunchTimer
 from nvcli.runner.mask_memory import MaskMemory
 from nvcli.runner.mask_messages import answered
 from nvcli.runner.mask_workers import MaskWorkers, Patience
@@ -108,15 +108,11 @@ class Constraints:
         self._timer = ForwardTimer(device)
         self._free_since = 0.0
         """The `time.perf_counter()` at which the device began the forward pass that was launched last."""
-        self._waited_at: float | None = None
-        """The `time.perf_counter()` at which the last step went on with its masks, if no step has come since."""
         self._went_on_at = 0.0
         """The `time.perf_counter()` at which the last step with masks went on with them."""
         self._step_seconds = _FIRST_LAUNCH_SECONDS
         """The time from then until the next step has nothing to do but to wait for masks."""
-        self._launch_seconds = _FIRST_LAUNCH_SECONDS
-        """The time that the host takes from a step's masks until the next step's forward pass is launched. Masks are to
-        be there so long before the forward pass is over, or the device waits."""
+        self._launch_timer = LaunchTimer(_FIRST_LAUNCH_SECONDS)
         self._workers = workers
         self._memory: MaskMemory | None = None
         """The masks, once the first constrained request has come; None then: the tokens cannot be loaded."""
@@ -144,10 +140,7 @@ class Constraints:
         Call it when the step's forward pass is launched.
         """
         self._timer.stop()
-        if self._waited_at is not None:
-            # There may have been no step to launch for a while.
-            self._launch_seconds = min(time.perf_counter() - self._waited_at, 2 * self._launch_seconds)
-            self._waited_at = None
+        self._launch_timer.stop(time.perf_counter())
         while self._chosen:
             chosen = self._chosen.popleft()
             if chosen.event is not None:
@@ -181,7 +174,8 @@ class Constraints:
         began_waiting = time.perf_counter()
         self._step_seconds = min(began_waiting - self._went_on_at, 2 * self._step_seconds)
         self._workers.wait(rows, wanted, num_rows, self._patience())
-        self._waited_at = self._went_on_at = time.perf_counter()
+        self._went_on_at = time.perf_counter()
+        self._launch_timer.start(self._went_on_at)
         found = self._workers.answered[rows]
         self._memory.bring(rows)
         return StepMasks(TokenMasks(there, rows), is_held=found < wanted, has_failed=found % 2 == 1)
@@ -267,7 +261,8 @@ class Constraints:
         seconds = self._timer.seconds()
         if not self.may_hold or seconds is None:
             return None
-        busy = max(0.0, seconds - self._launch_seconds) if self._device.type == "cuda" else 0.0
+        # Masks are to be there before the next launch has to begin, or the device waits.
+        busy = max(0.0, seconds - self._launch_timer.seconds()) if self._device.type == "cuda" else 0.0
         # The host may take longer for a step than the device does.
         return Patience(self._free_since + busy, max(seconds, self._step_seconds))
 

@@ -1,4 +1,5 @@
-"""ForwardTimer: how long the device takes for a forward pass, measured in the steps whose rows wait for masks."""
+"""ForwardTimer and LaunchTimer: how long the device takes for a forward pass, and the host until it has launched the
+next one, measured in the steps whose rows wait for masks."""
 
 from __future__ import annotations
 
@@ -6,6 +7,11 @@ import time
 from collections import deque
 
 import torch
+
+_LAUNCHES, _LIKELY = 16, 0.4
+"""A launch is expected to take as long as two fifths of the last ones did at the most. Those of steps with new slots
+take twice as long as others, and nobody knows which comes next. Where the last one was expected again, steps behind
+such a one left out rows whose masks were about to come, and others let the device wait."""
 
 
 class ForwardTimer:
@@ -44,6 +50,30 @@ class ForwardTimer:
             has_chunks, started, ended = self._events.popleft()
             self._seconds[has_chunks] = started.elapsed_time(ended) / 1e3
         return self._seconds.get(self._has_chunks)
+
+
+class LaunchTimer:
+    """Times the host from the masks of a step until the next step's forward pass is launched. All times are those of
+    `time.perf_counter()`."""
+
+    def __init__(self, first_seconds: float) -> None:
+        """`first_seconds` is expected before anything was measured."""
+        self._started: float | None = None
+        self._seconds = deque([first_seconds], maxlen=_LAUNCHES)
+
+    def start(self, now: float) -> None:
+        """Note that a step goes on with its masks."""
+        self._started = now
+
+    def stop(self, now: float) -> None:
+        """Note that a forward pass is launched, the first since then or a later one."""
+        if self._started is not None:
+            self._seconds.append(now - self._started)
+            self._started = None
+
+    def seconds(self) -> float:
+        """Return the time that the next launch will likely take."""
+        return sorted(self._seconds)[int(_LIKELY * len(self._seconds))]
 
 
 def _record() -> torch.cuda.Event:
