@@ -11,6 +11,7 @@ for the rank that chooses tokens.
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +39,8 @@ _SEARCH_SECONDS = 0.5
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[ \n\r\t]+", *(f"{_CHARACTER}{{1,{most}}}" for most in (4, 8, 12, 30)), f"{_CHARACTER}+"]
 """Classes of tokens, each of which a mask allows at once where the grammar allows all of it. Short classes are for
-strings that may go on for a few characters only: without those of 4 and 8 one mask in a hundred takes half as long
-again."""
+strings that may go on for a few characters only: with llguidance's own, of up to 10 and 30 characters and of any
+number, one mask in a hundred takes half as long again."""
 
 _MAX_LEXER_STATES = 50_000
 """A fifth of llguidance's own limit: a state takes 1 to 2 kB, and each process that makes masks has its own."""
@@ -64,13 +65,12 @@ class Vocabulary:
         `end_ids`, at least one, the model's end-of-sequence ids. Raises GrammarError."""
         from llguidance import LLParserLimits, LLTokenizer
 
+        make = functools.partial(LLTokenizer, tokenizer_json, eos_token=list(end_ids), slices=_SLICES)
         try:
             try:
-                self.tokenizer = LLTokenizer(
-                    tokenizer_json, n_vocab=vocab_size, eos_token=list(end_ids), slices=_SLICES
-                )
+                self.tokenizer = make(n_vocab=vocab_size)
             except ValueError:  # the tokenizer knows more tokens than the model has logits for
-                self.tokenizer = LLTokenizer(tokenizer_json, eos_token=list(end_ids), slices=_SLICES)
+                self.tokenizer = make()
         except BaseException as error:
             if not isinstance(error, ValueError) and type(error).__module__ != "pyo3_runtime":  # a panic of Rust code
                 raise
