@@ -83,7 +83,7 @@ class MaskWorker:
     def __init__(self, vocabulary: Vocabulary, table: MaskTable, *, first: int = 0, step: int = 1) -> None:
         """`table` is the memory; each `step`-th row of it from the row `first` on is this worker's."""
         self._grammars = CompiledGrammars(vocabulary)
-        self._text_end_ids = vocabulary.text_end_ids
+        self._text_end_bits = _bits(vocabulary.text_end_ids)
         self._numbers, self._masks = table.numbers, table.masks
         self._address, self._stride = table.masks.ctypes.data, table.masks.strides[0]
         self._first, self._step = first, step
@@ -222,12 +222,12 @@ class MaskWorker:
             answer.write_mask(want.tokens, self._address + want.row * self._stride, self._stride)
             if answer.has_failed:
                 self._masks[want.row] = _ALL
-            elif self._text_end_ids and not answer.may_end:
-                _hold_back(self._masks[want.row], self._text_end_ids)
+            elif self._text_end_bits and not answer.may_end:
+                _hold_back(self._masks[want.row], self._text_end_bits)
             if want.opening is not None:
                 _let_open(self._masks[want.row], want.opening, is_only=want.is_opened)
         if want.held_back:
-            _hold_back(self._masks[want.row], want.held_back)
+            _hold_back(self._masks[want.row], _bits(want.held_back))
 
 
 def _let_open(mask: np.ndarray, token: int, *, is_only: bool) -> None:
@@ -237,14 +237,19 @@ def _let_open(mask: np.ndarray, token: int, *, is_only: bool) -> None:
     mask[token >> 5] |= np.uint32(1 << (token & 31))
 
 
-def _hold_back(mask: np.ndarray, token_ids: Sequence[int]) -> None:
-    """Forbid tokens in a mask of uint32 words, in place, unless it allows no others."""
-    held = np.zeros_like(mask)
-    for token in token_ids:
-        held[token >> 5] |= np.uint32(1 << (token & 31))
-    left = mask & ~held
-    if left.any():
-        mask[:] = left
+def _bits(token_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the word of each token in a mask, and its bit there."""
+    return [(token >> 5, 1 << (token & 31)) for token in token_ids]
+
+
+def _hold_back(mask: np.ndarray, bits: Sequence[tuple[int, int]]) -> None:
+    """Forbid the tokens of `bits` in a mask of uint32 words, in place, unless it allows no others."""
+    allowed = [(word, bit) for word, bit in bits if mask.item(word) & bit]
+    for word, bit in allowed:
+        mask[word] &= np.uint32(~bit & 0xFFFFFFFF)
+    if allowed and not mask.any():
+        for word, bit in allowed:
+            mask[word] |= np.uint32(bit)
 
 
 class OrderReader:
