@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
+from nvcli.kernels.slot_filling import fill_columns
 from nvcli.messages import MAX_STOP_IDS, NewSlot
 from nvcli.runner.bad_words import BadWords
 from nvcli.runner.uploader import Uploader, to_device
@@ -48,7 +49,7 @@ class SamplingTable:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         num_rows = num_slots + 1
-        # One tensor for each width, so that slots are filled by one operation for each width.
+        # One tensor for each width, so that slots are filled by one operation.
         self._words = torch.zeros(len(_FLOATS) + 3, num_rows, dtype=torch.int32, device=device)
         self._longs = torch.zeros(len(_LONGS), num_rows, dtype=torch.int64, device=device)
         floats = self._words.view(torch.float32)
@@ -79,15 +80,13 @@ class SamplingTable:
         """Take in the parameters of requests that enter slots, at least one."""
         samplings = [new.sampling for new in new_slots]
         slots = np.array([new.slot for new in new_slots])
-        floats = np.array([[getattr(s, name) for s in samplings] for name in _FLOATS], dtype=np.float32)
+        floats = np.array([[getattr(s, name) for name in _FLOATS] for s in samplings], dtype=np.float32)
         ints = [(s.top_k, s.prompt_len, s.prompt_len + s.min_tokens) for s in samplings]
-        clipped = np.array([[min(value, _MAX_INT32) for value in row] for row in ints], dtype=np.int32).T
-        words = np.concatenate([floats.view(np.int32), clipped])
-        longs = np.array([[getattr(s, name) for s in samplings] for name in _LONGS], dtype=np.int64)
-        index, words_there, longs_there = upload(slots, words.ravel(), longs.view(np.int32).ravel())
-        at = index.long()
-        self._words[:, at] = words_there.view(len(words), -1)
-        self._longs[:, at] = longs_there.view(torch.int64).view(len(longs), -1)
+        clipped = np.array([[min(value, _MAX_INT32) for value in row] for row in ints], dtype=np.int32)
+        longs = np.array([[getattr(s, name) for name in _LONGS] for s in samplings], dtype=np.int64)
+        values = np.concatenate([floats.view(np.int32), clipped, longs.view(np.int32)], axis=1)
+        slots_there, values_there = upload(slots, values.ravel())
+        fill_columns(self._words, self._longs, slots_there, values_there.view(values.shape))
         self.flags_host[slots] = [_flags(new) for new in new_slots]
         self.num_logprobs_host[slots] = [max(0, s.num_logprobs) for s in samplings]
         self.num_adjusted_host[slots] = [len(s.bias_ids) + len(s.stop_ids) + len(s.allowed_ids) for s in samplings]

@@ -18,6 +18,7 @@ from nvcli.config import EngineConfig
 from nvcli.kernels.key_copies import COPY_FIELDS, KeyCopies
 from nvcli.kernels.prepare_inputs import keep_tokens, write_tokens
 from nvcli.kernels.segment_tables import SEGMENT_FIELDS, SegmentTables
+from nvcli.kernels.slot_filling import begin_slots
 from nvcli.kernels.step_tensors import SlotState
 from nvcli.messages import MOST_KEY_COPIES, NewSlot, StepInput
 from nvcli.runner.sampling_table import SamplingTable
@@ -108,12 +109,9 @@ class SlotTable:
         return KeyCopies(entries=entries, of_groups=[entries[start:end] for start, end in pairwise(starts)])
 
     def _fill(self, new_slots: list[NewSlot]) -> None:
-        slots, cached = self.upload(
-            np.array([new.slot for new in new_slots]), np.array([new.num_cached_tokens for new in new_slots])
-        )
-        index = slots.long()
-        self.state.lengths[index] = cached
-        self.state.block_tables.index_fill_(1, index, NULL_BLOCK)  # an assigned number would be copied, and waited for
+        slots = np.array([new.slot for new in new_slots])
+        lengths = np.array([new.num_cached_tokens for new in new_slots])
+        begin_slots(self.state, *self.upload(slots, lengths), null_block=NULL_BLOCK)
         self.sampling.fill(new_slots, self.upload)
 
     def _set_blocks(self, step: StepInput) -> None:

@@ -1,0 +1,39 @@
+"""What the tables of slots on the device take in when requests enter: each operation is one launch on a GPU.
+
+Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it.
+Shapes: S slots; n of them, which requests enter, none of them twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels.step_tensors import SlotState
+
+
+def begin_slots(state: SlotState, slots: Tensor, lengths: Tensor, *, null_block: int) -> None:
+    """Let slots [n] have so many tokens in the cache, lengths [n], and `null_block` in all columns of their block
+    tables. Both int32."""
+    if slots.is_cuda:
+        from nvcli.kernels.triton import slot_filling as kernels
+
+        kernels.begin_slots(state, slots, lengths, null_block=null_block)
+        return
+    index = slots.long()
+    state.lengths[index] = lengths
+    state.block_tables.index_fill_(1, index, null_block)
+
+
+def fill_columns(words: Tensor, longs: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Write the columns of slots [n] int32 in two tables: words [F, S] int32 and longs [L, S] int64. Row i of values
+    [n, F + 2 L] int32 has the words of a slot, and then its longs, the low half of each first."""
+    if slots.is_cuda:
+        from nvcli.kernels.triton import slot_filling as kernels
+
+        kernels.fill_columns(words, longs, slots, values)
+        return
+    index = slots.long()
+    words[:, index] = values[:, : len(words)].T
+    halves = values[:, len(words) :].flatten().clone()  # where int64 may begin
+    longs[:, index] = halves.view(torch.int64).view(len(slots), -1).T

@@ -1,0 +1,98 @@
+"""What the tables of slots take in when requests enter, in Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nvcli.kernels.step_tensors import SlotState
+
+_COLUMNS = 1024
+"""Blocks that a program writes at once."""
+
+
+@triton.jit(do_not_specialize=["block_table_stride", "group_stride", "num_columns"])
+def _begin_slots_kernel(
+    lengths_ptr,  # [S] int32, written
+    block_tables_ptr,  # [G, S, ...] int32, rows block_table_stride apart, groups group_stride; written
+    slots_ptr,  # [n] int32
+    new_lengths_ptr,  # [n] int32
+    block_table_stride,
+    group_stride,
+    num_columns,
+    NUM_GROUPS: tl.constexpr,
+    NULL_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Program (slot)."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    tl.store(lengths_ptr + slot, tl.load(new_lengths_ptr + row))
+    for start in range(0, num_columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        for group in tl.static_range(NUM_GROUPS):
+            place = block_tables_ptr + group * group_stride + slot * block_table_stride + column
+            tl.store(place, NULL_BLOCK, mask=column < num_columns)
+
+
+def begin_slots(state: SlotState, slots: Tensor, lengths: Tensor, *, null_block: int) -> None:
+    """See `nvcli.kernels.slot_filling.begin_slots`."""
+    tables = state.block_tables
+    assert tables.stride(2) == 1
+    _begin_slots_kernel[(len(slots),)](
+        state.lengths,
+        tables,
+        slots,
+        lengths,
+        tables.stride(1),
+        tables.stride(0),
+        tables.shape[2],
+        NUM_GROUPS=tables.shape[0],
+        NULL_BLOCK=null_block,
+        COLUMNS=_COLUMNS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _fill_columns_kernel(
+    words_ptr,  # [NUM_WORDS, S] int32, written
+    longs_ptr,  # [NUM_LONGS, S, 2] int32, the halves of int64; written
+    slots_ptr,  # [n] int32
+    values_ptr,  # [n, NUM_WORDS + 2 * NUM_LONGS] int32
+    num_slots,
+    NUM_WORDS: tl.constexpr,
+    NUM_LONGS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Program (slot)."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    field = tl.arange(0, FIELDS)
+    half = field - NUM_WORDS
+    is_half = (half >= 0) & (half < 2 * NUM_LONGS)
+    value = tl.load(values_ptr + row * (NUM_WORDS + 2 * NUM_LONGS) + field, mask=(half < 0) | is_half, other=0)
+    tl.store(words_ptr + field * num_slots + slot, value, mask=half < 0)
+    tl.store(longs_ptr + 2 * ((half >> 1) * num_slots + slot) + (half & 1), value, mask=is_half)
+
+
+def fill_columns(words: Tensor, longs: Tensor, slots: Tensor, values: Tensor) -> None:
+    """See `nvcli.kernels.slot_filling.fill_columns`."""
+    assert words.is_contiguous()
+    assert longs.is_contiguous()
+    assert values.is_contiguous()
+    _fill_columns_kernel[(len(slots),)](
+        words,
+        longs.view(torch.int32),
+        slots,
+        values,
+        words.shape[1],
+        NUM_WORDS=len(words),
+        NUM_LONGS=len(longs),
+        FIELDS=triton.next_power_of_2(len(words) + 2 * len(longs)),
+        num_warps=1,
+    )
