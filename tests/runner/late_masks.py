@@ -9,7 +9,7 @@ import pytest
 
 from late_worker import LateMasks, make_late
 from nvcli.runner import constraints, mask_workers
-from nvcli.runner.constraints import Constraints, StepMasks
+from nvcli.runner.constraints import Constraints
 
 
 @dataclass
@@ -26,13 +26,13 @@ def use_late_masks(monkeypatch: pytest.MonkeyPatch, late: LateMasks) -> RowCount
     monkeypatch.setattr(constraints, "_MIN_WORKERS", constraints._MIN_WORKERS)
     for name, value in make_late(late).items():
         monkeypatch.setenv(name, value)
-    masks_of, found = Constraints.masks, RowCount()
+    take, found = Constraints._take, RowCount()
 
-    def count(self: Constraints, *arguments: Any) -> StepMasks:
-        masks = masks_of(self, *arguments)
-        found.num_held += int(masks.is_held.sum())
-        found.num_given += int((~masks.is_held).sum())
-        return masks
+    def count(self: Constraints, chosen: Any) -> None:
+        is_held = chosen.outcome.is_held
+        found.num_held += int(is_held.sum())
+        found.num_given += int((~is_held).sum())
+        take(self, chosen)
 
-    monkeypatch.setattr(Constraints, "masks", count)
+    monkeypatch.setattr(Constraints, "_take", count)
     return found

@@ -2,8 +2,9 @@
 
 The graph of a step chooses its tokens in itself. Constrained rows have no masks by then, so a step with such rows would
 choose twice, the second time by launches one by one. A shape that had some such steps is therefore captured anew
-without the choice, in the place of its first graph, and a small second graph chooses: it applies masks, samples, keeps
-the tokens, and takes back the rows that are held. What it needs to know of a step is brought in one copy.
+without the choice, in the place of its first graph, and a small second graph chooses: it waits for late masks, applies
+all, samples, keeps the tokens, and takes back the rows that are held. What it needs to know of a step is brought in one
+copy.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.runner.graph_runner import no_garbage_collection
+from nvcli.runner.mask_memory import MaskMemory
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
+from nvcli.runner.step_masks import NO_MASK, StepMasks
 
 _STEPS_BEFORE = 32
 """Steps of a shape that choose twice before it is captured anew, which takes as long as some hundred choices."""
-_NO_MASK = -1
+_PATIENCE_WORDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,8 @@ class Choice:
     """[N] int64"""
     positions: Tensor
     """[N] int32, of the tokens to be sampled."""
-    masks: Tensor
-    """[R, W] int32"""
+    memory: MaskMemory
+    """Where the masks are."""
 
 
 class ChoiceGraphs:
@@ -47,20 +50,19 @@ class ChoiceGraphs:
     def __init__(self, sampler: Sampler, slots: SlotTable, *, max_rows: int, steps_in_flight: int) -> None:
         """`max_rows`: the most rows that a shape may have."""
         self._sampler, self._slots = sampler, slots
-        self._launch: dict[BatchShape, Callable[[], Tensor]] = {}
-        """For each shape in two parts, what chooses: it returns the ids [N] int32."""
+        self._launch: dict[BatchShape, Callable[[], tuple[Tensor, Tensor]]] = {}
+        """For each shape in two parts, what chooses: it returns what `choose` does."""
         self._num_steps: Counter[BatchShape] = Counter()
         self._given_up: set[BatchShape] = set()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         device = slots.state.lengths.device
-        self._rows = torch.empty(2, max_rows, dtype=torch.int32, device=device)
-        """The mask of each row, and 1 where the row is held."""
+        words = 2 * max_rows + _PATIENCE_WORDS
+        self._staged = torch.empty(words, dtype=torch.int32, device=device)
+        """The mask of each row, what its mask waits for, and the patience, as `take_late_masks` takes them."""
         on_gpu = device.type == "cuda"
         # A GPU's copy reads what is staged later, when the stream gets there.
-        self._staging = [
-            torch.empty(2, max_rows, dtype=torch.int32, pin_memory=on_gpu) for _ in range(steps_in_flight + 2)
-        ]
+        self._staging = [torch.empty(words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(steps_in_flight + 2)]
 
     def __contains__(self, shape: BatchShape) -> bool:
         return shape in self._launch
@@ -77,29 +79,32 @@ class ChoiceGraphs:
     def add(self, shape: BatchShape, choice: Choice) -> None:
         """Capture the second part of a shape, whose first part gives the logits from now on. Nothing runs; what is
         launched was launched before."""
-        self._launch[shape] = self._capture(choice) if self._rows.is_cuda else lambda: self._choose(choice)
+        self._launch[shape] = self._capture(choice) if self._staged.is_cuda else lambda: self._choose(choice)
 
-    def choose(self, shape: BatchShape, rows: np.ndarray, places: np.ndarray, is_held: np.ndarray) -> Tensor:
-        """Choose the tokens of a step: ids [N] int32, which hold until the next choice.
-
-        Row rows[i] has the mask places[i], and with is_held[i] (bool) the device forgets that it computed it; all [n].
-        """
+    def choose(self, shape: BatchShape, rows: np.ndarray, masks: StepMasks | None) -> tuple[Tensor, Tensor]:
+        """Choose the tokens of a step whose constrained rows [n], if any, have these masks: ids [N] int32, and what
+        `take_late_masks` returns of the N rows. They hold until the next choice."""
         self._staging = self._staging[1:] + self._staging[:1]
         staged = self._staging[0].numpy()
-        staged[0], staged[1] = _NO_MASK, 0
-        staged[0, rows], staged[1, rows] = places, is_held
-        self._rows.copy_(self._staging[0], non_blocking=True)
+        by_row = staged[:-_PATIENCE_WORDS].reshape(2, -1)
+        if masks is None:
+            by_row[0], by_row[1] = NO_MASK, 0
+        else:
+            by_row[:] = masks.by_row(rows, by_row.shape[1])
+            staged[-_PATIENCE_WORDS:] = masks.patience
+        self._staged.copy_(self._staging[0], non_blocking=True)
         return self._launch[shape]()
 
-    def _choose(self, choice: Choice) -> Tensor:
+    def _choose(self, choice: Choice) -> tuple[Tensor, Tensor]:
         num_rows = len(choice.logits)
-        mask_of, counts = self._rows[:, :num_rows]
-        ids = self._sampler.sample_masked(choice.logits, choice.slots, choice.positions, choice.masks, mask_of)
+        mask_of, wanted = self._staged[:-_PATIENCE_WORDS].view(2, -1)[:, :num_rows]
+        found = choice.memory.take_late(mask_of, wanted, self._staged[-_PATIENCE_WORDS:])
+        ids = self._sampler.sample_masked(choice.logits, choice.slots, choice.positions, choice.memory.masks, mask_of)
         self._slots.keep(choice.slots, choice.positions, ids)
-        self._slots.take_back(choice.slots, counts)
-        return ids
+        self._slots.take_back(choice.slots, found[0])
+        return ids, found
 
-    def _capture(self, choice: Choice) -> Callable[[], Tensor]:
+    def _capture(self, choice: Choice) -> Callable[[], tuple[Tensor, Tensor]]:
         if self._stream is None:
             # The pool is not that of the first parts, whose logits must stay.
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
@@ -107,12 +112,12 @@ class ChoiceGraphs:
         with torch.cuda.stream(self._stream), no_garbage_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
-                ids = self._choose(choice)
+                chosen = self._choose(choice)
             finally:
                 graph.capture_end()
 
-        def replay() -> Tensor:
+        def replay() -> tuple[Tensor, Tensor]:
             graph.replay()
-            return ids
+            return chosen
 
         return replay

@@ -5,10 +5,12 @@ pass is launched like any other, before the token is known here, and masks are m
 the tokens of the step before, and `masks` has processes ask llguidance for the allowed ones (`mask_workers.py`). Where
 the device is faster than the host, `look_ahead` has them ask while the host still launches.
 
-Most masks are ready before the forward pass is over, and a few are late. A row whose mask is late is *held*: what the
-step samples for it is dropped, the device forgets that it computed the row, and the next step computes it again, with
-the mask that is ready by then. So the other rows do not wait, and the answer is the same. Where rows cannot be held
-(`may_hold`), the step waits for all masks.
+Most masks are ready when the host has to launch what chooses the tokens, so that the next forward pass is launched in
+time. For the others the device waits, behind the forward pass (`kernels/late_masks.py`), and goes on without those that
+take too long. A row whose mask is late then is *held*: what the step samples for it is dropped, the device forgets that
+it computed the row, and the next step computes it again, with the mask that is ready by then. So the other rows do not
+wait, and the answer is the same. Where rows cannot be held (`may_hold`), the host waits for all masks. On a CPU the
+host alone waits.
 
 Only the rank that posts the tokens (`EngineConfig.output_rank`) follows grammars; the others get its masks, and which
 rows are held. A request that enters a slot again, after a preemption, brings the tokens of its answer along, and its
@@ -20,7 +22,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,7 @@ from nvcli.runner.mask_workers import MaskWorkers, Patience
 from nvcli.runner.row_places import num_places
 from nvcli.runner.sampler import TokenMasks
 from nvcli.runner.slot_table import unpack_ids
+from nvcli.runner.step_masks import MaskOutcome, StepMasks
 
 _MIN_WORKERS, _MAX_WORKERS = 2, 32
 """The more processes there are, the fewer masks wait for a slow one."""
@@ -50,18 +53,6 @@ _FIRST_LAUNCH_SECONDS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class StepMasks:
-    """The masks of a step's constrained rows."""
-
-    masks: TokenMasks
-    """The masks, anything for rows that are held."""
-    is_held: np.ndarray
-    """[n] bool, the rows that the step is to leave out. False for all on a rank that does not follow grammars."""
-    has_failed: np.ndarray
-    """[n] bool, the rows whose grammars cannot be followed any further. What is chosen for them is no token."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Chosen:
     """The tokens that a step chose for constrained rows, on their way to the host."""
 
@@ -69,10 +60,10 @@ class _Chosen:
     """[num_sampled] int32 on the host, complete at the event."""
     event: torch.cuda.Event | None
     """None: they are complete."""
-    sampled: np.ndarray
-    """[n], the ids that are those of constrained answers."""
+    outcome: MaskOutcome
+    """It is complete with them."""
     rows: np.ndarray
-    """[n], the rows of these answers."""
+    """[n], the rows of the answers that its rows are of."""
 
     @property
     def is_there(self) -> bool:
@@ -102,7 +93,6 @@ class Constraints:
         self._device = device
         self._max_answers = max_answers
         self._follows = follows
-        self._num_words = -(-vocab_size // 32)
         self._answers = AnswerTable(max_answers, num_places(max_answers))
         self._chosen: deque[_Chosen] = deque()
         self._timer = ForwardTimer(device)
@@ -155,45 +145,55 @@ class Constraints:
             self._take_known(step)
 
     @property
-    def device_masks(self) -> Tensor | None:
-        """[rows, W] int32, the memory on the device from which all steps take their masks; None: there is none yet, or
-        never, because this rank does not follow grammars."""
-        return None if self._memory is None else self._memory.masks[:, : self._num_words]
+    def memory(self) -> MaskMemory | None:
+        """The masks of all steps; None: there are none yet, or never, because this rank does not follow grammars."""
+        return self._memory
 
     def masks(self, slots: np.ndarray, num_rows: int) -> StepMasks:
         """Make the masks of the next tokens of constrained answers in `slots` [n], which are among the `num_rows` rows
         that the step samples."""
-        there = self.device_masks
-        if there is None or self._memory is None or self._workers is None:
-            anything = TokenMasks.allowing_all(len(slots), self._num_words, self._device)
-            none = np.zeros(len(slots), dtype=np.bool_)
-            return StepMasks(anything, is_held=none, has_failed=~none if self._follows else none)
+        if self._memory is None or self._workers is None:
+            anything = TokenMasks.allowing_all(len(slots), -(-self._vocab_size // 32), self._device)
+            has_failed = np.full(len(slots), self._follows)
+            return StepMasks(anything, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
         rows = self._answers.rows(slots)
         self._want(rows)
         wanted = answered(self._answers.wanted[rows], has_failed=False)
         began_waiting = time.perf_counter()
         self._step_seconds = min(began_waiting - self._went_on_at, 2 * self._step_seconds)
-        self._workers.wait(rows, wanted, num_rows, self._patience())
+        patience = self._patience()
+        self._workers.wait(rows, wanted, num_rows, self._on_host(patience))
         self._went_on_at = time.perf_counter()
         self._launch_timer.start(self._went_on_at)
         found = self._workers.answered[rows]
         self._memory.bring(rows)
-        return StepMasks(TokenMasks(there, rows), is_held=found < wanted, has_failed=found % 2 == 1)
+        is_late = found < wanted
+        low = wanted.astype(np.int32)
+        low[low == 0] = 1  # behind 2**31 masks of a row: 0 would say that it is there
+        return StepMasks(
+            TokenMasks(self._memory.masks, rows),
+            wanted=np.where(is_late, low, 0),
+            has_failed=~is_late & (found % 2 == 1),
+            memory=self._memory,
+            late_seconds=0.0 if patience is None else patience.step_seconds / num_rows,
+        )
 
-    def chose(self, ids: Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
-        """Note the tokens that a step chose: ids [num_sampled] int32 on the host, or on their way there; `rows` [n] of
-        them are those of constrained answers, in `slots` [n], that were not held. Call it even if there are none."""
+    def chose(self, ids: Tensor, slots: np.ndarray, outcome: MaskOutcome) -> None:
+        """Note the tokens that a step chose: ids [num_sampled] int32 on the host, or on their way there as what became
+        of the masks is; `slots` [n] are those of the constrained rows. Call it even if all of them are held."""
         if not self._follows:
             return
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._chosen.append(_Chosen(ids, event, rows, self._answers.rows(slots)))
+        self._chosen.append(_Chosen(ids, event, outcome, self._answers.rows(slots)))
 
     def _take(self, chosen: _Chosen) -> None:
         """Take in tokens that are on the host."""
-        self._answers.take(chosen.rows, chosen.ids.numpy()[chosen.sampled].astype(np.int64))
+        is_given = ~chosen.outcome.is_held
+        ids = chosen.ids.numpy()[chosen.outcome.rows[is_given]]
+        self._answers.take(chosen.rows[is_given], ids.astype(np.int64))
 
     def _want(self, rows: np.ndarray) -> None:
         """Ask for those masks of rows [n] that were not asked for."""
@@ -238,7 +238,10 @@ class Constraints:
         num_words = self._workers.wait_ready()
         if num_words:
             assert self._workers.memory is not None
-            self._memory = MaskMemory(self._workers.memory, num_places(self._max_answers), num_words, self._device)
+            num_rows = num_places(self._max_answers)
+            self._memory = MaskMemory(
+                self._workers.memory, num_rows, num_words, self._device, num_logits=self._vocab_size
+            )
 
     def _leave(self, slot: int) -> None:
         """End the answer in a slot, if it is constrained."""
@@ -261,10 +264,16 @@ class Constraints:
         seconds = self._timer.seconds()
         if not self.may_hold or seconds is None:
             return None
-        # Masks are to be there before the next launch has to begin, or the device waits.
+        # The next launch is to end before the device is done, or the device waits.
         busy = max(0.0, seconds - self._launch_timer.seconds()) if self._device.type == "cuda" else 0.0
         # The host may take longer for a step than the device does.
         return Patience(self._free_since + busy, max(seconds, self._step_seconds))
+
+    def _on_host(self, patience: Patience | None) -> Patience | None:
+        """Return the part of a step's patience that is the host's: a GPU waits longer by itself."""
+        if patience is None or self._device.type == "cpu":
+            return patience
+        return replace(patience, step_seconds=0.0)
 
 
 def start_workers(

@@ -3,7 +3,8 @@
 The time between two steps is known from events around them. Within a graph the device waits for nobody. Within an
 eager step it may wait for each launch, which events around the step do not show. The host can tell that it did: the
 device is then done as soon as the last launch is. To learn how long the work alone takes, one such step in a while is
-held back behind a spinning kernel until all of its work is launched.
+held back behind a spinning kernel until all of its work is launched. A step with late masks (`constraints.py`) has the
+device wait for them within its work, which counts as the device's time.
 """
 
 from __future__ import annotations

@@ -23,17 +23,21 @@ from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.messages import StepInput, StepOutput
 from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.choice_graphs import Choice, ChoiceGraphs
-from nvcli.runner.constraints import Constraints, StepMasks, with_failures
+from nvcli.runner.constraints import Constraints, with_failures
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
+from nvcli.runner.mask_memory import MaskMemory
 from nvcli.runner.memory import out_of_memory_line
 from nvcli.runner.prompt_reader import PendingReadings, PromptReader, ReadPlan
 from nvcli.runner.sampler import PendingLogprobs, Sampler, SamplingNeeds
 from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
 from nvcli.runner.step_clock import StepClock, StepTime
+from nvcli.runner.step_masks import MaskOutcome, StepMasks
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
+_WORDS_BACK = 3
+"""int32 words of a sampled row that come back: its id, and what became of its mask."""
 _STEPS_POSTED = 2
 """Steps, beside those in flight, whose ids the thread that posts outputs may still read."""
 
@@ -76,22 +80,21 @@ class PendingStep:
     time: StepTime
     is_graph: bool
     readings: PendingReadings | None
-    failed_rows: np.ndarray
-    """Sampled rows whose grammars cannot be followed any further."""
-    held_rows: np.ndarray
-    """Sampled rows that the step is to leave out, each of one token."""
+    masks: MaskOutcome | None
+    """What became of the masks of its constrained rows; None: it has none."""
 
     def result(self) -> StepOutput:
         """Wait for the step, and return its output."""
         self.time.wait()
         ids = self.ids.numpy()
-        if len(self.failed_rows):
-            ids = with_failures(ids, self.failed_rows)
+        held_rows = _NO_ROWS if self.masks is None else self.masks.held_rows
+        if self.masks is not None:
+            ids = with_failures(ids, self.masks.failed_rows)
         logprobs = [] if self.logprobs is None else self.logprobs.result()
         counts = b""
-        if len(self.held_rows):
+        if len(held_rows):
             is_given = np.ones(len(ids), dtype=np.int32)
-            is_given[self.held_rows] = 0
+            is_given[held_rows] = 0
             ids, counts = ids[is_given > 0], is_given.tobytes()
             logprobs = [entry for entry, given in zip(logprobs, is_given, strict=True) if given] if logprobs else []
         return StepOutput(
@@ -138,10 +141,11 @@ class StepRunner:
         self._in_two_parts: set[BatchShape] = set()
         """The shapes whose graphs do not choose; `_choices` does."""
         self._on_gpu = slots.state.lengths.is_cuda
-        self._pinned_ids = [
-            torch.empty(max_sampled, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._pinned = [
+            torch.empty(_WORDS_BACK * max_sampled, dtype=torch.int32, pin_memory=self._on_gpu)
             for _ in range(steps_in_flight + _STEPS_POSTED)
         ]
+        """Where what steps choose arrives on the host."""
 
     def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
         """Make the graphs of these shapes, which are not captured yet."""
@@ -204,11 +208,12 @@ class StepRunner:
         masks, constrained = None, _NO_ROWS if needs.is_simple else needs.rows(SamplingFlag.CONSTRAINED)
         if len(constrained):
             masks = self._constraints.masks(needs.slots[constrained], batch.num_sampled)
-        ids, logprobs = self._choose(output, batch, padded, needs, constrained, masks)
-        host_ids = self._to_host(ids)
+        ids, logprobs, found = self._choose(output, batch, padded, needs, constrained, masks)
+        host_ids, host_found = self._to_host(ids, found if masks is not None and masks.any_late else None)
+        outcome = None
         if masks is not None:
-            given = constrained[~masks.is_held]
-            self._constraints.chose(host_ids, needs.slots[given], given)
+            outcome = MaskOutcome(constrained, masks.has_failed, host_found)
+            self._constraints.chose(host_ids, needs.slots[constrained], outcome)
         self._clock.stop(step_time)
         return PendingStep(
             step.step_id,
@@ -217,8 +222,7 @@ class StepRunner:
             step_time,
             is_graph=padded is not None,
             readings=output.readings,
-            failed_rows=_NO_ROWS if masks is None else constrained[masks.has_failed],
-            held_rows=_NO_ROWS if masks is None else constrained[masks.is_held],
+            masks=outcome,
         )
 
     def _choose(
@@ -229,34 +233,39 @@ class StepRunner:
         needs: SamplingNeeds,
         constrained: np.ndarray,
         masks: StepMasks | None,
-    ) -> tuple[Tensor, PendingLogprobs | None]:
+    ) -> tuple[Tensor, PendingLogprobs | None, Tensor | None]:
         """Choose the tokens of a step's sampled rows, of which `constrained` have masks, and put them into the slot
-        table, if that was not done with the logits. Returns the ids [num_sampled], and log-probabilities."""
+        table, if that was not done with the logits. Returns the ids [num_sampled], log-probabilities, and what became
+        of masks that were late (`take_late_masks`) if there are masks."""
         num_sampled = batch.num_sampled
         if needs.is_simple and output.ids is not None:
-            return output.ids[:num_sampled], None
+            return output.ids[:num_sampled], None, None
         if padded in self._in_two_parts and needs.is_simple_behind_masks:
             assert padded is not None
             assert self._choices is not None
-            places, is_held = (constrained, constrained) if masks is None else (masks.masks.places, masks.is_held)
-            return self._choices.choose(padded, constrained, places, is_held)[:num_sampled], None
+            ids, found = self._choices.choose(padded, constrained, masks)
+            return ids[:num_sampled], None, found[:, :num_sampled]
         slots = batch.inputs.sample_slots[:num_sampled]
         positions = batch.inputs.sample_positions[:num_sampled]
         longest = int(batch.forward.seq_lens_host.max())
+        late = None if masks is None else self._take_late(masks, constrained, num_sampled)
         ids, logprobs = self._sampler.sample_fully(
             output.logits[:num_sampled], slots, positions, needs, longest, None if masks is None else masks.masks
         )
         self._slots.keep(slots, positions, ids)
-        if masks is not None:
-            self._hold(masks, needs.slots[constrained])
-        return ids, logprobs
+        if masks is not None and late is not None and self._constraints.may_hold:
+            if self._sampler.num_ranks > 1:
+                late = self._sampler.share(late)
+            if self._sampler.num_ranks > 1 or masks.any_late:
+                self._slots.take_back(slots, late[0])
+        return ids, logprobs, late
 
-    def _hold(self, masks: StepMasks, slots: np.ndarray) -> None:
-        """Let the device forget, on every rank, that it computed the rows that are held, among the constrained rows in
-        `slots` [n]."""
-        if self._constraints.may_hold and (self._sampler.num_ranks > 1 or masks.is_held.any()):
-            at, counts = self._slots.upload(slots, masks.is_held)
-            self._slots.take_back(at, self._sampler.share(counts))
+    def _take_late(self, masks: StepMasks, constrained: np.ndarray, num_sampled: int) -> Tensor:
+        """Let the device wait for masks that are late, and return what became of them: [2, num_sampled] int32."""
+        if masks.memory is None:
+            return torch.zeros(2, num_sampled, dtype=torch.int32, device=self._slots.state.lengths.device)
+        by_row = masks.by_row(constrained, num_sampled)
+        return masks.memory.take_late(*self._slots.upload(by_row[0], by_row[1], masks.patience))
 
     def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
         """Plan a step on the host, and capture the graph of its padded shape where that is due."""
@@ -264,9 +273,9 @@ class StepRunner:
         if padded is None or graphs is None:
             self._backend.plan(batch.forward)
             return
-        masks = self._constraints.device_masks
+        memory = self._constraints.memory
         is_split = (
-            masks is not None
+            memory is not None
             and choices is not None
             and padded not in self._in_two_parts
             and bool(len(self._sampler.needs(batch.sampled_slots).rows(SamplingFlag.CONSTRAINED)))
@@ -277,13 +286,17 @@ class StepRunner:
             return
         self._backend.prepare_capture(batch.forward)
         self._backend.plan(batch.forward)
-        if is_split and choices is not None and masks is not None:
-            self._split(padded, graphs, choices, masks)
+        if is_split and choices is not None and memory is not None:
+            self._split(padded, graphs, choices, memory)
         else:
             graphs.capture_late(padded)
 
     def _split(
-        self, padded: BatchShape, graphs: GraphRunner[StepLogits | StageOutput], choices: ChoiceGraphs, masks: Tensor
+        self,
+        padded: BatchShape,
+        graphs: GraphRunner[StepLogits | StageOutput],
+        choices: ChoiceGraphs,
+        memory: MaskMemory,
     ) -> None:
         """Capture a shape anew, in two parts. Where there is no memory for one of them, steps of the shape go on in
         one: with the earlier graph, or with one that leaves the choice to launches."""
@@ -293,7 +306,7 @@ class StepRunner:
             logits = graphs.output(padded)
             assert isinstance(logits, StepLogits)
             inputs = self._padded_batch(padded).inputs
-            choices.add(padded, Choice(logits.logits, inputs.sample_slots, inputs.sample_positions, masks))
+            choices.add(padded, Choice(logits.logits, inputs.sample_slots, inputs.sample_positions, memory))
         except RuntimeError as error:
             if out_of_memory_line(error) is None:
                 raise
@@ -347,9 +360,14 @@ class StepRunner:
             segments=self._slots.segments,
         )
 
-    def _to_host(self, ids: Tensor) -> Tensor:
-        """Start a copy to the host, which is complete when the step is."""
+    def _to_host(self, ids: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Start copies to the host, which are complete when the step is, of ids [N] and what is [2, N]."""
         if not self._on_gpu:
-            return ids
-        self._pinned_ids = self._pinned_ids[1:] + self._pinned_ids[:1]
-        return self._pinned_ids[0][: len(ids)].copy_(ids, non_blocking=True)
+            return ids, found
+        self._pinned = self._pinned[1:] + self._pinned[:1]
+        count = len(ids)
+        host_ids = self._pinned[0][:count].copy_(ids, non_blocking=True)
+        if found is None:
+            return host_ids, None
+        host_found = self._pinned[0][count : _WORDS_BACK * count].view(_WORDS_BACK - 1, count)
+        return host_ids, host_found.copy_(found.contiguous(), non_blocking=True)
