@@ -21,9 +21,9 @@ from torch import Tensor
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.runner.graph_runner import no_garbage_collection
 from nvcli.runner.mask_memory import MaskMemory
-from nvcli.runner.sampler import Sampler
+from nvcli.runner.sampler import NO_MASK, Sampler
 from nvcli.runner.slot_table import SlotTable
-from nvcli.runner.step_masks import NO_MASK, StepMasks
+from nvcli.runner.step_masks import StepMasks
 
 _STEPS_BEFORE = 32
 """Steps of a shape that choose twice before it is captured anew, which takes as long as some hundred choices."""

@@ -56,6 +56,10 @@ class SamplingNeeds:
         return np.flatnonzero(self.flags & flag)
 
 
+NO_MASK = -1
+"""Stands for the mask of a row that has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
     """The masks of a batch's constrained rows (`kernels.token_mask`)."""
@@ -70,6 +74,12 @@ class TokenMasks:
         """Make masks that allow every token, for so many rows."""
         masks = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device)
         return cls(masks, np.arange(num_rows))
+
+    def by_row(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
+        """Return the mask of each row of a batch, of which `rows` [n] are constrained: [num_rows] int32."""
+        mask_of = np.full(num_rows, NO_MASK, dtype=np.int32)
+        mask_of[rows] = self.places
+        return mask_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +234,8 @@ class Sampler:
 
     def _mask(self, logits: Tensor, needs: SamplingNeeds, masks: TokenMasks, start: int) -> None:
         """Apply masks to the constrained rows of logits [N, M] of the tokens from `start` on, in place."""
-        mask_of = np.full(len(needs.flags), -1)
-        mask_of[needs.rows(SamplingFlag.CONSTRAINED)] = masks.places
-        (mask_of_there,) = self._slots.upload(mask_of)
-        apply_token_mask(logits, masks.masks, mask_of_there, start=start)
+        (mask_of,) = self._slots.upload(masks.by_row(needs.rows(SamplingFlag.CONSTRAINED), len(needs.flags)))
+        apply_token_mask(logits, masks.masks, mask_of, start=start)
 
     def _share_masks(self, masks: TokenMasks) -> TokenMasks:
         """Bring rank 0's masks to every rank."""

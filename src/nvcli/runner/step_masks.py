@@ -11,8 +11,6 @@ from torch import Tensor
 from nvcli.runner.mask_memory import MaskMemory
 from nvcli.runner.sampler import TokenMasks
 
-NO_MASK = -1
-"""Stands for the mask of a row that has none."""
 _MOST_NANOSECONDS = 2**31 - 1
 
 
@@ -40,8 +38,8 @@ class StepMasks:
         """Return, for the sampled rows of a step, of which `rows` [n] are constrained, the mask of each and what it
         waits for: [2, num_rows] int32, as `take_late_masks` takes them."""
         found = np.zeros((2, num_rows), dtype=np.int32)
-        found[0] = NO_MASK
-        found[0, rows], found[1, rows] = self.masks.places, self.wanted
+        found[0] = self.masks.by_row(rows, num_rows)
+        found[1, rows] = self.wanted
         return found
 
     @property

@@ -87,9 +87,11 @@ class PendingStep:
         """Wait for the step, and return its output."""
         self.time.wait()
         ids = self.ids.numpy()
-        held_rows = _NO_ROWS if self.masks is None else self.masks.held_rows
+        held_rows = failed_rows = _NO_ROWS
         if self.masks is not None:
-            ids = with_failures(ids, self.masks.failed_rows)
+            held_rows, failed_rows = self.masks.held_rows, self.masks.failed_rows
+        if len(failed_rows):
+            ids = with_failures(ids, failed_rows)
         logprobs = [] if self.logprobs is None else self.logprobs.result()
         counts = b""
         if len(held_rows):
