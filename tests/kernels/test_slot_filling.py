@@ -52,3 +52,21 @@ def test_columns_are_filled_with_words_and_longs() -> None:
         reference.fill_columns(words, longs, filled, values[: len(filled)])
     assert torch.equal(there[0].cpu(), words)
     assert torch.equal(there[1].cpu(), longs)
+
+
+def test_entries_are_filled_and_those_behind_them_are_nothing() -> None:
+    """In tables of more columns than are written at once."""
+    ids, values = torch.full((S, 1030), 4, dtype=torch.int32), torch.full((S, 1030), 2.5)
+    there = ids.to(DEVICE, copy=True), values.to(DEVICE, copy=True)
+    generator = torch.Generator().manual_seed(2)
+    for count in (1030, 3, 0, 1025):
+        new_ids = torch.randint(0, 1000, (3, count), generator=generator, dtype=torch.int32)
+        new_values = torch.randn(3, count, generator=generator)
+        entries = torch.stack([new_ids, new_values.view(torch.int32)], dim=1)
+        reference.fill_entries(ids, values, SLOTS, entries)
+        kernels.fill_entries(*there, SLOTS.to(DEVICE), entries.to(DEVICE))
+        assert torch.equal(values[3, :count], new_values[2])
+        assert not values[SLOTS.long(), count:].any()
+        assert torch.equal(there[0].cpu(), ids)
+        assert torch.equal(there[1].cpu(), values)
+    assert values[[1, 2, 4, 6]].eq(2.5).all()

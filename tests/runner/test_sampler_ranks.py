@@ -155,7 +155,7 @@ def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_re
     """The greedy token by hand; a slot that is filled again keeps nothing of its last request."""
     slot_table = SlotTable(engine_config(max_num_seqs=4), 1, CPU)
     sampler = Sampler(slot_table, TensorParallelGroup.single(), 50)
-    logits = torch.arange(50.0).expand(4, 50)
+    logits = torch.arange(50.0).repeat(4, 1)
     slots, positions = torch.arange(4), torch.tensor([9, 9, 10, 9], dtype=torch.int32)
 
     def fill(*kinds: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_re
 
     def choose() -> list[int]:
         needs = sampler.needs(slots.numpy())
-        ids, logprobs = sampler.sample_fully(logits, slots, positions, needs, 10)
+        ids, logprobs = sampler.sample_fully(logits.clone(), slots, positions, needs, 10)
         assert logprobs is None
         return ids.tolist()  # type: ignore[no-any-return]
 
@@ -175,5 +175,5 @@ def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_re
     biased = {"bias_ids": [7, 49, 0], "bias_values": [60.0, -60.0, 0.5]}
     fill(biased, stops, stops, {**stops, "bias_ids": [49, 47], "bias_values": [100.0, -100.0]})
     assert choose() == [7, 47, 49, 46]
-    fill({}, biased, {}, {"bias_ids": [3], "bias_values": [99.0]})
+    fill({"presence_penalty": 0.5}, biased, {}, {"bias_ids": [3], "bias_values": [99.0]})
     assert choose() == [49, 7, 49, 3]

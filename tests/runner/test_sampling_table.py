@@ -53,8 +53,11 @@ def test_large_numbers_arrive_whole_and_other_slots_stay() -> None:
     assert columns.top_p.tolist() == pytest.approx([0, 1, 0, 0.3, 0, 0])
     assert columns.min_p.tolist() == pytest.approx([0, 0, 0, 0.7, 0, 0])
     assert columns.top_k.tolist() == [0, 0, 0, 2**31 - 1, 0, 0]
-    assert table.min_len.tolist() == [0, 3, 0, 2**31 - 1, 0, 0]
-    assert table.adjusted_ids[3].tolist() == longest
+    assert table.changes.min_len.tolist() == [0, 3, 0, 2**31 - 1, 0, 0]
+    assert table.changes.entry_ids[3].tolist() == longest
+    assert table.changes.entry_values[3].isneginf().all()
+    table.fill([new_slot(3, presence_penalty=1.0), new_slot(1, stop_ids=[5])], Uploader(0, CPU))
+    assert table.changes.entry_values.count_nonzero(dim=1).tolist() == [0, 1, 0, 0, 0, 0]
 
 
 def test_the_padding_slot_is_greedy_and_asks_for_nothing() -> None:

@@ -50,3 +50,25 @@ class SamplingColumns:
     def has_small_top_k(self) -> Tensor:
         """[S] bool, the slots that draw their tokens from at most `MAX_CANDIDATES`, ties aside."""
         return (self.temperature > 0) & (self.top_k > 0) & (self.top_k <= MAX_CANDIDATES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitChanges:
+    """What the requests of all slots change in their logits (see `nvcli.kernels.logit_changes`). Every tensor is
+    contiguous; a slot has E entries."""
+
+    presence_penalty: Tensor
+    """[S] float32; 0: none."""
+    frequency_penalty: Tensor
+    """[S] float32; 0: none."""
+    repetition_penalty: Tensor
+    """[S] float32; 1: none."""
+    prompt_len: Tensor
+    """[S] int32, tokens of the prompt."""
+    min_len: Tensor
+    """[S] int32, positions below it forbid stop ids."""
+    entry_ids: Tensor
+    """[S, E] int32, tokens; the same token may stand there twice."""
+    entry_values: Tensor
+    """[S, E] float32, what is added to the logits of those tokens: -inf for stop ids, 0 behind the last; +inf has
+    another meaning, and is not added."""

@@ -37,3 +37,17 @@ def fill_columns(words: Tensor, longs: Tensor, slots: Tensor, values: Tensor) ->
     words[:, index] = values[:, : len(words)].T
     halves = values[:, len(words) :].flatten().clone()  # where int64 may begin
     longs[:, index] = halves.view(torch.int64).view(len(slots), -1).T
+
+
+def fill_entries(ids: Tensor, values: Tensor, slots: Tensor, entries: Tensor) -> None:
+    """Write what slots [n] int32 have in two tables, ids [S, E] int32 and values [S, E] float32. `entries` [n, 2, e]
+    int32 has the ids of each slot, and then the bits of their values. Values behind these become 0."""
+    if slots.is_cuda:
+        from nvcli.kernels.triton import slot_filling as kernels
+
+        kernels.fill_entries(ids, values, slots, entries)
+        return
+    index, count = slots.long(), entries.shape[2]
+    ids[index, :count] = entries[:, 0]
+    values[index, :count] = entries[:, 1].contiguous().view(torch.float32)
+    values[index, count:] = 0.0

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.candidates import choose_candidates, shard_candidates
-from nvcli.kernels.sampling import apply_penalties, packed_argmax, sample, unpack_argmax
+from nvcli.kernels.logit_changes import change_logits
+from nvcli.kernels.sampling import packed_argmax, sample, unpack_argmax
 from nvcli.kernels.token_mask import apply_token_mask
 from nvcli.kernels.token_scores import shard_scores
 from nvcli.messages import TokenLogprobs
@@ -51,9 +52,10 @@ class SamplingNeeds:
     needs_whole_logits: bool
     """Whether rows ask for what needs the logits of the whole vocabulary in one place."""
 
-    def rows(self, flag: SamplingFlag) -> np.ndarray:
-        """The numbers of the rows that have a flag, ascending."""
-        return np.flatnonzero(self.flags & flag)
+    def rows(self, flag: SamplingFlag, *, without: SamplingFlag | None = None) -> np.ndarray:
+        """The numbers of the rows that have a flag, and not another one, ascending."""
+        has_flag = self.flags & flag
+        return np.flatnonzero(has_flag if without is None else (has_flag > 0) & (self.flags & without == 0))
 
 
 NO_MASK = -1
@@ -187,21 +189,29 @@ class Sampler:
         if whole is None:
             return self._share(slots, None), None
         whole = whole[:, : self._vocab_size]
-        penalised, adjusted, asking = (
-            needs.rows(flag) for flag in (SamplingFlag.PENALTIES, SamplingFlag.ADJUSTED, SamplingFlag.LOGPROBS)
-        )
-        at_penalised, at_adjusted, at_asking = (rows.long() for rows in self._slots.upload(penalised, adjusted, asking))
+        penalised, asking = needs.rows(SamplingFlag.PENALTIES), needs.rows(SamplingFlag.LOGPROBS)
+        changing = np.concatenate([penalised, needs.rows(SamplingFlag.ADJUSTED, without=SamplingFlag.PENALTIES)])
+        at_changing, at_asking = self._slots.upload(changing, asking)
+        at_asking = at_asking.long()
         unmodified = whole[at_asking] if len(asking) else None
         if masks is not None:
             self._mask(whole, needs, masks, 0)
         logits = whole
         if len(needs.rows(_CHANGES)):
-            logits = whole.float().clone()
-        if len(penalised):
-            self._penalise(logits, at_penalised, slots, positions, longest)
-        if len(adjusted):
-            width = int(self._table.num_adjusted_host[needs.slots[adjusted]].max())
-            self._adjust(logits, at_adjusted, slots, positions, width)
+            logits = whole.float()
+        if len(changing):
+            num_entries = int(self._table.num_adjusted_host[needs.slots[changing]].max())
+            change_logits(
+                logits,
+                self._table.changes,
+                at_changing,
+                slots,
+                positions,
+                self._slots.state.token_ids,
+                num_penalised=len(penalised),
+                longest=longest,
+                num_entries=num_entries,
+            )
         self._restrict(logits, slots, positions, needs)
         chosen = sample(logits, self._table.columns, slots, positions, few_allowed=masks is not None)
         ids = self._share(slots, chosen)
@@ -249,30 +259,6 @@ class Sampler:
             ids = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
         return self._group.broadcast(ids)
 
-    def _penalise(self, logits: Tensor, at: Tensor, slots: Tensor, positions: Tensor, longest: int) -> None:
-        """Apply penalties to the rows `at` [n] of logits [N, V] float32, in place."""
-        table, chosen = self._table, slots[at]
-        logits[at] = apply_penalties(
-            logits[at],
-            token_ids=self._slots.state.token_ids[chosen, :longest],
-            lengths=positions[at].long(),
-            prompt_lens=table.prompt_len[chosen],
-            presence=table.presence_penalty[chosen],
-            frequency=table.frequency_penalty[chosen],
-            repetition=table.repetition_penalty[chosen],
-        )
-
-    def _adjust(self, logits: Tensor, at: Tensor, slots: Tensor, positions: Tensor, width: int) -> None:
-        """Add biases to the rows `at` [n] of logits [N, V] float32, and forbid stop ids while the answer is too short,
-        in place. No row has more than `width` entries in the table."""
-        table, chosen = self._table, slots[at]
-        values = table.adjusted_values[chosen, :width]
-        is_too_short = (positions[at] < table.min_len[chosen])[:, None]
-        values = torch.where((values > -torch.inf) | is_too_short, values, 0.0)
-        values = torch.where(values < torch.inf, values, 0.0)  # allowed tokens
-        ids = table.adjusted_ids[chosen, :width].long()
-        logits.index_put_((at[:, None].expand_as(ids), ids), values, accumulate=True)
-
     def _restrict(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> None:
         """Forbid what completes a bad word, and all but allowed tokens, in logits [N, V] float32, in place."""
         table = self._table
@@ -281,12 +267,12 @@ class Sampler:
             return
         at_words, at = (rows.long() for rows in self._slots.upload(with_words, restricted))
         if len(with_words):
-            tokens, prompt_lens = self._slots.state.token_ids, table.prompt_len
+            tokens, prompt_lens = self._slots.state.token_ids, table.changes.prompt_len
             table.bad_words.forbid(logits, at_words, slots, positions, tokens=tokens, prompt_lens=prompt_lens)
         if len(restricted):
             width = int(table.num_adjusted_host[needs.slots[restricted]].max())
-            ids = table.adjusted_ids[slots[at], :width].long()
-            is_allowed = (table.adjusted_values[slots[at], :width] == torch.inf).int()
+            ids = table.changes.entry_ids[slots[at], :width].long()
+            is_allowed = (table.changes.entry_values[slots[at], :width] == torch.inf).int()
             counts = torch.zeros(len(at), logits.shape[1], dtype=torch.int32, device=logits.device)
             counts.scatter_add_(1, ids, is_allowed)  # an id may stand there for something else too
             logits[at] = logits[at].masked_fill(counts == 0, -torch.inf)

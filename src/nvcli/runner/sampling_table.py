@@ -14,8 +14,8 @@ from enum import IntFlag
 import numpy as np
 import torch
 
-from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
-from nvcli.kernels.slot_filling import fill_columns
+from nvcli.kernels.sampling_columns import MAX_CANDIDATES, LogitChanges, SamplingColumns
+from nvcli.kernels.slot_filling import fill_columns, fill_entries
 from nvcli.messages import MAX_STOP_IDS, NewSlot
 from nvcli.runner.bad_words import BadWords
 from nvcli.runner.uploader import Uploader, to_device
@@ -53,20 +53,23 @@ class SamplingTable:
         self._words = torch.zeros(len(_FLOATS) + 3, num_rows, dtype=torch.int32, device=device)
         self._longs = torch.zeros(len(_LONGS), num_rows, dtype=torch.int64, device=device)
         floats = self._words.view(torch.float32)
-        temperature, top_p, min_p, *penalties = floats[: len(_FLOATS)]
-        self.presence_penalty, self.frequency_penalty, self.repetition_penalty = penalties
-        """[S] float32 each."""
-        top_k, self.prompt_len, self.min_len = self._words[len(_FLOATS) :]
-        """prompt_len: [S] int32, tokens of the prompt; min_len: [S] int32, positions below it forbid stop ids."""
+        temperature, top_p, min_p, presence, frequency, repetition = floats[: len(_FLOATS)]
+        top_k, prompt_len, min_len = self._words[len(_FLOATS) :]
         seed, row, sample = self._longs
         self.columns = SamplingColumns(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, row=row, sample=sample
         )
-        self.adjusted_ids = torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.int32, device=device)
-        """[S, MAX_STOP_IDS], the biased tokens of a slot, then its stop ids, then its allowed tokens."""
-        self.adjusted_values = torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.float32, device=device)
-        """[S, MAX_STOP_IDS], what is added to the logits of those tokens: -inf for stop ids, 0 behind the last. It is
-        +inf for allowed tokens, to which nothing is added."""
+        self.changes = LogitChanges(
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            repetition_penalty=repetition,
+            prompt_len=prompt_len,
+            min_len=min_len,
+            entry_ids=torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.int32, device=device),
+            entry_values=torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.float32, device=device),
+        )
+        """What the slots change in their logits. The entries of a slot are its biased tokens, then its stop ids, then
+        its allowed tokens, which have the value +inf."""
         self.bad_words = BadWords(num_rows, device)
 
         self.flags_host = np.zeros(num_rows, dtype=np.uint8)
@@ -74,7 +77,7 @@ class SamplingTable:
         self.num_logprobs_host = np.zeros(num_rows, dtype=np.int64)
         """[S], alternatives that a slot with LOGPROBS wants."""
         self.num_adjusted_host = np.zeros(num_rows, dtype=np.int64)
-        """[S], how many entries of `adjusted_ids` count."""
+        """[S], how many entries of `changes` count."""
 
     def fill(self, new_slots: Sequence[NewSlot], upload: Uploader) -> None:
         """Take in the parameters of requests that enter slots, at least one."""
@@ -89,8 +92,10 @@ class SamplingTable:
         fill_columns(self._words, self._longs, slots_there, values_there.view(values.shape))
         self.flags_host[slots] = [_flags(new) for new in new_slots]
         self.num_logprobs_host[slots] = [max(0, s.num_logprobs) for s in samplings]
+        had_entries = self.num_adjusted_host[slots] > 0
         self.num_adjusted_host[slots] = [len(s.bias_ids) + len(s.stop_ids) + len(s.allowed_ids) for s in samplings]
-        adjusted = [new for new, count in zip(new_slots, self.num_adjusted_host[slots], strict=True) if count]
+        changes_entries = had_entries | (self.num_adjusted_host[slots] > 0)
+        adjusted = [new for new, changes in zip(new_slots, changes_entries, strict=True) if changes]
         if adjusted:
             self._fill_adjusted(adjusted)
         with_words = [new for new in new_slots if new.sampling.bad_words]
@@ -98,7 +103,7 @@ class SamplingTable:
             self.bad_words.fill(with_words)
 
     def _fill_adjusted(self, new_slots: list[NewSlot]) -> None:
-        slots = np.array([new.slot for new in new_slots])
+        slots = np.array([new.slot for new in new_slots], dtype=np.int32)
         longest = int(self.num_adjusted_host[slots].max())
         ids = np.zeros((len(slots), longest), dtype=np.int32)
         values = np.zeros((len(slots), longest), dtype=np.float32)
@@ -107,10 +112,10 @@ class SamplingTable:
             ids[i, : len(entries)] = entries
             stops, allowed = [-np.inf] * len(s.stop_ids), [np.inf] * len(s.allowed_ids)
             values[i, : len(entries)] = [*s.bias_values, *stops, *allowed]
-        at, ids_there, values_there = (to_device(array, self._words.device) for array in (slots, ids, values))
-        self.adjusted_values.index_fill_(0, at, 0.0)
-        self.adjusted_ids[at, :longest] = ids_there
-        self.adjusted_values[at, :longest] = values_there
+        packed = np.concatenate([slots, np.stack([ids, values.view(np.int32)], axis=1).ravel()])
+        there = to_device(packed, self._words.device)
+        slots_there, entries_there = there[: len(slots)], there[len(slots) :].view(len(slots), 2, longest)
+        fill_entries(self.changes.entry_ids, self.changes.entry_values, slots_there, entries_there)
 
 
 def _flags(new: NewSlot) -> int:

@@ -96,3 +96,35 @@ def fill_columns(words: Tensor, longs: Tensor, slots: Tensor, values: Tensor) ->
         FIELDS=triton.next_power_of_2(len(words) + 2 * len(longs)),
         num_warps=1,
     )
+
+
+@triton.jit(do_not_specialize=["num_entries"])
+def _fill_entries_kernel(
+    ids_ptr,  # [S, E] int32, written
+    values_ptr,  # [S, E] int32, the bits of float32; written
+    slots_ptr,  # [n] int32
+    entries_ptr,  # [n, 2, num_entries] int32
+    num_entries,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Program (slot)."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    for start in range(0, ENTRIES, COLUMNS):
+        entry = start + tl.arange(0, COLUMNS)
+        inside = entry < num_entries
+        place = entries_ptr + row.to(tl.int64) * 2 * num_entries + entry
+        tl.store(ids_ptr + slot * ENTRIES + entry, tl.load(place, mask=inside, other=0), mask=inside)
+        value = tl.load(place + num_entries, mask=inside, other=0)
+        tl.store(values_ptr + slot * ENTRIES + entry, value, mask=entry < ENTRIES)
+
+
+def fill_entries(ids: Tensor, values: Tensor, slots: Tensor, entries: Tensor) -> None:
+    """See `nvcli.kernels.slot_filling.fill_entries`."""
+    assert ids.is_contiguous()
+    assert values.is_contiguous()
+    assert entries.is_contiguous()
+    _fill_entries_kernel[(len(slots),)](
+        ids, values.view(torch.int32), slots, entries, entries.shape[2], ENTRIES=ids.shape[1], COLUMNS=_COLUMNS
+    )

@@ -1,0 +1,63 @@
+"""What requests change in their logits before a token is chosen: penalties for tokens that came up, biases, and stop
+ids that are forbidden while an answer is too short.
+
+Plain torch is the reference; CUDA tensors take the Triton kernel that is held to it.
+Shapes: N rows of logits; n of them with changes; V vocabulary; S slots, L tokens of each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels.sampling import apply_penalties
+from nvcli.kernels.sampling_columns import LogitChanges
+
+
+def change_logits(
+    logits: Tensor,
+    changes: LogitChanges,
+    at: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    *,
+    num_penalised: int,
+    longest: int,
+    num_entries: int,
+) -> None:
+    """Make the changes of some rows of logits [N, V] float32, in place; rows may lie apart.
+
+    at: [n] int32, the numbers of these rows, none twice, first the `num_penalised` of them that have penalties; slots:
+    [N] int64, the slot of each row; positions: [N] int32, of the tokens to be chosen; token_ids: [S, L] int32, the
+    tokens of each slot, of which those before its position count, up to `longest` in these rows; num_entries: the most
+    entries that a slot of theirs has, and more are not looked at. On CUDA nothing waits for the device.
+    """
+    if logits.is_cuda:
+        from nvcli.kernels.triton import logit_changes as kernels
+
+        kernels.change_logits(
+            logits, changes, at, slots, positions, token_ids, num_penalised=num_penalised, num_entries=num_entries
+        )
+        return
+    rows = at.long()
+    if num_penalised:
+        penalised = rows[:num_penalised]
+        chosen = slots[penalised]
+        logits[penalised] = apply_penalties(
+            logits[penalised],
+            token_ids=token_ids[chosen, :longest],
+            lengths=positions[penalised].long(),
+            prompt_lens=changes.prompt_len[chosen],
+            presence=changes.presence_penalty[chosen],
+            frequency=changes.frequency_penalty[chosen],
+            repetition=changes.repetition_penalty[chosen],
+        )
+    if num_entries:
+        chosen = slots[rows]
+        values = changes.entry_values[chosen, :num_entries]
+        is_too_short = (positions[rows] < changes.min_len[chosen])[:, None]
+        values = torch.where((values > -torch.inf) | is_too_short, values, 0.0)
+        values = torch.where(values < torch.inf, values, 0.0)
+        ids = changes.entry_ids[chosen, :num_entries].long()
+        logits.index_put_((rows[:, None].expand_as(ids), ids), values, accumulate=True)

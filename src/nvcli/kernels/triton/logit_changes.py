@@ -1,0 +1,132 @@
+"""Penalties, biases and forbidden stop ids, in Triton: one program for each row, which touches no more of its logits
+than the tokens that it changes.
+
+A penalised row counts its tokens in memory of its own, an entry for each token of the vocabulary. Then it goes over its
+tokens once more: the first thread to take the count of a token, and leave none, changes its logit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nvcli.kernels.sampling_columns import LogitChanges
+
+_TOKENS, _ENTRIES = 1024, 256
+"""Tokens and entries that a program looks at together."""
+_IN_PROMPT = tl.constexpr(1 << 30)
+"""The bit of a count that is set for tokens of the prompt."""
+
+
+@triton.jit(do_not_specialize=["num_penalised", "num_entries", "token_stride"])
+def _change_logits_kernel(
+    logits_ptr,  # [N, V] float32, rows logits_stride apart; changed
+    counts_ptr,  # [num_penalised, V] int32, zeros
+    at_ptr,  # [n] int32
+    slots_ptr,  # [N] int64
+    positions_ptr,  # [N] int32
+    token_ids_ptr,  # [S, L] int32, rows token_stride apart
+    presence_ptr,  # [S] float32
+    frequency_ptr,  # [S] float32
+    repetition_ptr,  # [S] float32
+    prompt_len_ptr,  # [S] int32
+    min_len_ptr,  # [S] int32
+    entry_ids_ptr,  # [S, E] int32
+    entry_values_ptr,  # [S, E] float32
+    logits_stride,
+    token_stride,
+    entry_stride,
+    vocab_size,
+    num_penalised,
+    num_entries,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """Program (row with changes)."""
+    number = tl.program_id(0)
+    row = tl.load(at_ptr + number).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    position = tl.load(positions_ptr + row)
+    logits_ptr += row * logits_stride
+    if number < num_penalised:
+        presence = tl.load(presence_ptr + slot)
+        frequency = tl.load(frequency_ptr + slot)
+        repetition = tl.load(repetition_ptr + slot)
+        prompt_len = tl.load(prompt_len_ptr + slot)
+        counts_ptr += number.to(tl.int64) * vocab_size
+        token_ids_ptr += slot * token_stride
+        first = 0 if repetition != 1 else prompt_len
+        for start in range(first, position, TOKENS):
+            place = start + tl.arange(0, TOKENS)
+            token = tl.load(token_ids_ptr + place, mask=place < position, other=0)
+            tl.atomic_or(counts_ptr + token, _IN_PROMPT, mask=place < min(prompt_len, position), sem="relaxed")
+            tl.atomic_add(counts_ptr + token, 1, mask=(place >= prompt_len) & (place < position), sem="relaxed")
+        tl.debug_barrier()
+        for start in range(first, position, TOKENS):
+            place = start + tl.arange(0, TOKENS)
+            token = tl.load(token_ids_ptr + place, mask=place < position, other=0)
+            found = tl.atomic_xchg(counts_ptr + token, 0, mask=place < position, sem="relaxed")
+            is_mine = (place < position) & (found != 0)
+            count = (found & (_IN_PROMPT - 1)).to(tl.float32)
+            logit = tl.load(logits_ptr + token, mask=is_mine, other=0.0)
+            logit = tl.where(logit > 0, logit / repetition, logit * repetition)
+            logit = logit - frequency * count - tl.where(count > 0, presence, 0.0)
+            tl.store(logits_ptr + token, logit, mask=is_mine)
+        tl.debug_barrier()
+    is_too_short = position < tl.load(min_len_ptr + slot)
+    for start in range(0, num_entries, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        inside = entry < num_entries
+        value = tl.load(entry_values_ptr + slot * entry_stride + entry, mask=inside, other=0.0)
+        token = tl.load(entry_ids_ptr + slot * entry_stride + entry, mask=inside, other=0)
+        is_added = (value != 0) & (value < float("inf")) & ((value > float("-inf")) | is_too_short)
+        tl.atomic_add(logits_ptr + token, value, mask=inside & is_added, sem="relaxed")
+
+
+def change_logits(
+    logits: Tensor,
+    changes: LogitChanges,
+    at: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    *,
+    num_penalised: int,
+    num_entries: int,
+) -> None:
+    """Change logits as `nvcli.kernels.logit_changes.change_logits` does."""
+    if not len(at):
+        return
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == token_ids.stride(1) == 1
+    vocab_size = logits.shape[1]
+    counts = torch.zeros(num_penalised, vocab_size, dtype=torch.int32, device=logits.device)
+    _change_logits_kernel[(len(at),)](
+        logits,
+        counts,
+        at,
+        slots,
+        positions,
+        token_ids,
+        changes.presence_penalty,
+        changes.frequency_penalty,
+        changes.repetition_penalty,
+        changes.prompt_len,
+        changes.min_len,
+        changes.entry_ids,
+        changes.entry_values,
+        logits.stride(0),
+        token_ids.stride(0),
+        changes.entry_ids.stride(0),
+        vocab_size,
+        num_penalised,
+        num_entries,
+        TOKENS=_TOKENS,
+        ENTRIES=_ENTRIES,
+        num_warps=8,
+    )
