@@ -125,12 +125,13 @@ def test_parts_of_the_vocabulary_choose_what_the_whole_does(num_ranks: int, modu
 def agree_on_mass(
     kept: torch.Tensor, expected: torch.Tensor, scaled: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """`expected`, but as in `kept` where the mass of the likelier tokens equals top_p up to the order of summation."""
+    """`expected`, but as in `kept` where the mass of the likelier tokens equals top_p up to the order of summation: in
+    torch's order on a processor with AVX2 alone, 9,001 numbers add up to 2.4e-6 more than their sum."""
     out = expected.clone()
     for row, token in (kept != expected).nonzero().tolist():
         probabilities = scaled[row].double().softmax(dim=-1)
         mass_before = probabilities[scaled[row] > scaled[row, token]].sum()
-        if abs(mass_before - top_p[row]) < 2e-6:
+        if abs(mass_before - top_p[row]) < 5e-6:
             out[row, token] = kept[row, token]
     return out
 
