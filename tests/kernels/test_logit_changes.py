@@ -59,10 +59,9 @@ def test_rows_with_changes_are_changed(at: list[int], num_penalised: int, num_en
     positions = torch.tensor([POSITIONS[slot] for slot in SLOTS], dtype=torch.int32)
     rows, slots = torch.tensor(at, dtype=torch.int32), torch.tensor(SLOTS)
     actual, expected = wide.to(DEVICE, copy=True), wide.clone()
-    longest = int(positions[rows.long()].max())
     reference.change_logits(
         expected[:, :V], changes, rows, slots, positions, token_ids,
-        num_penalised=num_penalised, longest=longest, num_entries=num_entries,
+        num_penalised=num_penalised, num_entries=num_entries,
     )  # fmt: skip
     kernels.change_logits(
         actual[:, :V], to_device(changes), *(each.to(DEVICE) for each in (rows, slots, positions, token_ids)),

@@ -75,7 +75,7 @@ def test_the_token_that_completes_a_word_is_forbidden_and_no_other(seed: int, de
         needs = sampler.needs(slots.cpu().numpy())
         assert needs.is_simple == all(not any(kind.values()) for kind in kinds)
         positions = torch.tensor(lengths, dtype=torch.int32, device=device)
-        ids, _ = sampler.sample_fully(logits.to(device), slots, positions, needs, LEN)
+        ids, _ = sampler.sample_fully(logits.to(device), slots, positions, needs)
         assert ids.tolist() == expected.argmax(dim=-1).tolist()
 
 

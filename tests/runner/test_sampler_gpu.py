@@ -62,7 +62,7 @@ def test_nothing_waits_and_the_tokens_are_the_cpus() -> None:
             rank.slots.apply(entering)
             needs = rank.sampler.needs(host_slots)
             assert not needs.is_simple
-            found, pending = rank.sampler.sample_fully(here, slots, positions, needs, NUM_SLOTS, own_masks)
+            found, pending = rank.sampler.sample_fully(here, slots, positions, needs, own_masks)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

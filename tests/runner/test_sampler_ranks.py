@@ -95,9 +95,7 @@ def run_rank(group: TensorParallelGroup) -> dict[str, Any]:
         gathered.clear()
         needs = sampler.needs(slots.numpy())
         given = masks_in_memory(masks) if group.rank == 0 else TokenMasks.allowing_all(*masks.shape, CPU)
-        ids, logprobs = sampler.sample_fully(
-            shard.clone(), slots, positions, needs, NUM_SLOTS, given if is_masked else None
-        )
+        ids, logprobs = sampler.sample_fully(shard.clone(), slots, positions, needs, given if is_masked else None)
         assert ids.dtype == torch.int32
         if is_masked:
             chosen = [ids[NUM_SLOTS - 1 - slot].item() for slot in reversed(CONSTRAINED)]
@@ -167,7 +165,7 @@ def test_biases_and_forbidden_stop_ids_hold_for_their_rows_and_leave_with_the_re
 
     def choose() -> list[int]:
         needs = sampler.needs(slots.numpy())
-        ids, logprobs = sampler.sample_fully(logits.clone(), slots, positions, needs, 10)
+        ids, logprobs = sampler.sample_fully(logits.clone(), slots, positions, needs)
         assert logprobs is None
         return ids.tolist()  # type: ignore[no-any-return]
 

@@ -23,15 +23,14 @@ def change_logits(
     token_ids: Tensor,
     *,
     num_penalised: int,
-    longest: int,
     num_entries: int,
 ) -> None:
     """Make the changes of some rows of logits [N, V] float32, in place; rows may lie apart.
 
     at: [n] int32, the numbers of these rows, none twice, first the `num_penalised` of them that have penalties; slots:
     [N] int64, the slot of each row; positions: [N] int32, of the tokens to be chosen; token_ids: [S, L] int32, the
-    tokens of each slot, of which those before its position count, up to `longest` in these rows; num_entries: the most
-    entries that a slot of theirs has, and more are not looked at. On CUDA nothing waits for the device.
+    tokens of each slot, of which those before its position count; num_entries: the most entries that a slot of theirs
+    has, and more are not looked at. On CUDA nothing waits for the device.
     """
     if logits.is_cuda:
         from nvcli.kernels.triton import logit_changes as kernels
@@ -43,11 +42,11 @@ def change_logits(
     rows = at.long()
     if num_penalised:
         penalised = rows[:num_penalised]
-        chosen = slots[penalised]
+        chosen, lengths = slots[penalised], positions[penalised].long()
         logits[penalised] = apply_penalties(
             logits[penalised],
-            token_ids=token_ids[chosen, :longest],
-            lengths=positions[penalised].long(),
+            token_ids=token_ids[chosen, : int(lengths.max())],
+            lengths=lengths,
             prompt_lens=changes.prompt_len[chosen],
             presence=changes.presence_penalty[chosen],
             frequency=changes.frequency_penalty[chosen],

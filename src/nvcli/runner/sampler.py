@@ -168,15 +168,14 @@ class Sampler:
         slots: Tensor,
         positions: Tensor,
         needs: SamplingNeeds,
-        longest: int,
         masks: TokenMasks | None = None,
     ) -> tuple[Tensor, PendingLogprobs | None]:
         """Choose ids [N] int32 for any batch, on every rank the same. Rank 0 also returns the log-probabilities that
         rows asked for, or None if none did.
 
         The first three arguments are those of `sample`; `logits` may be overwritten. needs: what these rows ask for;
-        longest: the highest position that a row may have; masks: those of the rows that are constrained, None if none
-        is. Rank 0 has them; the other ranks give others of the same size.
+        masks: those of the rows that are constrained, None if none is. Rank 0 has them; the other ranks give others of
+        the same size.
         """
         if not needs.needs_whole_logits:
             if masks is not None:
@@ -209,7 +208,6 @@ class Sampler:
                 positions,
                 self._slots.state.token_ids,
                 num_penalised=len(penalised),
-                longest=longest,
                 num_entries=num_entries,
             )
         self._restrict(logits, slots, positions, needs)

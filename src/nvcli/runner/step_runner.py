@@ -249,10 +249,9 @@ class StepRunner:
             return ids[:num_sampled], None, found[:, :num_sampled]
         slots = batch.inputs.sample_slots[:num_sampled]
         positions = batch.inputs.sample_positions[:num_sampled]
-        longest = int(batch.forward.seq_lens_host.max())
         late = None if masks is None else self._take_late(masks, constrained, num_sampled)
         ids, logprobs = self._sampler.sample_fully(
-            output.logits[:num_sampled], slots, positions, needs, longest, None if masks is None else masks.masks
+            output.logits[:num_sampled], slots, positions, needs, None if masks is None else masks.masks
         )
         self._slots.keep(slots, positions, ids)
         if masks is not None and late is not None and self._constraints.may_hold:
