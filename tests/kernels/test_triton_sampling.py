@@ -125,13 +125,12 @@ def test_parts_of_the_vocabulary_choose_what_the_whole_does(num_ranks: int, modu
 def agree_on_mass(
     kept: torch.Tensor, expected: torch.Tensor, scaled: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """`expected`, but as in `kept` where the mass of the likelier tokens equals top_p up to the order of summation: in
-    torch's order on a processor with AVX2 alone, 9,001 numbers add up to 2.4e-6 more than their sum."""
+    """`expected`, but as in `kept` where the mass of the likelier tokens equals top_p up to the order of summation."""
     out = expected.clone()
     for row, token in (kept != expected).nonzero().tolist():
         probabilities = scaled[row].double().softmax(dim=-1)
         mass_before = probabilities[scaled[row] > scaled[row, token]].sum()
-        if abs(mass_before - top_p[row]) < 5e-6:
+        if abs(mass_before - top_p[row]) < 2e-6:
             out[row, token] = kept[row, token]
     return out
 
@@ -161,7 +160,8 @@ def test_thresholds_keep_what_a_sort_keeps(kind: str, temperature: float, dtype:
     columns = make_columns(torch.full((n,), temperature), LIMITS[kind])
     actual = thresholds(logits, columns)
     scaled = logits.float() / temperature
-    kept = reference.keep_likely(scaled, columns.top_k, columns.top_p, columns.min_p) > -torch.inf
+    # Float32 sums of 9,001 numbers are 2.4e-6 off on processors with AVX2 alone.
+    kept = reference.keep_likely(scaled.double(), columns.top_k, columns.top_p, columns.min_p) > -torch.inf
     kept_here = (scaled >= actual[:, None]) & (scaled > -torch.inf)
     if kind == "top_p":
         kept = agree_on_mass(kept_here, kept, scaled, columns.top_p)
