@@ -14,8 +14,10 @@ import pytest
 
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError, RowError
+from nvcli.executor.child_process import ChildProcess
 from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.guarded_process import GuardedProcess, NoAnswer
+from nvcli.jobs.job import RETRYABLE_ERRORS
 from nvcli.structured import MAX_GRAMMAR_BYTES, Structured
 
 
@@ -30,9 +32,9 @@ def asked(maker: GrammarMaker) -> list[bytes]:
     questions: list[bytes] = []
     ask = maker.worker.ask
 
-    def note(question: Any) -> bytes | NoAnswer:
+    def note(question: Any, **options: Any) -> bytes | NoAnswer:
         questions.append(question)
-        return ask(question)
+        return ask(question, **options)
 
     maker.worker.ask = note  # type: ignore[method-assign]
     return questions
@@ -78,6 +80,33 @@ def test_a_process_that_is_killed_is_started_anew(maker: GrammarMaker) -> None:
     assert maker.grammar(Structured(choice=["there"]), name="x").text == 'start: "there"'
 
 
+def test_a_process_that_is_stopped_costs_no_row() -> None:
+    """What it was asked is asked of another one. Only what takes too long there too is refused, and may be retried."""
+    with closing(GrammarMaker(demo_path(), vocab_size=640, end_ids=(0, 2), max_seconds=0.5)) as maker:
+        maker.grammar(Structured(choice=["before"]), name="x")
+        stopped = maker.worker.process
+        assert stopped is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        assert maker.grammar(Structured(choice=["behind"]), name="x").text == 'start: "behind"'
+        assert not stopped.is_alive
+        start = maker.worker._start
+
+        def start_stopped() -> ChildProcess:
+            process = start()
+            os.kill(process.pid, signal.SIGSTOP)
+            return process
+
+        maker.worker._start = start_stopped  # type: ignore[method-assign]
+        maker.worker._drop()
+        questions = asked(maker)
+        for _ in range(2):
+            error = refusal(maker, choice=["never"])
+            assert error.type in RETRYABLE_ERRORS
+            assert "each of two processes for it is not done after 0.5 seconds" in error.message
+            assert "--retry-errors" in error.message
+        assert len(questions) == 1
+
+
 def test_a_model_without_its_tokenizer_file_refuses_constrained_rows_only(tmp_path: Path) -> None:
     with closing(GrammarMaker(tmp_path, vocab_size=640, end_ids=())) as maker:
         assert "tokenizer.json, which constrained answers need" in refusal(maker, choice=["a"]).message
@@ -90,7 +119,7 @@ def test_work_that_does_not_end_is_ended_and_the_next_is_done() -> None:
     with closing(process):
         one = process.ask("one")
         started = time.monotonic()
-        assert process.ask("wait") == NoAnswer("is not done after 0.3 seconds")
+        assert process.ask("wait") == NoAnswer("is not done after 0.3 seconds", is_late=True)
         assert time.monotonic() - started < 30
         assert process.ask("die") == NoAnswer("exited with code 3")
         two = process.ask("two")

@@ -6,7 +6,7 @@ is one of these, or a type that the engine gave:
     invalid_json, not_an_object, invalid_id, duplicate_id,     the line itself
     line_too_long, invalid_utf8, invalid_csv, ragged_row
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
-    missing_column, invalid_sampling, invalid_structured,
+    missing_column, invalid_sampling, invalid_structured, structured_timeout,
     unsupported_url, unsupported_parameter, unsupported_content
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, special_token, no_chat_template,
@@ -27,9 +27,9 @@ from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
 
-RETRYABLE_ERRORS = frozenset({"kv_cache_too_small", "non_finite_logits", "aborted"})
-"""Error types that may be gone when the same row is tried again: with more memory, in another batch. All others come
-from the row itself, the model or the configuration."""
+RETRYABLE_ERRORS = frozenset({"kv_cache_too_small", "non_finite_logits", "structured_timeout", "aborted"})
+"""Error types that may be gone when the same row is tried again: with more memory, in another batch, on a machine that
+is less busy. All others come from the row itself, the model or the configuration."""
 
 
 class RowForm(Enum):

@@ -45,7 +45,7 @@ class ChatRenderer:
         """
         if not conversations:
             return []
-        answer = self.worker.ask(list(conversations))
+        answer = self.worker.ask(list(conversations), is_last=len(conversations) == 1)
         if not isinstance(answer, NoAnswer):
             return [
                 RowError(each.error_type, each.error) if each.error_type else each.text for each in self._decode(answer)

@@ -107,7 +107,17 @@ class GrammarMaker:
         if isinstance(answer, NoAnswer):
             if not answer.reason:
                 return RowError("aborted", "is not looked at: the run ends")
-            return RowError("invalid_structured", f"cannot be made a grammar: the process for it {answer.reason}")
+            if answer.is_late:
+                return RowError(
+                    "structured_timeout",
+                    f"cannot be made a grammar: each of two processes for it {answer.reason}. It is too complex, or "
+                    "the machine was busy; ask for something simpler, or try the row again with --retry-errors",
+                )
+            return RowError(
+                "invalid_structured",
+                f"cannot be made a grammar: the process for it {answer.reason}, as happens where something nests too "
+                "deep or takes too much memory; ask for something simpler",
+            )
         made = self._decode(answer)
         if made.error:
             return RowError("invalid_structured", f"cannot be used: {made.error}")

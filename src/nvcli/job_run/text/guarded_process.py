@@ -2,7 +2,8 @@
 
 Some work is decided by strangers: the chat template of a checkpoint, the schema of a row. Nothing but the end of its
 process ends such work for certain. The process starts with the first question, is ended when one takes too long, and is
-started anew for the next one.
+started anew for the next one. A question that killed its process or took too long is asked once more, of a process of
+its own: whatever went wrong may have had nothing to do with it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class NoAnswer:
 
     reason: str
     """What the process did instead, as the end of a sentence about it; empty once the GuardedProcess is closed."""
+    is_late: bool = False
+    """Whether the process took too long. It may have been stopped, or the machine busy with something else."""
 
 
 class GuardedProcess:
@@ -55,13 +58,14 @@ class GuardedProcess:
         """The process, if one runs."""
         return self._process
 
-    def ask(self, question: Any) -> bytes | NoAnswer:
+    def ask(self, question: Any, *, is_last: bool = True) -> bytes | NoAnswer:
         """Send a question, which is pickled, and return the answer.
 
+        One that takes too long is asked once more, unless the caller has another way to ask it (`is_last` is False).
         Raises LoadError with the reason that the process gives at its start, and WorkerError where none can be started.
         """
         with self._lock:
-            return self._ask(question)
+            return self._ask(question, is_last=is_last)
 
     def close(self) -> None:
         """End the process, even while it works. May be called again; nothing is answered any more."""
@@ -72,9 +76,9 @@ class GuardedProcess:
         with self._lock:
             self._drop()
 
-    def _ask(self, question: Any) -> bytes | NoAnswer:
-        reason = ""
-        for _ in range(2):  # somebody may have killed it, who had nothing against this question
+    def _ask(self, question: Any, *, is_last: bool) -> bytes | NoAnswer:
+        missing = NoAnswer("")
+        for _ in range(2):
             if self._closed:
                 return NoAnswer("")
             process = self._process or self._start()
@@ -82,13 +86,13 @@ class GuardedProcess:
                 process.control.send(question)
                 if self._wait(process, self._max_seconds):
                     return process.control.recv_bytes()
-                reason = f"is not done after {self._max_seconds:g} seconds"
-                break
+                missing = NoAnswer(f"is not done after {self._max_seconds:g} seconds", is_late=True)
             except (EOFError, OSError):
-                reason = "" if self._closed else process.describe_exit()
-                self._drop()
-        self._drop()
-        return NoAnswer(reason)
+                missing = NoAnswer("" if self._closed else process.describe_exit())
+            self._drop()
+            if missing.is_late and not is_last:
+                break
+        return missing
 
     def _start(self) -> ChildProcess:
         """Start the process, and wait until it can work, however long that takes."""
