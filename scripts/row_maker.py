@@ -50,7 +50,7 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (True, False, 1, "true"),
     "presence_penalty": (-2, 2, 0.5, 2.5, "0"),
     "frequency_penalty": (-2, 2, 0.5, -2.5),
-    "repetition_penalty": (1, 1.2, 100, 0, 101),
+    "repetition_penalty": (1, 1.2, 100, 0.01, 0, 5e-324, 0.0099, 101),
     "logit_bias": ({}, {"5": 1}, {"5": -100, "6": 100.0}, {"5": 101}, {"x": 1}, {"640": 1}, {"-1": 1}, {"5": None}, []),
     "logprobs": (None, 0, 3, 20, 21, True),
     "prompt_logprobs": (None, 0, 3, 20, 21, "3"),

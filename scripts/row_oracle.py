@@ -49,7 +49,7 @@ _NUMBERS = {
     "n": (True, lambda value: 1 <= value <= 1024),
     "presence_penalty": (False, lambda value: -2 <= value <= 2),
     "frequency_penalty": (False, lambda value: -2 <= value <= 2),
-    "repetition_penalty": (False, lambda value: 0 < value <= 100),
+    "repetition_penalty": (False, lambda value: 0.01 <= value <= 100),
     "logprobs": (True, lambda value: 0 <= value <= 20),
     "prompt_logprobs": (True, lambda value: 0 <= value <= 20),
     "best_of": (True, lambda value: 1 <= value <= 1024),

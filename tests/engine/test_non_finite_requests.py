@@ -125,6 +125,32 @@ def test_one_sound_row_or_one_broken_prompt_is_no_broken_model() -> None:
     assert sum(output.finish_reason == "error" for output in done.values()) == 40
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": SamplingParams(repetition_penalty=1.2)},
+        {"sampling": SamplingParams(presence_penalty=-2)},
+        {"sampling": SamplingParams(logit_bias={5: 100})},
+        {"sampling": SamplingParams(allowed_token_ids=[20])},
+        {"sampling": SamplingParams(min_tokens=2)},
+        {"bad_words": [[5, 6]]},
+        {"forbidden_ids": [5]},
+        {"constraint": Constraint(grammar="g", end_ids=[0])},
+    ],
+)
+def test_rows_that_ask_for_other_logits_say_nothing_of_the_weights(changes: dict[str, object]) -> None:
+    """A run goes on behind any number of them, and ends with those that leave the logits alone."""
+    rows = [msgspec.structs.replace(make_request(i, [POISON, i], 5), **changes) for i in range(40)]
+    sound = make_request(40, [1, 2], 5)
+    done = answers([*rows, sound])
+    assert {done[i].error_type for i in range(40)} == {"non_finite_logits"}
+    assert len(unpack(done[40].token_ids)) == 5
+    plain = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
+    broken = [msgspec.structs.replace(make_request(i, [POISON, i], 5), sampling=plain) for i in range(41, 60)]
+    with pytest.raises(ModelError):
+        answers([*rows, *broken])
+
+
 def test_rows_that_forbid_every_token_themselves_are_no_broken_model() -> None:
     constraint = Constraint(grammar="g", end_ids=[0])
     rows = [

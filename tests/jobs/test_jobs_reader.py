@@ -193,6 +193,7 @@ def test_sampling_of_a_row_lies_over_the_defaults(read_rows: ReadRows) -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
+        ({"repetition_penalty": 5e-324}, "`sampling.repetition_penalty` is 5e-324; allowed: a number from 0.01 to 100"),
         ({"stop": ["x"] * 1025}, "`stop` holds 1,025 texts; allowed: at most 1,024"),
         ({"stop": ["x" * 40_000, "y" * 30_000]}, "`stop` holds 70,000 characters; allowed: at most 65,536 together"),
         (

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from nvcli.engine.state import RequestState
 
 MAX_BROKEN_PROMPTS = 16
-"""The run ends where so many different prompts got no token and no prompt got one."""
+"""The run ends where so many different prompts got no token and no prompt got one. Rows that change logits
+(`Request.changes_logits`) do not count."""
 ALL_BROKEN = (
     f"the logits of all of the first {MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so that no row can be "
     "answered: the weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another "

@@ -87,6 +87,19 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         """Whether the choice of a token depends on the tokens before it, so that the ranks must have them all."""
         return self.sampling.has_penalties or bool(self.bad_words)
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are chosen by other logits than the model's, so that these say nothing of its weights."""
+        sampling = self.sampling
+        return bool(
+            self.needs_tokens
+            or self.forbidden_ids
+            or self.constraint is not None
+            or sampling.logit_bias
+            or sampling.min_tokens
+            or sampling.allowed_token_ids is not None
+        )
+
     def samples(self) -> list[Request]:
         """Return a request for each sample."""
         if self.n == 1:

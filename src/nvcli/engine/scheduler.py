@@ -446,7 +446,7 @@ class Scheduler:
     def _finish_not_finite(self, state: RequestState) -> None:
         """End a request whose last token is `NOT_FINITE`. Its keys may be NaN too, so none of them is used again."""
         state.generated.pop()
-        if not self._generated_tokens and not failures.may_forbid_all(state):
+        if not self._generated_tokens and not state.request.changes_logits:
             self._broken_prompts.add(state.request.prompt_ids)
         self._tables.forget(state)
         self._finish(state, "error", failure=failures.not_finite(state))
