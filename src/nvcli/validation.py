@@ -92,21 +92,31 @@ def join_path(path: Path) -> str:
 def show(value: Any, limit: int = 60) -> str:
     """Return a value roughly as its user wrote it, on one line and at most `limit` characters long.
 
-    No more of it is written than is shown: a row may hold hundreds of megabytes in one value.
+    No more of it is written than is shown: a row may hold hundreds of megabytes in one value. An object of a program
+    may raise anything when it is asked for its text.
     """
+    try:
+        text = _json_beginning(value, limit)
+    except RecursionError:
+        return "a deeply nested value"
+    except Exception:
+        try:
+            text = str(value)
+        except Exception:
+            return f"a value of the type `{type(value).__name__}`"
+    return shorten(text, limit).encode(errors="backslashreplace").decode()
+
+
+def _json_beginning(value: Any, limit: int) -> str:
+    """Return the beginning of a value as JSON, with more than `limit` characters if there are more."""
     import json
 
     text = ""
-    try:
-        for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
-            text += piece
-            if len(text) > limit:
-                break
-    except (TypeError, ValueError):
-        text = str(value)
-    except RecursionError:
-        return "a deeply nested value"
-    return shorten(text, limit)
+    for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+        text += piece
+        if len(text) > limit:
+            break
+    return text
 
 
 def shorten(text: str, limit: int = 60) -> str:

@@ -114,6 +114,17 @@ def test_what_is_passed_through_are_the_same_objects(make_llm: MakeLLM) -> None:
     assert isinstance(pickle.loads(pickle.dumps(Answer(answer | {"thing": 0, "input": 0}))), Answer)
 
 
+def test_a_column_that_cannot_be_put_into_a_prompt(make_llm: MakeLLM) -> None:
+    llm = make_llm(job=JobConfig(prompt_template="{a}{b}"))
+    rows = [{"a": "\ud800", "b": 1}, {"a": 1, "b": 2}, {"a": "x", 3: 4}]
+    half, good, missing = llm.generate(rows, order="input")
+    assert half.error is not None
+    assert missing.error is not None
+    assert "`a` is no text: it holds the lone surrogate \\ud800" in half.error.message
+    assert "no column `b`, which `job.prompt_template` names; the row has `a`, `3`" in missing.error.message
+    assert good.text == "21"
+
+
 def test_rows_are_read_as_they_are_needed(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MIN_WINDOW_ROWS", 100)
     llm = make_llm()

@@ -76,6 +76,16 @@ def test_prompts_from_columns(make_replica: MakeReplica) -> None:
     assert [row["error"]["type"] for row in make_replica().answer(table).to_pylist()] == ["missing_prompt"] * 2
 
 
+def test_a_row_that_is_nested_too_deep_is_an_error_of_its_own(make_replica: MakeReplica) -> None:
+    kind, value = pyarrow.int64(), 1
+    for _ in range(1500):
+        kind, value = pyarrow.list_(kind), [value]  # type: ignore[assignment]
+    table = pyarrow.table({"messages": pyarrow.array([value, None], kind), "prompt": [None, "ab"]})
+    deep, good = make_replica().answer(table).to_pylist()
+    assert "`messages` is nested too deep" in deep["error"]["message"]
+    assert good["choices"][0]["text"] == "ba"
+
+
 def test_random_numbers_follow_from_the_row_and_not_from_its_batch(
     make_replica: MakeReplica, engines: list[FakeEngine]
 ) -> None:

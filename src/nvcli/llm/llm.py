@@ -31,7 +31,7 @@ from nvcli.jobs.job import JobResult
 from nvcli.jobs.rows.task_rows import ScoreRows
 from nvcli.llm.answer import Answer, make_answer
 from nvcli.llm.call import Call
-from nvcli.llm.rows import Row
+from nvcli.llm.rows import Row, plain_setting
 from nvcli.llm.session import Session
 from nvcli.process_limits import check_process
 from nvcli.sampling_params import MAX_INT
@@ -79,6 +79,7 @@ class LLM:
         if twice := sorted(given.keys() & settings.keys()):
             raise ConfigError(f"`{twice[0]}` and its short name `{twice[0][0]}p` are given; leave one out")
         given |= settings
+        given = {key: plain_setting(key, value) for key, value in given.items()}
         run = load_run_config(None if config is None else Path(config), settings=given)
         self._open(run, log_note, start_engine, None, False)
 
@@ -161,7 +162,7 @@ class LLM:
         """
         _check_seed(seed)
         self._check_task("generate")
-        return self._answer(rows, order, sampling=dict(sampling or {}), seed=seed)
+        return self._answer(rows, order, sampling=plain_setting("sampling", sampling or {}), seed=seed)
 
     def score(
         self,
@@ -223,7 +224,9 @@ class LLM:
         """
         _check_seed(seed)
         self._check_task("generate")
-        call = self._session.open_call([row], order="input", sampling=dict(sampling or {}), seed=seed, streams=True)
+        call = self._session.open_call(
+            [row], order="input", sampling=plain_setting("sampling", sampling or {}), seed=seed, streams=True
+        )
         return AnswerStream(self, call)
 
     def close(self) -> None:

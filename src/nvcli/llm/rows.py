@@ -10,10 +10,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nvcli.errors import RowError
+from nvcli.errors import ConfigError, RowError, first_line
 from nvcli.jobs.job import Caller, Job, JobResult, Place, failed
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
+from nvcli.jobs.rows.plain_values import plain_value
 from nvcli.validation import show
 
 Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -27,20 +28,14 @@ MAX_QUEUED_CHARS = 16 * 1024 * 1024
 
 
 def as_row(row: Row, keys: RowKeys) -> dict[str, Any]:
-    """Return a row with keys. Arrays and tensors under nvcli's own keys become lists and numbers. Raises RowError."""
+    """Return a row with keys. Raises RowError, and whatever an object of the program raises when it is looked at."""
     if isinstance(row, str):
         return {keys.prompt: row}
     if isinstance(row, Mapping):
-        values = dict(row)
-        for key in (*keys.prompts, *keys.beside_prompt):
-            if hasattr(values.get(key), "tolist"):  # numpy's, and what is like it
-                values[key] = values[key].tolist()
-        return values
-    items = row.tolist() if hasattr(row, "tolist") else row
+        return dict(row)
+    items = row.tolist() if hasattr(row, "tolist") else row  # numpy's, and what is like it
     if isinstance(items, Sequence) and not isinstance(items, bytes | bytearray):
-        if all(isinstance(item, Mapping) for item in items):
-            return {keys.messages: [dict(item) for item in items if isinstance(item, Mapping)]}
-        return {keys.prompt_token_ids: list(items)}
+        return {keys.messages if all(isinstance(item, Mapping) for item in items) else keys.prompt_token_ids: items}
     raise RowError(
         "not_an_object", f"expected a dict such as {{'prompt': …}}, a text, messages or token ids, got {show(row)}"
     )
@@ -53,9 +48,17 @@ def parse_row(row: Row, keys: RowKeys, parser: RowParser, *, index: int, caller:
         return parser.parse(as_row(row, keys), index=index, where=where)
     except RowError as error:
         problem = error
-    except (TypeError, ValueError, RecursionError) as error:  # objects that are no JSON, where JSON is needed
-        problem = RowError("invalid_value", f"the row holds what is no JSON: {error}")
+    except Exception as error:  # methods of the program's own objects may raise anything
+        problem = RowError("invalid_value", f"the row cannot be read: {first_line(error)}")
     return failed(Place(id=f"row-{index}", index=index, line=where, caller=caller), problem)
+
+
+def plain_setting(name: str, value: Any) -> Any:
+    """Return what a program says for all rows as plain data, as those rows hold it. Raises ConfigError."""
+    try:
+        return plain_value(value, name)
+    except RowError as error:
+        raise ConfigError(error.message) from None
 
 
 class RowQueue:

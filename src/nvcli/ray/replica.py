@@ -8,6 +8,7 @@ their ids differ.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -114,7 +115,8 @@ class Replica:
     def _give_seed(self, row: dict[str, Any]) -> None:
         sampling = row.get(self._keys.sampling, {})
         if isinstance(sampling, dict) and "seed" not in sampling:
-            row[self._keys.sampling] = {**sampling, "seed": row_seed(row, self._run.seed)}
+            with contextlib.suppress(RecursionError):  # nested too deep: it becomes an error
+                row[self._keys.sampling] = {**sampling, "seed": row_seed(row, self._run.seed)}
 
     def _check_columns(self, names: list[str]) -> None:
         """Raise ConfigError for columns that stand in the way, and warn once of those that look like settings."""

@@ -10,6 +10,7 @@ from nvcli.config_types import OnTooLong, ReasoningParserName, SpecialTokens, To
 from nvcli.errors import RowError
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
+from nvcli.validation import show
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +40,7 @@ def check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
         allowed = f"the model's tokens are 0 to {limits.vocab_size - 1}"
-        raise RowError("token_out_of_vocabulary", f"{name} holds {wrong}; {allowed}")
+        raise RowError("token_out_of_vocabulary", f"{name} holds {show(wrong)}; {allowed}")
 
 
 def fit_prompt(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str) -> tuple[list[int], int]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from nvcli.errors import RowError
+from nvcli.jobs.rows.nesting import decode_inner
 from nvcli.validation import InvalidValue, convert, show
 
 
@@ -62,7 +63,7 @@ def _with_object(call: Any, name: str) -> Any:
     if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
         return call
     try:
-        decoded = msgspec.json.decode(arguments) if arguments.strip() else {}
-    except (msgspec.DecodeError, RecursionError):
+        decoded = decode_inner(arguments) if arguments.strip() else {}
+    except msgspec.DecodeError:
         raise InvalidValue((), f"`{name}.tool_calls` has arguments that are no JSON: {show(arguments)}") from None
     return {**call, "function": {**function, "arguments": decoded}}

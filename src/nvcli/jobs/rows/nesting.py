@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import msgspec
+
+from nvcli.jobs.rows.raw_values import decode
+
+MAX_LEVELS = 400
+"""The most levels of objects and lists in a row, so that whoever handles it later does not run out of stack."""
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _CHUNK_BYTES = 64 * 1024
@@ -28,3 +36,16 @@ def is_deeper(text: bytes, levels: int) -> bool:
             return True
         level += int(inside[-1])
     return False
+
+
+def decode_inner(text: str) -> Any:
+    """Decode JSON that stands in a row as a text. Raises msgspec.DecodeError, for too many levels too."""
+    data = text.encode()
+    try:
+        value = decode(data)
+        is_deep = is_deeper(data, MAX_LEVELS)
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise msgspec.DecodeError(f"nested too deep; allowed: {MAX_LEVELS} levels of objects and lists")
+    return value

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from nvcli.errors import RowError
+from nvcli.jobs.rows.nesting import decode_inner
 from nvcli.validation import shorten, show, suggest
 
 STRUCTURED_KEYS = (
@@ -89,7 +90,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
     if name == "json":
         if isinstance(value, str):
             try:
-                value = msgspec.json.decode(value)
+                value = decode_inner(value)
             except msgspec.DecodeError as error:
                 raise RowError(
                     "invalid_structured", f"`{where}` is {show(value)}, which is not JSON: {error}"

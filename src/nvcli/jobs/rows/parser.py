@@ -18,9 +18,10 @@ from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain
 from nvcli.jobs.rows.cells import Cells, values_of_cells
 from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
-from nvcli.jobs.rows.nesting import is_deeper
+from nvcli.jobs.rows.nesting import MAX_LEVELS, is_deeper
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
+from nvcli.jobs.rows.plain_values import plain_value
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import as_json, decode, is_null
 from nvcli.jobs.rows.row_warnings import RowWarnings
@@ -34,9 +35,6 @@ error of what cannot be read as a row."""
 
 _SHOWN_BYTES = 60
 """A message shows so much of a line."""
-
-MAX_LEVELS = 400
-"""The most levels of objects and lists in a row, so that whoever handles it later does not run out of stack."""
 
 
 class RowIdentity(NamedTuple):
@@ -112,7 +110,7 @@ class RowParser:
             given = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
             own_keys = self._keys_of_native(given) if is_native else OPENAI_KEYS
-            values = _own_values(given, own_keys)
+            values = _own_objects(given, own_keys) if isinstance(row, dict) else _own_values(given, own_keys)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
             if len(values) < len(given) or self._keep_input:
                 extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
@@ -302,6 +300,12 @@ def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str,
             if decoded is not None:
                 values[key] = decoded
     return values
+
+
+def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
+    """Return the objects of nvcli's own keys as plain values, without those that are null. Raises RowError."""
+    own = ((key, value) for key, value in given.items() if key in own_keys and value is not None)
+    return {key: plain_value(value, key) for key, value in own}
 
 
 def _no_object(line: bytes) -> RowError:

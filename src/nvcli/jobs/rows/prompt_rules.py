@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from nvcli.chat_template import reserved_variable
-from nvcli.errors import RowError
+from nvcli.errors import RowError, first_line
+from nvcli.jobs.rows.bad_json import find_no_json
 from nvcli.jobs.rows.raw_values import as_text, is_null
 from nvcli.text_template import TextTemplate
 from nvcli.validation import InvalidValue, convert, join_path, shorten
@@ -57,7 +58,11 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
             value = row.get(column)
             if is_null(value):
                 raise RowError("missing_column", f"no column `{shorten(column)}`, which `{key}` names; {_shown(row)}")
-            return as_text(value)
+            try:
+                return as_text(value)
+            except Exception as error:  # an object of a program may be anything
+                problem = find_no_json(value, column, str) or f"`{shorten(column)}` cannot be read: {first_line(error)}"
+                raise RowError("invalid_value", f"{problem}; `{key}` names it") from None
 
         if self.prompt_template is not None:
             key = "job.prompt_template"
@@ -86,7 +91,7 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
 
 def _shown(row: Mapping[str, Any]) -> str:
     """Say which columns a row has."""
-    columns = [f"`{shorten(key)}`" for key, value in row.items() if not is_null(value)]
+    columns = [f"`{shorten(str(key))}`" for key, value in row.items() if not is_null(value)]
     if not columns:
         return "the row has none"
     more = f" and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else ""

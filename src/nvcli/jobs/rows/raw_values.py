@@ -30,9 +30,19 @@ def as_text(value: Any) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of a table without the keys whose value is null, in nested values too."""
+    """Return a value of a table without the keys whose value is null, in nested values too.
+
+    What is nested too deep for that is returned as it is: the parser refuses it.
+    """
+    try:
+        return _without_nulls(value)
+    except RecursionError:
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [without_nulls(inner) for inner in value]
+        return [_without_nulls(inner) for inner in value]
     return value

@@ -10,6 +10,7 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, Place, RowForm
+from nvcli.jobs.rows.nesting import decode_inner
 from nvcli.jobs.rows.openai_row import check_request, single_prompt
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
 from nvcli.jobs.tasks import EmbedTask, ScoreTask
@@ -157,7 +158,7 @@ def _listed(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
-        return decode(value)
+        return decode_inner(value)
     except msgspec.DecodeError:
         return value
 
