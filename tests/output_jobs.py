@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,12 @@ def write(
         return output
     finally:
         output.close()
+
+
+def make_table(write: Callable[..., int], lines: Callable[[], Iterable[bytes]], path: Path, **options: Any) -> int:
+    """Write rows to a table with `write`, and return how many they were."""
+    with path.open("w+b") as file:
+        return write(lines, file, **options)
 
 
 def errors_of(results: Iterable[JobResult]) -> Counter[str]:

@@ -58,3 +58,12 @@ def test_a_folder_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     os.rmdir(tmp_path)
     with pytest.raises(ConfigError, match="removed or moved; `cd` to another one"):
         check_process()
+
+
+def test_a_folder_too_deep_to_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(17):
+        os.mkdir("d" * 250)
+        os.chdir("d" * 250)
+    with pytest.raises(ConfigError, match=r"folder has 4,\d{3} bytes, .* 4,096 or more; `cd` to another"):
+        check_process()

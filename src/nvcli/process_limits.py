@@ -11,10 +11,12 @@ MIN_OPEN_FILES = 256
 """A run with one rank on a CPU has about 20 files open at once. Further ranks and copies add some, and so do drivers of
 GPUs."""
 _WANTED_OPEN_FILES = 4096
+_MAX_PATH_BYTES = 4096
+"""PATH_MAX of Linux: a shell can be in a deeper folder, but libraries find nothing from there."""
 
 
 def check_process() -> None:
-    """Raise ConfigError where this process cannot open enough files, or its working folder is gone.
+    """Raise ConfigError where this process cannot open enough files, or its working folder is gone or too deep.
 
     A limit that the process may raise itself is raised, for its children too.
     """
@@ -29,8 +31,13 @@ def check_process() -> None:
             f"raise it, such as with: ulimit -n {_WANTED_OPEN_FILES}"
         )
     try:
-        os.getcwd()
+        folder = os.getcwd()
     except OSError as error:
         raise ConfigError(
             f"the current folder cannot be used ({error.strerror}): it was removed or moved; `cd` to another one"
         ) from None
+    if len(os.fsencode(folder)) >= _MAX_PATH_BYTES:
+        raise ConfigError(
+            f"the path of the current folder has {len(os.fsencode(folder)):,} bytes, and Linux takes none of "
+            f"{_MAX_PATH_BYTES:,} or more; `cd` to another folder, and name the files from there"
+        )

@@ -1,8 +1,10 @@
 """Regular files, opened without the traps of other kinds.
 
 Opening a FIFO waits for somebody who may never come, a device may have no end, and a socket has no bytes to read. Files
-of a checkpoint, of the configuration and of a job are opened here, so that such a thing is refused instead. The errors
-are OSErrors whose `strerror` says what is there, for the caller to put behind the file's name.
+of a checkpoint, of the configuration and of a job are opened here, so that such a thing is refused instead. Files that
+a job writes under names that anybody can foresee are not opened through a symbolic link, which could lead to any file
+of the user's. The errors are OSErrors whose `strerror` says what is there, for the caller to put behind the file's
+name.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
+
+LINK = "it is a symbolic link, which is not followed"
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -58,6 +62,34 @@ def read_regular(path: Path, *, most_bytes: int | None = None) -> bytes:
         if most_bytes is not None and size > most_bytes:
             raise OSError(errno.EFBIG, f"{size:,} bytes, more than the {most_bytes:,} that such a file may have")
         return file.read()
+
+
+def is_too_long(path: Path | str) -> bool:
+    """Tell whether a name, or a path, is longer than the file system takes."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    return False
+
+
+def open_unlinked(path: Path, flags: int) -> int:
+    """Open a file with these flags, and return its descriptor. Raises OSError, for a symbolic link too."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, LINK, str(path)) from None
+        raise
+
+
+def create_anew(path: Path, *, mode: int = 0o666) -> BinaryIO:
+    """Make a file in place of what is there, for writing and reading, and leave alone what a link led to.
+
+    Raises OSError.
+    """
+    path.unlink(missing_ok=True)
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w+b")
 
 
 def _check_mode(mode: int) -> None:

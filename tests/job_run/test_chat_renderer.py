@@ -25,6 +25,7 @@ TEMPLATE = """
 {%- elif text == "power" -%}{%- set n = 8 + messages|length -%}{{ n ** (n ** n) }}
 {%- elif text == "bomb" -%}{{ "x" * 10 ** 10 }}
 {%- elif text == "surrogate" -%}{{ "\\ud800" }}
+{%- elif text == "silent" -%}{{ raise_exception("") }}
 {%- elif text == "refuse" -%}{{ raise_exception("never") }}
 {%- endif -%}
 [{{ text }}]"""
@@ -71,8 +72,10 @@ def test_a_template_that_goes_on_for_ever_costs_its_own_rows(renderer: ChatRende
 
 
 def test_a_template_that_takes_all_memory_or_gives_no_text_costs_its_own_rows(renderer: ChatRenderer) -> None:
-    bomb, surrogate, fine = renderer.render([conversation(text) for text in ("bomb", "surrogate", "a")])
-    assert "refused `messages`" in message(bomb)
+    texts = ("bomb", "silent", "surrogate", "a")
+    bomb, silent, surrogate, fine = renderer.render([conversation(text) for text in texts])
+    assert message(bomb) == "the chat template cannot render `messages`: it takes more than 4 GiB of memory"
+    assert message(silent) == "the chat template refused `messages`: TemplateError"
     assert "lone surrogate" in message(surrogate)
     assert fine == "[a]"
 

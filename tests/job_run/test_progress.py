@@ -241,6 +241,13 @@ def test_a_progress_file_that_cannot_be_written(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # as /dev/null, which must not become a regular file
     with pytest.raises(ConfigError, match="no regular file"):
         SideFile("--progress-file", tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"/\.a+\.json\.new is a longer name than"):
+        SideFile("--progress-file", tmp_path / f"{'a' * 247}.json")
+    file = SideFile("--progress-file", tmp_path / "linked.json")
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / ".linked.json.new").symlink_to("precious")
+    file.replace(b"{}")
+    assert ((tmp_path / "precious").read_text(), file.path.read_bytes()) == ("precious", b"{}")
     folder = tmp_path / "folder"
     folder.mkdir()
     stream = io.StringIO()

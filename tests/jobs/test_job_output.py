@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -12,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nvcli.config_types import Order
-from nvcli.errors import ConfigError, OutputError
+from nvcli.errors import ConfigError, OutputError, WorkerError
+from nvcli.job_run.early_end import keep_traceback
 from nvcli.jobs.job import RowForm
 from nvcli.jobs.output.job_output import JobOutput
 from nvcli.jobs.output.manifest import save_manifest
 from nvcli.jobs.output.output_scan import scan_output
-from nvcli.jobs.own_files import manifest_path, rows_path, temporary_files
+from nvcli.jobs.own_files import manifest_path, own_files, rows_path, temporary_files
 from nvcli.jobs.rows.output_row import read_output_row
 from output_jobs import FAILING, JOB, open_job, plain_bytes, rows_of, write
 
@@ -195,6 +198,25 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path, name:
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
+def test_links_to_other_files_are_not_written_through(tmp_path: Path, name: str) -> None:
+    """They may have come after the output was looked at."""
+    path, precious = tmp_path / "folder" / name, tmp_path / "precious"
+    for place in own_files(path)[1:]:
+        for is_continued in (False, True):
+            path.parent.mkdir()
+            precious.write_text("precious")
+            if is_continued:
+                write(path, range(4), failing=[3])
+            place.unlink(missing_ok=True)
+            place.symlink_to(precious)
+            with contextlib.suppress(ConfigError, OutputError):
+                write(path, range(9), finish=True, retry_errors=True)
+            keep_traceback(WorkerError("it failed", "a traceback"), str(path))
+            assert precious.read_text() == "precious", (place.name, is_continued)
+            shutil.rmtree(path.parent)
+
+
 def test_a_run_that_was_killed_after_its_last_write_leaves_no_rows(tmp_path: Path) -> None:
     path = tmp_path / "out.parquet"
     write(path, range(3), failing=(), finish=True)
@@ -339,6 +361,22 @@ def test_a_full_disk_leaves_whole_rows_that_can_be_continued(tmp_path: Path, mon
     assert 0 < len(rows) < COUNT
     write(path, range(COUNT), finish=True)
     assert [row["index"] for row in rows_of(path)] == list(range(COUNT))
+
+
+@pytest.mark.parametrize("name", ["digest_file.open_unlinked", "manifest.create_anew"])
+def test_an_output_that_cannot_be_begun_says_which_file_could_not_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def full(path: Path, *flags: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"nvcli.jobs.output.{name}", full)
+        with pytest.raises(OutputError, match=r"out\.jsonl cannot be written: /.*out\.jsonl\..*: No space left"):
+            write(tmp_path / "out.jsonl", range(3))
+    assert not (tmp_path / "out.jsonl").exists()
+    write(tmp_path / "out.jsonl", range(3), finish=True)
+    assert len(rows_of(tmp_path / "out.jsonl")) == 3
 
 
 def test_a_full_disk_leaves_no_half_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

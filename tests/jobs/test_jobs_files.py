@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
+from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs, is_terminal, job_files
+from nvcli.jobs.own_files import own_files
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,8 @@ def test_outputs(tmp_path: Path) -> None:
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "c.jsonl", "mkdir -p"),
         (tmp_path / ("a" * 300), "cannot be written: File name too long"),
-        (tmp_path / ("a" * 245), r"manifest\.json\.tmp cannot be written .* -o: File name too long"),
+        (tmp_path / ("a" * 245), r"is called /.*/a+\.manifest\.json, and that is longer .* a shorter name with -o"),
+        (tmp_path / ("a" * 237), r"/\.a+\.manifest\.json\.tmp, and that is longer"),
         (tmp_path / os.fsdecode(b"caf\xe9.jsonl"), "its name is not UTF-8 text"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -81,6 +83,35 @@ def test_outputs(tmp_path: Path) -> None:
     for output in ("-", "/dev/null", str(existing), str(tmp_path / "new.jsonl"), str(tmp_path / "c.jsonl.gz")):
         check_output([str(source)], output)
     assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_a_path_longer_than_linux_takes_is_refused(tmp_path: Path) -> None:
+    deep = str(tmp_path)
+    while len(deep) < 3800:
+        deep += "/" + "d" * min(250, 3800 - len(deep))
+    os.makedirs(deep)
+    for num_bytes, message in [(4090, "is called /.* and that is longer"), (4200, "File name too long")]:
+        output = f"{deep}/{'a' * 200}/.././{'b' * 70}"
+        output += "c" * (num_bytes - len(output))
+        if num_bytes == 4090:
+            os.mkdir(f"{deep}/{'a' * 200}")
+        assert not is_terminal(output, [])
+        job_files([], output)
+        with pytest.raises(ConfigError, match=message):
+            check_output([], output)
+
+
+def test_links_in_the_places_of_files_beside_the_output_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    for name in ("o.jsonl", "o.parquet"):
+        output, *beside = own_files(tmp_path / name)
+        for file in beside:
+            file.symlink_to("precious")
+            with pytest.raises(ConfigError, match=rf"{file.name}: it is a symbolic link, .*; remove it, or name"):
+                check_output([], str(output))
+            file.unlink()
+        output.symlink_to("elsewhere")  # the user's own
+        check_output([], str(output))
 
 
 def test_outputs_that_would_wait_for_ever_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

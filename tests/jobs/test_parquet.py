@@ -20,7 +20,7 @@ from nvcli.jobs.output.parquet_output import write_parquet
 from nvcli.jobs.own_files import digests_path, manifest_path
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
-from output_jobs import extra_of, open_job, write
+from output_jobs import extra_of, make_table, open_job, write
 
 
 def read(path: Path, **options: Any) -> list[Job | JobResult]:
@@ -157,7 +157,7 @@ def test_types_of_columns(tmp_path: Path) -> None:
         {"id": 7, **own, "choices": [choice], "number": 1.5, "mixed": "t", "late": "l"},
     ]
     path = tmp_path / "out.parquet"
-    write_parquet(lambda: map(msgspec.json.encode, rows), path)
+    make_table(write_parquet, lambda: map(msgspec.json.encode, rows), path)
     first, second = pyarrow.parquet.read_table(path).to_pylist()
     assert (first["id"], second["id"]) == ("x", "7")
     assert (first["number"], first["mixed"], first["nested"], first["flag"]) == (1.0, "1", '{"a":[1]}', True)
@@ -171,7 +171,7 @@ def test_integers_that_no_float_holds_stay_exact(tmp_path: Path) -> None:
     large = (1 << 60) + 1
     rows = [{**own, "alone": large, "small": 1, "floats": large}, {**own, "alone": 5, "small": 1.5, "floats": 1.5}]
     path = tmp_path / "out.parquet"
-    write_parquet(lambda: map(msgspec.json.encode, rows), path)
+    make_table(write_parquet, lambda: map(msgspec.json.encode, rows), path)
     columns = pyarrow.parquet.read_table(path, columns=["alone", "small", "floats"]).to_pydict()
     assert columns == {"alone": [large, 5], "small": [1.0, 1.5], "floats": [str(large), "1.5"]}
 
@@ -185,6 +185,6 @@ def test_an_output_without_rows(tmp_path: Path) -> None:
 def test_rows_in_openai_form(tmp_path: Path) -> None:
     row = {"id": "batch_req_0", "custom_id": "a", "response": {"status_code": 200}, "error": None}
     path = tmp_path / "out.parquet"
-    write_parquet(lambda: [msgspec.json.encode(row)], path)
+    make_table(write_parquet, lambda: [msgspec.json.encode(row)], path)
     (read_back,) = pyarrow.parquet.read_table(path).to_pylist()
     assert read_back == {"id": "batch_req_0", "custom_id": "a", "response": '{"status_code":200}', "error": None}

@@ -24,6 +24,7 @@ from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.output_row import OutputForm, output_row
 from nvcli.jobs.rows.parser import RowParser
+from output_jobs import make_table
 
 ReadRows = Callable[..., list[Job | JobResult]]
 """The fixture of conftest.py."""
@@ -124,7 +125,7 @@ def test_nested_values_become_json_text_in_a_table(tmp_path: Path) -> None:
         b'{"id":"a",' + own + b',"x":{ "a":1.50},"mixed":1.50,"huge":1e999}',
         b'{"id":"b",' + own + b',"mixed":"t"}',
     ]
-    write_parquet(lambda: rows, tmp_path / "out.parquet")
+    make_table(write_parquet, lambda: rows, tmp_path / "out.parquet")
     first, second = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert (first["x"], first["mixed"], first["huge"]) == ('{ "a":1.50}', "1.50", "1e999")
     assert (second["x"], second["mixed"]) == (None, "t")
@@ -147,7 +148,7 @@ def test_batches_of_tables_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pyt
     assert max(sizes) <= 5
     monkeypatch.setattr(parquet_output, "_BATCH_BYTES", 10_000)
     lines = [msgspec.json.encode(row) for row in rows]
-    write_parquet(lambda: lines, path)
+    make_table(write_parquet, lambda: lines, path)
     assert pyarrow.parquet.read_metadata(path).num_row_groups == 10
     assert pyarrow.parquet.read_table(path).to_pylist() == rows
 

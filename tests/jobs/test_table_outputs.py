@@ -19,7 +19,7 @@ from nvcli.jobs.own_files import digests_path, manifest_path, rows_path
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.output_row import OutputForm, output_row
 from nvcli.jobs.rows.parser import RowParser
-from output_jobs import extra_of, open_job, plain_bytes, result_of, write
+from output_jobs import extra_of, make_table, open_job, plain_bytes, result_of, write
 
 
 def records(path: Path, *, delimiter: str = ",") -> list[dict[str, str]]:
@@ -56,7 +56,7 @@ def test_cells_of_all_kinds(tmp_path: Path) -> None:
         {"id": 7, "x": None, "text": "a\rb", "late, with a comma": "\nl"},
     ]
     path = tmp_path / "out.csv"
-    assert write_csv(lambda: map(msgspec.json.encode, rows), path, name=path.name) == 2
+    assert make_table(write_csv, lambda: map(msgspec.json.encode, rows), path, name=path.name) == 2
     lines = (
         'id,x,flag,list,text,"late, with a comma"',
         'a,1.5,true,"[1,""b""]","a ""quote"", a\rreturn",',
@@ -71,7 +71,7 @@ def test_large_tables_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("nvcli.jobs.output.csv_output._CHUNK_BYTES", 100)
     path = tmp_path / "out.csv.gz"
     rows = [{"id": number, "text": "t" * 50} for number in range(20)]
-    write_csv(lambda: map(msgspec.json.encode, rows), path, name=path.name)
+    make_table(write_csv, lambda: map(msgspec.json.encode, rows), path, name=path.name)
     assert path.read_bytes().count(b"\x1f\x8b\x08\0\0\0\0\0") >= 7
     assert [row["id"] for row in records(path)] == list(map(str, range(20)))
 

@@ -17,6 +17,8 @@ import select
 import struct
 from dataclasses import dataclass
 
+from nvcli.file_limits import resize_memory_file
+
 _HEADER = struct.Struct("@QQ")  # sequence number, length
 _ALIGN = 64
 """Bytes of a cache line. Different processes write to different ones."""
@@ -41,7 +43,7 @@ class ChannelSpec:
 
     @staticmethod
     def create(capacity: int, num_readers: int, *, num_entries: int = 4) -> ChannelSpec:
-        """Make the memory and the pipes of a channel."""
+        """Make the memory and the pipes of a channel. Raises as `resize_memory_file` does."""
         pipes = [os.pipe() for _ in range(num_readers)]
         spec = ChannelSpec(
             capacity=capacity,
@@ -51,7 +53,7 @@ class ChannelSpec:
             write_fds=tuple(write for _, write in pipes),
         )
         # Pages come into being when they are first written: capacity that is never used costs nothing.
-        os.ftruncate(spec.memory_fd, spec.num_bytes)
+        resize_memory_file(spec.memory_fd, spec.num_bytes)
         return spec
 
     @property

@@ -6,6 +6,8 @@ import mmap
 import os
 import struct
 
+from nvcli.file_limits import resize_memory_file
+
 _ENTRY = struct.Struct("<q48s")  # step id or -1, phase in UTF-8
 
 
@@ -20,7 +22,7 @@ class StatusBoard:
     def create(num_ranks: int) -> int:
         """Make the memory of a board; return a descriptor to open it with, here and in the ranks."""
         fd = os.memfd_create("nvcli-status")
-        os.ftruncate(fd, num_ranks * _ENTRY.size)
+        resize_memory_file(fd, num_ranks * _ENTRY.size)
         return fd
 
     def report(self, rank: int, phase: str, step_id: int = -1) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -19,6 +20,7 @@ from nvcli.jobs.files import STREAM, choose_output, expand_inputs
 from nvcli.jobs.job import RETRYABLE_ERRORS
 from nvcli.jobs.own_files import manifest_path, traceback_path
 from nvcli.jobs.shard import Shard
+from nvcli.regular_file import open_unlinked
 from nvcli.versions import describe_versions
 
 
@@ -77,7 +79,7 @@ def _append(text: str, output: str | None) -> Path | None:
     if output is not None and output != STREAM:
         path = traceback_path(Path(output))
         try:
-            with path.open("a", encoding="utf-8") as file:
+            with open(open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
                 file.write(text)
             return path
         except OSError:

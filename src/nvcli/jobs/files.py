@@ -18,11 +18,10 @@ from nvcli.jobs.own_files import (
     is_shard_output,
     is_table,
     lies_beside_output,
-    manifest_draft_path,
     own_files,
 )
 from nvcli.jobs.shard import Shard
-from nvcli.regular_file import check_regular
+from nvcli.regular_file import LINK, check_regular, is_too_long
 from nvcli.validation import is_text
 
 STREAM = "-"
@@ -155,8 +154,11 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         check_output_format(path)
     if not path.parent.is_dir():
         raise ConfigError(f"the folder of the output {output} does not exist; make it with: mkdir -p {path.parent}")
-    longest = manifest_draft_path(path)  # of the names of files beside it
-    _look_at(str(longest), f"{longest} cannot be written beside the output; name another with -o")
+    if too_long := next(filter(is_too_long, own_files(path)), None):
+        raise ConfigError(
+            f"the output {output} cannot be written: a file beside it is called {too_long}, and that is longer than "
+            "the file system takes; choose a shorter name with -o"
+        )
     for name in inputs:
         if name != STREAM and _is_same(name, output):
             raise ConfigError(f"the output {output} is also an input; name another with -o")
@@ -186,9 +188,15 @@ def check_output(inputs: Sequence[str], output: str) -> None:
 def _check_kinds(path: Path) -> None:
     """Raise ConfigError where the output, or a file that belongs beside it, is of a kind that may wait for ever.
 
-    Devices, and pipes that the shell has opened (/dev/fd/63), may be outputs.
+    Devices, and pipes that the shell has opened (/dev/fd/63), may be outputs, and an output may be a link to a file.
+    Files beside it may not be links: their names follow from the output's, so that anybody could have set them up.
     """
     for file in own_files(path):
+        if file != path and file.is_symlink():
+            raise ConfigError(
+                f"the output {path} cannot be written: {file}: {LINK}, as a file of the job belongs there; remove it, "
+                "or name another output with -o"
+            )
         try:
             if file.parent not in STREAM_FOLDERS and not file.is_char_device():
                 check_regular(file)
@@ -208,9 +216,9 @@ def is_terminal(output: str | None, inputs: Sequence[str]) -> bool:
         return False
     if name == STREAM:
         return sys.__stdout__ is not None and os.isatty(sys.__stdout__.fileno())
-    if not is_text(name) or not Path(name).is_char_device():
-        return False
     try:
+        if not is_text(name) or not Path(name).is_char_device():
+            return False
         fd = os.open(name, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False

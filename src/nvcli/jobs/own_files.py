@@ -51,12 +51,17 @@ def is_shard_output(name: str) -> bool:
 
 def real_path(path: Path) -> Path:
     """Return the file behind a symbolic link, and any other path as it is."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
 def rows_path(output: Path) -> Path:
     """Return the file that rows are appended to: the output itself, or the working file beside a table."""
     return output.with_name(output.name + WORKING_SUFFIX) if is_table(output) else output
+
+
+def _real_rows_path(output: Path) -> Path:
+    """Return the file that rows are appended to, behind a link where that is the output itself."""
+    return rows_path(output) if is_table(output) else real_path(output)
 
 
 def manifest_path(output: Path) -> Path:
@@ -90,7 +95,7 @@ def lock_path(output: Path) -> Path:
 
 def temporary_files(output: Path) -> list[Path]:
     """Return the files that only a run which was cut short leaves behind. Whoever holds the output may remove them."""
-    rewritten = {real_path(output), real_path(rows_path(output))}
+    rewritten = {real_path(output), _real_rows_path(output)}
     return [*map(rewrite_path, [*sorted(rewritten), digests_path(output)]), manifest_draft_path(output)]
 
 

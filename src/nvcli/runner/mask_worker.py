@@ -31,6 +31,7 @@ from types import FrameType
 import msgspec
 import numpy as np
 
+from nvcli.file_limits import resize_memory_file
 from nvcli.grammars import GrammarError, Vocabulary
 from nvcli.process_control import end_with_parent, ignore_terminal, sleep_exactly
 from nvcli.runner.compiled_grammars import CompiledGrammars, GrammarAnswer
@@ -389,7 +390,7 @@ def main() -> None:
         except GrammarError:  # the file has changed since the parent read it: answers fail
             os.write(start.report_fd, struct.pack("q", 0))
             os._exit(0)
-        os.ftruncate(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
+        resize_memory_file(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
         os.write(start.report_fd, struct.pack("q", vocabulary.num_words))
         num_words = b""
         gc.freeze()

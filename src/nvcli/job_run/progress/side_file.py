@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.regular_file import create_anew, is_too_long
 
 
 class SideFile:
@@ -21,6 +22,10 @@ class SideFile:
         self.path = path
         self._text = f"{flag} {path}"
         self._new = path.with_name(f".{path.name}.new")
+        if too_long := next(filter(is_too_long, self.names), None):
+            raise ConfigError(
+                f"{self} cannot be written: {too_long} is a longer name than the file system takes; name another"
+            )
         if os.path.isdir(path):
             raise ConfigError(f"{self} is a folder; name a file in it")
         if os.path.exists(path) and not os.path.isfile(path):
@@ -40,7 +45,8 @@ class SideFile:
     def replace(self, data: bytes) -> None:
         """Replace the file. Raises OSError; the old file is there then."""
         try:
-            self._new.write_bytes(data)
+            with create_anew(self._new) as file:
+                file.write(data)
             self._new.replace(self.path)
         except OSError:
             with contextlib.suppress(OSError):

@@ -58,6 +58,8 @@ def _render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
         text = tokenizer.render(conversation.messages, conversation.variables)
     except RowError as error:
         return Rendered("", error.type, error.message.encode(errors="replace").decode())
+    except MemoryError:
+        return _refused(f"it takes more than {_MAX_BYTES >> 30} GiB of memory")
     if len(text) > MAX_CHARS:
         return _refused(f"it gave more than {MAX_CHARS:,} characters")
     surrogate = describe_surrogate(text)

@@ -157,7 +157,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """Return the prompt text of a conversation, up to where the answer begins. Raises RowError.
+        """Return the prompt text of a conversation, up to where the answer begins. Raises RowError and MemoryError.
 
         `variables` are given to the chat template. `continue_final_message` is one of them: the answer then goes on
         with the last message.
@@ -171,8 +171,11 @@ class Tokenizer:
         options = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except MemoryError:
+            raise
         except Exception as error:  # templates raise on purpose, and by accident
-            raise RowError("chat_template_error", f"the chat template refused `messages`: {error}") from None
+            reason = str(error) or type(error).__name__
+            raise RowError("chat_template_error", f"the chat template refused `messages`: {reason}") from None
         assert isinstance(text, str)
         return text
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -24,8 +24,8 @@ _EMPTY_COLUMNS = ("id", "index", "choices", "usage", "error")
 _decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def write_csv(lines: Callable[[], Iterable[bytes]], path: Path, *, name: str) -> int:
-    """Write rows to the file `path`, and return how many they were.
+def write_csv(lines: Callable[[], Iterable[bytes]], file: BinaryIO, *, name: str) -> int:
+    """Write rows to an open file, and return how many they were.
 
     `lines` begins a pass over the rows and is called twice. `name` is the name that the file will have, which says what
     stands between cells and how the file is compressed. Raises OSError.
@@ -35,15 +35,14 @@ def write_csv(lines: Callable[[], Iterable[bytes]], path: Path, *, name: str) ->
     records = _Records()
     writer = csv.writer(records, delimiter="\t" if plain_name(name).endswith(".tsv") else ",", lineterminator="\r\n")
     num_rows = 0
-    with path.open("wb") as file:
-        writer.writerow(columns)
-        for line in lines():
-            row = _decode_row(line)
-            writer.writerow([_cell(row.get(column)) for column in columns])
-            num_rows += 1
-            if len(records.pending) >= _CHUNK_BYTES:
-                file.write(pack(records.take()))
-        file.write(pack(records.take()))
+    writer.writerow(columns)
+    for line in lines():
+        row = _decode_row(line)
+        writer.writerow([_cell(row.get(column)) for column in columns])
+        num_rows += 1
+        if len(records.pending) >= _CHUNK_BYTES:
+            file.write(pack(records.take()))
+    file.write(pack(records.take()))
     return num_rows
 
 

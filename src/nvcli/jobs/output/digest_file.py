@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nvcli.jobs.own_files import digests_path
 from nvcli.jobs.rows.row_digest import DIGEST_BYTES
+from nvcli.regular_file import open_unlinked
 
 _LOST = bytes(DIGEST_BYTES)
 """A power loss may leave zeros where digests were written."""
@@ -32,12 +33,12 @@ class DigestFile:
 
     def begin(self) -> None:
         """Make the file, or empty the one that is there, before the output has rows. Raises OSError."""
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._fd = open_unlinked(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.fsync(self._fd)
 
     def resume(self) -> None:
         """Open the file of an output that is continued, and cut off what is not sound. Raises OSError."""
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._fd = open_unlinked(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._num_rows = _sound_rows(self._path.read_bytes())
         os.ftruncate(self._fd, self._num_rows * DIGEST_BYTES)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.errors import ConfigError, OutputError
+from nvcli.file_limits import explain_failed_write
 from nvcli.jobs.compression import compression_of, make_packer
 from nvcli.jobs.output.digest_file import DigestFile
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions, output_form
@@ -68,7 +69,8 @@ class FileOutput(JobOutput):
         except BaseException as error:
             self._release(is_unused=True)
             if isinstance(error, OSError):
-                raise OutputError(f"the output {path} cannot be written: {error.strerror}") from None
+                why = explain_failed_write(error, path)
+                raise OutputError(f"the output {path} cannot be written: {why}") from None
             raise
         self.sink = Sink(
             os.dup(self._file.fd),
@@ -108,7 +110,8 @@ class FileOutput(JobOutput):
             if is_table(self._path) and not self._keeps_rows(errors=bool(errors), all_read=all_read):
                 self._file.path.unlink()  # nothing will be continued
         except OSError as error:
-            raise OutputError(f"the output {self._path} cannot be finished: {error.strerror}") from None
+            why = explain_failed_write(error, self._path)
+            raise OutputError(f"the output {self._path} cannot be finished: {why}") from None
 
     def close(self) -> None:
         if self._is_closed:

@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.file_limits import explain_failed_write
 from nvcli.jobs.output.file_system import is_on_local_disk
 from nvcli.jobs.output.lock_file import LockFile
 from nvcli.jobs.output.manifest import sync_folder
 from nvcli.jobs.own_files import lock_path, real_path, rewrite_path
+from nvcli.regular_file import create_anew, open_unlinked
 
 _CHUNK_BYTES = 1024 * 1024
 
@@ -28,8 +30,8 @@ class LockedFile:
 
         `output` is the output that the file belongs to, or the file itself.
         """
-        self.path = path = real_path(path)
-        """The file itself, behind a symbolic link, so that the link stays."""
+        self.path = path = real_path(path) if path == output else path
+        """The file itself. An output may be a symbolic link, which stays; a file beside one may not."""
         self.is_new = not path.exists()
         try:
             self.fd = _open_locked(path)
@@ -38,7 +40,7 @@ class LockedFile:
                 f"another run is writing to the output {path}; wait for its end, or name another with -o"
             ) from None
         except OSError as error:
-            raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
+            raise _not_opened(path, error) from None
         try:
             self._lock_file = LockFile(
                 lock_path(output), output, locks_work=_is_kept_from_others(path), is_shared=not is_on_local_disk(path)
@@ -46,7 +48,7 @@ class LockedFile:
         except BaseException as error:
             os.close(self.fd)  # a new file stays: the run that has the lock file may have opened it
             if isinstance(error, OSError):
-                raise ConfigError(f"the output {path} cannot be written: {error.strerror}") from None
+                raise _not_opened(path, error) from None
             raise
 
     @property
@@ -67,25 +69,21 @@ class LockedFile:
     def write_draft(self, chunks: Iterable[bytes]) -> None:
         """Write a new version of the file beside it, and wait until its bytes are on disk."""
         draft = rewrite_path(self.path)
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            os.fchmod(fd, os.fstat(self.fd).st_mode & 0o7777)
-            for chunk in chunks:
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(fd, view) :]
-            os.fsync(fd)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
+        with create_anew(draft) as file:
+            try:
+                os.fchmod(file.fileno(), os.fstat(self.fd).st_mode & 0o7777)
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
 
     def adopt_draft(self) -> None:
         """Put the new version in the file's place, if there is one. The folder is not synced."""
         draft = rewrite_path(self.path)
         try:
-            fd = os.open(draft, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            fd = open_unlinked(draft, os.O_RDWR | os.O_APPEND)
         except FileNotFoundError:
             return
         try:
@@ -117,9 +115,13 @@ def in_chunks(lines: Iterable[bytes]) -> Iterable[bytes]:
         yield bytes(chunk)
 
 
+def _not_opened(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the output {path} cannot be written: {explain_failed_write(error, path)}")
+
+
 def _open_locked(path: Path) -> int:
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        fd = open_unlinked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             _lock(fd)
             with contextlib.suppress(FileNotFoundError):

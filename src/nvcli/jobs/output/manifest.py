@@ -10,7 +10,7 @@ import msgspec
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.own_files import manifest_draft_path, manifest_path
-from nvcli.regular_file import read_regular
+from nvcli.regular_file import create_anew, read_regular
 
 VERSION = 2
 
@@ -122,7 +122,7 @@ def save_manifest(output: Path, manifest: Manifest) -> None:
     path = manifest_path(output)
     temporary = manifest_draft_path(output)
     try:
-        with temporary.open("wb") as file:
+        with create_anew(temporary) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pyarrow
@@ -56,8 +56,8 @@ _decode_row = msgspec.json.Decoder(_Row).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> int:
-    """Write rows to a file, and return how many rows the file says that it has.
+def write_parquet(lines: Callable[[], Iterable[bytes]], file: BinaryIO) -> int:
+    """Write rows to an open file, and return how many rows the file says that it has.
 
     `lines` begins a pass over the rows and is called twice. Raises OSError, and OutputError for rows that no table can
     hold.
@@ -67,14 +67,15 @@ def write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> int:
         columns.look_at(_decode_row(line))
     schema = pyarrow.schema(columns.types)
     try:
-        with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
             for batch in _batches(lines(), columns):
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema))
     except pyarrow.lib.ArrowException as error:
         raise OutputError(
             f"the rows cannot be made a Parquet table: {error}; they are kept, and `-o FILE.jsonl` has no such limits"
         ) from None
-    return int(pyarrow.parquet.read_metadata(path).num_rows)
+    file.seek(0)
+    return int(pyarrow.parquet.read_metadata(file).num_rows)
 
 
 def read_parquet(path: Path) -> Iterator[bytes]:

@@ -8,8 +8,10 @@ import select
 import stat
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from nvcli.errors import OutputError
+from nvcli.file_limits import explain_failed_write
 from nvcli.jobs.output.digest_file import DigestFile
 from nvcli.jobs.output.output_guard import OutputGuard
 
@@ -54,11 +56,11 @@ class Sink:
     def start(self) -> None:
         """Call `before_first_write` if that was not done yet. Raises OutputError."""
         if self._before_first_write is not None and not self.is_started:
-            self.is_started = True
             try:
                 self._before_first_write()
             except OSError as error:
                 raise self._failed(error) from error
+            self.is_started = True
 
     def write(self, data: bytes) -> None:
         """Write all of `data`, unless an earlier sync failed. Raises OutputClosed or OutputError."""
@@ -139,4 +141,5 @@ class Sink:
         os.fsync(self._fd)
 
     def _failed(self, error: OSError) -> OutputError:
-        return OutputError(f"the output {self._name} cannot be written any further: {error.strerror}")
+        why = explain_failed_write(error, Path(self._name))
+        return OutputError(f"the output {self._name} cannot be written{' any further' * self.is_started}: {why}")

@@ -9,11 +9,13 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from nvcli.errors import OutputError
 from nvcli.jobs.output.manifest import sync_folder
 from nvcli.jobs.output.output_scan import sound_lines
 from nvcli.jobs.own_files import is_csv, real_path, rewrite_path
+from nvcli.regular_file import create_anew
 
 
 def write_table(path: Path, rows_file: Path, rows: int) -> None:
@@ -23,14 +25,14 @@ def write_table(path: Path, rows_file: Path, rows: int) -> None:
     temporary = rewrite_path(table)
     mode = (table if table.exists() else rows_file).stat().st_mode & 0o777
     try:
-        temporary.touch(mode=0o600)  # nobody else may read it before it has its own mode
-        num_written = write(lambda: (line for _, line in sound_lines(rows_file)), temporary)
-        if num_written != rows:
-            raise OutputError(
-                f"the table {path} was not made: {rows:,} rows were answered, and {rows_file.name} "
-                f"holds {num_written:,} whole ones; the others will be computed again"
-            )
-        with temporary.open("rb") as file:
+        with create_anew(temporary, mode=0o600) as file:  # nobody else may read it before it has its own mode
+            num_written = write(lambda: (line for _, line in sound_lines(rows_file)), file)
+            if num_written != rows:
+                raise OutputError(
+                    f"the table {path} was not made: {rows:,} rows were answered, and {rows_file.name} "
+                    f"holds {num_written:,} whole ones; the others will be computed again"
+                )
+            file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         temporary.replace(table)
@@ -39,7 +41,7 @@ def write_table(path: Path, rows_file: Path, rows: int) -> None:
     sync_folder(table.parent)
 
 
-def _writer(path: Path) -> Callable[[Callable[[], Iterable[bytes]], Path], int]:
+def _writer(path: Path) -> Callable[[Callable[[], Iterable[bytes]], BinaryIO], int]:
     """Return the function that makes the table at `path` of rows, and says how many it wrote."""
     if is_csv(path):
         from nvcli.jobs.output.csv_output import write_csv

@@ -23,6 +23,7 @@ from nvcli.jobs.output.locked_file import LockedFile
 from nvcli.jobs.output.manifest import Manifest, load_manifest, save_manifest, sync_folder
 from nvcli.jobs.own_files import digests_path, rewrite_path
 from nvcli.jobs.rows.row_digest import InputRows
+from nvcli.regular_file import create_anew
 
 
 def update_output(
@@ -34,7 +35,7 @@ def update_output(
     the new inputs, whose rows are `rows`.
     """
     draft = rewrite_path(digests_path(output))
-    with draft.open("wb") as new:
+    with create_anew(draft) as new:
         new.write(rows.digests)
         new.flush()
         os.fsync(new.fileno())

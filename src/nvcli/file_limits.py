@@ -1,0 +1,62 @@
+"""What keeps a file from being written where the system's own words leave it open: a shell's limit, or no inodes left.
+
+The processes of a run share memory as files without a name, and a shell's limit on the size of files holds for these.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+from nvcli.errors import ConfigError
+
+_RAISE = "raise it with: ulimit -f unlimited"
+
+
+def explain_failed_write(error: OSError, path: Path) -> str:
+    """Return why a file could not be made or written: the system's words, and the limit behind them if there is one.
+
+    `path` is the file that the message is about; another one that the error names is named.
+    """
+    reason = error.strerror or str(error)
+    other = error.filename2 or error.filename  # of two names, the second one is to be written
+    if isinstance(other, str | bytes | Path) and Path(os.fsdecode(other)) != path:
+        reason = f"{os.fsdecode(other)}: {reason}"
+        path = Path(os.fsdecode(other))
+    limit = _most_bytes_of_a_file()
+    if error.errno == errno.EFBIG and limit is not None:
+        return f"{reason}: this shell lets a program write files of at most {limit:,} bytes (`ulimit -f`); {_RAISE}"
+    if error.errno == errno.ENOSPC and _has_no_inodes(path.parent):
+        return f"{reason}: the file system of {path.parent} has no free inode (`df -i`); remove files there"
+    return reason
+
+
+def resize_memory_file(fd: int, num_bytes: int) -> None:
+    """Give a file in memory its size. Raises ConfigError where the shell's limit on files is lower, and OSError."""
+    try:
+        os.ftruncate(fd, num_bytes)
+    except OSError as error:
+        limit = _most_bytes_of_a_file()
+        if error.errno != errno.EFBIG or limit is None:
+            raise
+        raise ConfigError(
+            f"this shell lets a program write files of at most {limit:,} bytes (`ulimit -f`), which holds for the "
+            f"memory that the processes of a run share too, and {num_bytes:,} bytes of it are needed; {_RAISE}"
+        ) from None
+
+
+def _most_bytes_of_a_file() -> int | None:
+    """Return the shell's limit on the size of a file; None where there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _has_no_inodes(folder: Path) -> bool:
+    """Tell whether a file system that counts its inodes has none left."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    return found.f_files > 0 and found.f_favail == 0
