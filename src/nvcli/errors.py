@@ -20,7 +20,14 @@ Messages are for users: one or two lines, no traceback. `cli.main` alone turns t
 from __future__ import annotations
 
 import copy
+import traceback
 from typing import TypeVar
+
+INTERNAL_ERROR = "internal_error"
+"""The type of a row's error that nobody foresaw."""
+
+_MOST_TRACEBACK_CHARS = 8000
+"""Characters of a row's traceback that are kept: its beginning and its end."""
 
 
 class NvcliError(Exception):
@@ -83,12 +90,34 @@ class RowError(NvcliError):
     """One row cannot be answered.
 
     `type` is a short stable identifier (`invalid_json`, `prompt_too_long`, …) that goes into the output row.
+    `traceback` is that of an unexpected exception, as with WorkerError; else it is empty.
     """
 
-    def __init__(self, type: str, message: str) -> None:
+    def __init__(self, type: str, message: str, traceback: str = "") -> None:
         super().__init__(message)
         self.type = type
         self.message = message
+        self.traceback = traceback
+
+
+def unexpected(error: BaseException, doing: str) -> RowError:
+    """Return the error of the one row that was handled when an unexpected exception came up. Call it while the
+    exception is handled; `doing` is what was done with the row, as the beginning of a sentence.
+
+    What is no fault of a row is raised again: errors of the run, the end of the process, and memory that ran out.
+    """
+    is_of_run = isinstance(error, NvcliError | MemoryError) or not (isinstance(error, Exception) or is_panic(error))
+    if is_of_run and not isinstance(error, RowError):
+        raise error
+    lines = "".join(traceback.format_exception(error))
+    if len(lines) > _MOST_TRACEBACK_CHARS:
+        lines = f"{lines[: _MOST_TRACEBACK_CHARS // 2]}\n…\n{lines[-_MOST_TRACEBACK_CHARS // 2 :]}"
+    return RowError(INTERNAL_ERROR, f"{doing} failed: {first_line(error)}; this is a bug, please report it", lines)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an exception is a panic of Rust code, which is no `Exception`."""
+    return type(error).__module__ == "pyo3_runtime"
 
 
 def named(kind: str, message: str, traceback: str = "") -> NvcliError:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nvcli.errors import is_panic
 from nvcli.structured import MAX_GRAMMAR_BYTES, Structured
 from nvcli.validation import shorten
 
@@ -72,7 +73,7 @@ class Vocabulary:
             except ValueError:  # the tokenizer knows more tokens than the model has logits for
                 self.tokenizer = make()
         except BaseException as error:
-            if not isinstance(error, ValueError) and type(error).__module__ != "pyo3_runtime":  # a panic of Rust code
+            if not isinstance(error, ValueError) and not is_panic(error):
                 raise
             raise GrammarError(f"llguidance cannot use the tokenizer: {_reason(str(error))}") from None
         self.text_end_ids = [token for token in end_ids if not self.tokenizer.is_special_token(token)]

@@ -210,6 +210,33 @@ def test_a_call_that_cannot_be_read_stays_text_and_says_so(backend: Backend) -> 
     assert "does not end" in choice.tool_call_error
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("parser", "answer"),
+    [
+        ("hermes", f'<tool_call>{{"name": "look", "arguments": {DEEP}'),
+        ("qwen3_coder", f"<tool_call><function=look><parameter=at>{DEEP}</parameter></function></tool_call>"),
+        ("glm", f"<tool_call>look<arg_key>at</arg_key><arg_value>{DEEP}</arg_value></tool_call>"),
+        ("seed_oss", f"<seed:tool_call><function=look><parameter=at>{DEEP}</parameter></function></seed:tool_call>"),
+        ("llama", f'{{"name":{DEEP}'),
+        ("mistral", f"[TOOL_CALLS]{DEEP}"),
+        ("pythonic", f"[look(at={DEEP}"),
+        ("harmony", f"<|channel|>commentary to=functions.look<|message|>{DEEP}"),
+    ],
+)
+def test_a_call_that_is_nested_too_deep_stays_text(backend: Backend, parser: str, answer: str) -> None:
+    """And the line of the output can be written."""
+    model = Model(backend, "think", tool_parser=parser)
+    result = model.result(answer, "x", tools=[TOOL], reason="length")
+    (choice,) = result.choices
+    assert (choice.tool_calls, choice.finish_reason) == (None, "length")
+    assert choice.tool_call_error
+    assert DEEP in choice.text
+    msgspec.json.encode(output_row(result, OutputForm()))
+
+
 def test_calls_of_gpt_oss_are_messages_to_functions(backend: Backend) -> None:
     model = Model(backend, "harmony")
     answer = (

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -17,11 +17,14 @@ from typing import Any
 from nvcli.end_signals import handle_end_signals
 from nvcli.errors import NvcliError, WorkerError, reworded
 from nvcli.jobs.files import STREAM, choose_output, expand_inputs
-from nvcli.jobs.job import RETRYABLE_ERRORS
+from nvcli.jobs.job import RETRYABLE_ERRORS, JobResult
 from nvcli.jobs.own_files import manifest_path, traceback_path
 from nvcli.jobs.shard import Shard
 from nvcli.regular_file import open_unlinked
 from nvcli.versions import describe_versions
+
+_MOST_ROW_CHARS = 256 * 1024
+"""Characters of the tracebacks of rows that one run keeps."""
 
 
 class Interrupts:
@@ -66,18 +69,50 @@ def keep_traceback(error: NvcliError, output: str | None = None) -> NvcliError:
     """
     if not isinstance(error, WorkerError) or not error.traceback:
         return error
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    text = f"{when}  {shlex.join(sys.argv)}\n{describe_versions()}\n{error}\n{error.traceback.rstrip()}\n\n"
-    path = _append(text, output)
+    path = _append(_entry(str(error), error.traceback), _beside(output))
     kept = reworded(error, f"{error} (traceback: {path})" if path is not None else str(error))
     kept.traceback = ""
     return kept
 
 
-def _append(text: str, output: str | None) -> Path | None:
-    """Append to the traceback file and return its path; None where nothing can be written anywhere."""
-    if output is not None and output != STREAM:
-        path = traceback_path(Path(output))
+class RowTracebacks:
+    """Keeps the tracebacks of rows that an unexpected exception has cost their answer, and says so once.
+
+    They go where `keep_traceback` has its own: each different one once, as long as they are few and small.
+    """
+
+    def __init__(self, output: str | None, say: Callable[[str], None]) -> None:
+        self._path = _beside(output)
+        self._say = say
+        self._kept: set[str] = set()
+        self._num_chars = 0
+
+    def add(self, result: JobResult) -> None:
+        """Keep the traceback of a row."""
+        is_full = self._num_chars + len(result.traceback) > _MOST_ROW_CHARS
+        if result.traceback in self._kept or is_full or result.error is None:
+            return
+        self._path = _append(_entry(result.error.message, result.traceback), self._path)
+        if not self._kept:
+            where = f" (traceback: {self._path})" if self._path is not None else ""
+            self._say(f"warning: {result.error.message}{where}. The run goes on; other such rows are not told of here")
+        self._kept.add(result.traceback)
+        self._num_chars += len(result.traceback)
+
+
+def _entry(message: str, traceback: str) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"{when}  {shlex.join(sys.argv)}\n{describe_versions()}\n{message}\n{traceback.rstrip()}\n\n"
+
+
+def _beside(output: str | None) -> Path | None:
+    """Return the file beside an output that keeps tracebacks; None: there is none."""
+    return None if output is None or output == STREAM else traceback_path(Path(output))
+
+
+def _append(text: str, path: Path | None) -> Path | None:
+    """Append to a file, or make a temporary one, and return its path; None where nothing can be written anywhere."""
+    if path is not None:
         try:
             with open(open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
                 file.write(text)

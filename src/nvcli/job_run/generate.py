@@ -19,7 +19,7 @@ from nvcli.chat_template import unknown_variables
 from nvcli.config import JobConfig, RunConfig
 from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
 from nvcli.job_run.counts import Counts
-from nvcli.job_run.early_end import Interrupts, keep_traceback
+from nvcli.job_run.early_end import Interrupts, RowTracebacks, keep_traceback
 from nvcli.job_run.engines import StartEngine, close_engines, describe_ready, start_engine
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.loop import Engine, JobLoop
@@ -36,6 +36,7 @@ from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.known_input import check_unchanged
+from nvcli.jobs.job import JobResult
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions
 from nvcli.jobs.output.open_output import open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
@@ -146,6 +147,7 @@ class _JobRun:
             self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
         )
         self._timeline = Timeline(self._counts, started_at=started_at)
+        self._row_tracebacks = RowTracebacks(job.output, progress.warn)
 
     def run(self, start: StartEngine, check_interrupts: Callable[[], None]) -> None:
         """Answer all rows and finish the output. `check_interrupts` raises where a signal asks for the end.
@@ -293,6 +295,10 @@ class _JobRun:
     def note(self, line: str) -> None:
         """Warn the user of what a replica has to say."""
         self._progress.warn(line)
+
+    def row_failed(self, result: JobResult) -> None:
+        """Keep the traceback of a row."""
+        self._row_tracebacks.add(result)
 
 
 def _make_writer(opened: JobOutput, job: JobConfig, shard: Shard) -> ResultWriter:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Protocol
 
 import msgspec
 
 from nvcli.engine.request import EngineStats, Request, RequestOutput
-from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded
+from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded, unexpected
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.open_rows import OpenRow, results_of
@@ -51,7 +51,9 @@ class Engine(Protocol):
 class Results(Protocol):
     """Whatever takes the results of rows; `jobs.output.writer.ResultWriter` writes them to a file."""
 
-    def write(self, results: Iterable[JobResult]) -> None: ...
+    def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
+        """Take results. Returns them as they were taken: some may have become errors."""
+
     def tick(self) -> None:
         """Do what is due. This is called in each round."""
 
@@ -67,6 +69,9 @@ class Observer(Protocol):
 
     def note(self, line: str) -> None:
         """A replica has something to say to the user."""
+
+    def row_failed(self, result: JobResult) -> None:
+        """An exception that nobody foresaw has cost a row its answer; the result has its traceback."""
 
 
 _DEATHS = (WorkerError, CapacityError)
@@ -196,9 +201,12 @@ class JobLoop:
                 continue
             row = OpenRow(prepared, self._next_request_id)
             self._next_request_id += len(row.samples)
+            made = self._make_requests(row)
+            if made is None:
+                continue
             ready[number].give(row)
             room[number] = ready[number].room
-            requests.setdefault(number, []).extend(row.requests(self._seed))
+            requests.setdefault(number, []).extend(made)
         for number, batch in requests.items():
             self._counts.started_at = self._counts.started_at or time.monotonic()
             try:
@@ -206,6 +214,16 @@ class JobLoop:
             except _DEATHS as error:
                 self._drop_replica(ready[number], error)
         self._abandon(unwanted)
+
+    def _make_requests(self, row: OpenRow) -> list[Request] | None:
+        """Return the requests of a row; None: it has failed, and is finished."""
+        try:
+            return row.requests(self._seed)
+        except BaseException as error:
+            row.error = unexpected(error, "making requests of the row")
+        self._counts.lengths.drop(row.prepared, row.num_open)
+        self._finish_rows([row])
+        return None
 
     def abort_unwanted(self) -> None:
         """End the running rows that nobody waits for any more. Those that have not begun end when it is their turn."""
@@ -292,7 +310,10 @@ class JobLoop:
             row = replica.rows.get(output.request_id)
             if row is None:
                 continue  # a stop string or an error of its row has ended this request meanwhile
-            to_abort += self._take_output(replica, row, output)
+            try:
+                to_abort += self._take_output(replica, row, output)
+            except BaseException as error:
+                to_abort += self._fail(replica, row, unexpected(error, "reading the answer"))
             if row.num_open == 0:
                 complete.append(row)
         if to_abort:
@@ -315,11 +336,17 @@ class JobLoop:
         if sample.finish_reason not in ("error", "abort"):
             self._counts.lengths.add(row.prepared, len(sample.token_ids), is_cut=sample.finish_reason == "length")
             return []
-        row.error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
+        self._counts.lengths.drop(row.prepared, 1)
+        error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
+        return self._fail(replica, row, error)
+
+    def _fail(self, replica: _Replica, row: OpenRow, error: RowError) -> list[int]:
+        """End a row with an error. Return its requests that the engine need not go on with."""
+        row.error = error
         others = [other for other in row.request_ids if other in replica.rows]
         for other in others:
             replica.finish(row, other)
-        self._counts.lengths.drop(row.prepared, 1 + len(others))
+        self._counts.lengths.drop(row.prepared, len(others))
         return others
 
     def _drop_replica(self, replica: _Replica, error: NvcliError) -> None:
@@ -361,10 +388,12 @@ class JobLoop:
         """Count and write results, each with its row as `Counts.add` takes it."""
         if not results:
             return
-        for prepared, result in results:
-            self._counts.add(prepared, result, computed=computed)
         with self._timed("writing"):
-            self._writer.write(result for _, result in results)
+            written = self._writer.write([result for _, result in results])
+        for (prepared, _), result in zip(results, written, strict=True):
+            self._counts.add(prepared, result, computed=computed)
+            if result.traceback:
+                self._observer.row_failed(result)
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from nvcli.engine.request import Request, RequestOutput
-from nvcli.errors import RowError
+from nvcli.errors import RowError, unexpected
 from nvcli.job_run.prompt_results import prompt_logprobs, prompt_scoring, task_requests, task_result
 from nvcli.job_run.text.answer_reader import ReadAnswer, tool_calls_of
 from nvcli.job_run.text.prepare import PreparedRow
@@ -208,7 +208,22 @@ class Sample:
 
 
 def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]:
-    """Return the results of rows that have finished; their tokens are decoded together."""
+    """Return the results of rows that have finished; their tokens are decoded together.
+
+    A row whose answer cannot be read gets an `error`.
+    """
+    try:
+        return _results_of(rows, tokenizer)
+    except BaseException as error:
+        fault = unexpected(error, "reading the answer")
+    if len(rows) > 1:  # one of them is at fault
+        return [result for row in rows for result in results_of([row], tokenizer)]
+    for row in rows:
+        row.error = fault
+    return [failed(row.prepared.place, fault) for row in rows]
+
+
+def _results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]:
     undecoded = [
         sample.text_ids(row.prepared.sampling)
         for row in rows

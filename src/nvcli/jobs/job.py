@@ -11,6 +11,7 @@ is one of these, or a type that the engine gave:
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, special_token, no_chat_template,
     chat_template_error, tokenizer_error
+    internal_error                                             an exception that nobody foresaw
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from nvcli.errors import RowError
+from nvcli.errors import INTERNAL_ERROR, RowError
 from nvcli.jobs.tasks import EmbedAnswer, PromptTask, ScoreAnswer
 from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
 
-RETRYABLE_ERRORS = frozenset({"kv_cache_too_small", "non_finite_logits", "structured_timeout", "aborted"})
+RETRYABLE_ERRORS = frozenset(
+    {"kv_cache_too_small", "non_finite_logits", "structured_timeout", "aborted", INTERNAL_ERROR}
+)
 """Error types that may be gone when the same row is tried again: with more memory, in another batch, on a machine that
-is less busy. All others come from the row itself, the model or the configuration."""
+is less busy, with a bug mended. All others come from the row itself, the model or the configuration."""
 
 
 class RowForm(Enum):
@@ -217,6 +220,8 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of a row that is scored or embedded; it has no `choices` then."""
     prompt_logprobs: Logprobs | None = None
     """The log-probabilities of the prompt's tokens, where the row asks for them."""
+    traceback: str = ""
+    """The traceback of an `internal_error`, which goes into a file, not into the output; else it is empty."""
 
     @property
     def num_bytes(self) -> int:
@@ -233,4 +238,5 @@ def _num_top_bytes(top_logprobs: Sequence[Mapping[str, float] | None]) -> int:
 
 def failed(place: Place, error: RowError) -> JobResult:
     """Make the result of a row that cannot be answered; its message says where the row stands."""
-    return JobResult(place=place, error=ErrorInfo(type=error.type, message=f"{place.line}: {error.message}"))
+    info = ErrorInfo(type=error.type, message=f"{place.line}: {error.message}")
+    return JobResult(place=place, error=info, traceback=error.traceback)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nvcli.chat_template import unknown_variables
@@ -18,6 +18,7 @@ from nvcli.config import RunConfig
 from nvcli.config_types import Order
 from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, reworded
 from nvcli.job_run.counts import Counts
+from nvcli.job_run.early_end import RowTracebacks
 from nvcli.job_run.engines import StartEngine, close_engines, describe_ready, start_engine
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.loop import Engine, JobLoop
@@ -80,6 +81,7 @@ class Session:
             ),
         )
         self._counts = Counts()
+        self._row_tracebacks = RowTracebacks(None, note)
         self._changed = threading.Condition()
         self._num_ready = 0
         self._was_ready = False
@@ -244,12 +246,13 @@ class Session:
             assert self._loop is not None
             self._loop.abort_unwanted()
 
-    def write(self, results: Iterable[JobResult]) -> None:
+    def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
         """Hand results to the calls that wait for them."""
         for result in results:
             caller = result.place.caller
             assert caller is not None
             caller.take(result)
+        return results
 
     def tick(self) -> None:
         """Do nothing: results are handed over at once."""
@@ -272,6 +275,10 @@ class Session:
     def note(self, line: str) -> None:
         """Tell the user what an engine has to say."""
         self._note(line)
+
+    def row_failed(self, result: JobResult) -> None:
+        """Keep the traceback of a row."""
+        self._row_tracebacks.add(result)
 
     # What follows is in the thread of the feeder.
 

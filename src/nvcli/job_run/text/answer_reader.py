@@ -134,8 +134,8 @@ class AnswerReader:
         text = self._tokenizer.decode_one(ids, skip_special_tokens=False) if cut is None else cut
         try:
             return self._tool_format(text, reading.tools), ""
-        except BadToolCall as error:
-            return None, str(error)
+        except (BadToolCall, RecursionError) as error:
+            return None, _problem(error)
 
     def _read_harmony(self, ids: array[int], reading: Reading, num_cut: int) -> ReadAnswer:
         """Read the messages of an answer by their channels and recipients."""
@@ -148,8 +148,8 @@ class AnswerReader:
                 try:
                     calls.append(harmony_call(message.function, message.body))
                     continue
-                except BadToolCall as error:
-                    problem = problem or str(error)
+                except (BadToolCall, RecursionError) as error:
+                    problem = problem or _problem(error)
             if message.is_thought and self.reasoning is not None:
                 thoughts.append(message.body)
                 num_reasoning_tokens += message.num_tokens
@@ -164,6 +164,11 @@ class AnswerReader:
             calls=calls,
             problem=problem,
         )
+
+
+def _problem(error: BadToolCall | RecursionError) -> str:
+    """Say why a text that looks like a tool call is none."""
+    return str(error) if isinstance(error, BadToolCall) else "a call is nested too deep"
 
 
 class _Message(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import msgspec
 from nvcli.chat_template import unknown_variables
 from nvcli.config_types import OnTooLong
 from nvcli.engine.request import ThoughtLimit
-from nvcli.errors import RowError
+from nvcli.errors import RowError, unexpected
 from nvcli.job_run.text.answer_reader import AnswerReader, Reading
 from nvcli.job_run.text.call_constraints import CallConstraints
 from nvcli.job_run.text.continuations import Continuations
@@ -109,7 +109,19 @@ class Preparer:
         self._answers_follow_from: bytes | None = None
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
-        """Return one entry for each row, in their order. Results of rows that failed before are handed on."""
+        """Return one entry for each row, in their order. Results of rows that failed before are handed on.
+
+        Raises LoadError and WorkerError where no process can be started for chat templates or grammars.
+        """
+        try:
+            return self._prepare(rows)
+        except BaseException as error:
+            fault = unexpected(error, "preparing the prompt")
+        if len(rows) > 1:  # one of them is at fault
+            return [prepared for row in rows for prepared in self.prepare([row])]
+        return [failed(row.place, fault) if isinstance(row, Job) else row for row in rows]
+
+    def _prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
         prompts: dict[int, list[int] | RowError] = {}
         plain: dict[int, str] = {}
         conversations: dict[int, Conversation] = {}

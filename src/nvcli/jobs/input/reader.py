@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from nvcli.errors import ConfigError, InputChanged
+from nvcli.errors import ConfigError, InputChanged, unexpected
 from nvcli.jobs.compression import CompressionError
 from nvcli.jobs.file_formats import input_format
 from nvcli.jobs.files import STREAM
@@ -251,7 +251,10 @@ class RowReader:
         where = self._place
         if len(self._inputs) > 1:
             where += f" of {_label(name)}"
-        row = self._parser.parse(line, index=index, where=where)
+        try:
+            row = self._parser.parse(line, index=index, where=where)
+        except BaseException as error:
+            row = self._parser.failed(unexpected(error, "reading the row"), index=index, where=where)
         self._note_digest(line, index, None if row.place.is_named else row.place.id)
         return row
 

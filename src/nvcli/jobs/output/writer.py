@@ -7,11 +7,12 @@ Lines are gathered and handed to the system together: when a mebibyte has come, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
-from nvcli.jobs.job import JobResult
+from nvcli.errors import RowError, unexpected
+from nvcli.jobs.job import JobResult, failed
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
 from nvcli.jobs.rows.output_row import OutputForm, output_row
@@ -45,11 +46,18 @@ class ResultWriter:
         self._oldest_since = 0.0
         self._is_closed = False
 
-    def write(self, results: Iterable[JobResult]) -> None:
-        """Take results, and write the lines whose turn has come. Raises OutputError or OutputClosed."""
-        reorder = self._reorder
-        for result in results:
-            line = self._encode(output_row(result, self._form))
+    def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
+        """Take results, and write the lines whose turn has come. Raises OutputError or OutputClosed.
+
+        Returns the results as they were written: in the place of one of which no line can be made, its error.
+        """
+        written, reorder = results, self._reorder
+        for number, result in enumerate(results):
+            try:
+                line = self._encode(output_row(result, self._form))
+            except BaseException as error:
+                result, line = self._failed(result, unexpected(error, "writing the answer"))
+                written = [*written[:number], result, *written[number + 1 :]]
             if reorder is None:
                 self._append(line)
             else:
@@ -57,6 +65,17 @@ class ResultWriter:
         if reorder is not None:
             for line in reorder.take():
                 self._append(line)
+        return written
+
+    def _failed(self, result: JobResult, error: RowError) -> tuple[JobResult, bytes]:
+        """Return the error in the place of a result of which no line can be made, and its line, with what the row
+        passes through if that is not at fault."""
+        result = failed(result.place, error)
+        try:
+            return result, self._encode(output_row(result, self._form))
+        except Exception:
+            result = failed(msgspec.structs.replace(result.place, extra={}), error)
+            return result, self._encode(output_row(result, self._form))
 
     def tick(self) -> None:
         """Write and sync lines that have waited long enough. Call this often."""

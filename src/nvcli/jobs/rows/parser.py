@@ -100,6 +100,11 @@ class RowParser:
         """Parse one row. `where` names its line in messages."""
         return self._parse(row, index, where, self.warnings)
 
+    def failed(self, error: RowError, *, index: int, where: str) -> JobResult:
+        """Return the result of a row that could not be parsed at all. Its id is not known."""
+        name = self._seen.name(index)
+        return failed(Place(id=name, is_named=True, index=index, line=where, caller=self._caller), error)
+
     def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings) -> Job | JobResult:
         row_id: JobId | None = None
         is_named = False

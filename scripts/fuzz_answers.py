@@ -1,0 +1,275 @@
+"""Throws hostile texts at what takes answers apart: every format of tool calls and of thoughts.
+
+    python scripts/fuzz_answers.py --texts 100000         # texts of each format
+
+Texts are calls and thoughts of the format that are mutated (cut, doubled, mixed, nested a hundred thousand levels deep)
+and put together from its marks, from JSON, Python and XML. Each is read as the answer to a conversation with tools,
+through the tokens of a vocabulary that has every mark as a token. Nothing may be raised, the calls that are found must
+have arguments that are JSON, and the answer must become a line of the output. The first text that breaks this ends the
+loop, with the text. What is printed for each format: the texts, the calls that were found, the texts that were meant as
+calls and are none, and the time of the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nvcli.job_run.text.answer_reader import AnswerReader, ReadAnswer, Reading, tool_calls_of
+from nvcli.job_run.text.reasoning import REASONING_FORMATS, PromptState
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.job_run.text.tool_calls import HARMONY, TOOL_FORMATS
+from nvcli.jobs.job import Choice
+from row_maker import SPELLED, TEXTS, WRONG
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "look", "arguments": {"at": "a \\"b\\"", "far": 3}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=deep>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>look\n<arg_key>far</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "seed_oss": "<seed:tool_call><function=look><parameter=far>3</parameter></function></seed:tool_call>",
+    "olmo3": '<function_calls>\nlook(at="x", far=3)\nwait()\n</function_calls>',
+    "mistral": '[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{"far": 3}[TOOL_CALLS][{"name": "wait", "arguments": {}}]',
+    "granite": '<|tool_call|>[{"name": "look", "arguments": {"far": 3}}]',
+    "cohere": '<|START_ACTION|>[{"tool_name": "look", "parameters": {"far": 3}}]<|END_ACTION|>',
+    "gemma4": '<|tool_call>call:look{at:<|"|>x<|"|>,far:3}<tool_call|>',
+    "llama": '<|python_tag|>{"name": "look", "parameters": {"far": 3}}; {"name": "wait", "parameters": {}}',
+    "pythonic": '[look(at="x", deep={"a": [1, None]}), wait()]',
+    HARMONY: '<|channel|>commentary to=functions.look<|constrain|>json<|message|>{"far": 3}<|call|>',
+}
+"""A text with calls of each format."""
+THOUGHTS = ("<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>",)
+THOUGHTS += tuple(f"{form.start}so{form.end}yes" for form in REASONING_FORMATS.values() if form.start)
+PARTS = (
+    "look",
+    "wait",
+    "to=functions.",
+    "json",
+    ": ",
+    ",",
+    "=",
+    '"',
+    "'",
+    "\\",
+    "\n",
+    " ",
+    "(",
+    ")",
+    "**",
+    "*",
+    "-",
+    ".",
+)
+PARTS += ('{"name": ', '"arguments": ', "call:", "lambda: 0", "f'{x}'", "b'x'", "1j", "...", "None", "x if y else z")
+PARTS += (
+    "0x" + "f" * 5000,
+    "9" * 5000,
+    "1e999",
+    "-1e-999",
+    "\ud7ff\x00",
+    "\ufeff",
+    "\u2028",
+    "é",
+    "🤷",
+    "%s",
+    "\\N{DASH}",
+)
+OPENING = (
+    "[",
+    "{",
+    "(",
+    '{"a":',
+    "[{",
+    "-",
+    "not ",
+    "a.",
+    "f(",
+    "[f(a=",
+    "<tool_call>",
+    "<parameter=a>",
+    "x[",
+    '{"name":[',
+)
+STATES = (PromptState.OPEN, PromptState.LEFT, PromptState.CLOSED)
+MOST_LEVELS = 100_000
+
+KINDS = {"at": "string", "far": "integer", "deep": "object", "sure": ["boolean", "string"], "odd": 5}
+PARAMETERS = {"type": "object", "properties": {key: {"type": kind} for key, kind in KINDS.items()}}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "wait"}},
+]
+
+
+@dataclass(slots=True)
+class Count:
+    """What became of the texts of one format."""
+
+    texts: int = 0
+    calls: int = 0
+    problems: int = 0
+    thoughts: int = 0
+    slowest: float = 0.0
+
+
+class TextMaker:
+    """Makes hostile texts of one format."""
+
+    def __init__(self, rng: random.Random, sample: str) -> None:
+        """`sample` is a text as the format has it."""
+        self._rng = rng
+        self._samples = (sample, sample, *CALLS.values(), *THOUGHTS)
+        self._parts = (*PARTS, *TEXTS, *SPELLED, *WRONG, *CALLS.values(), *THOUGHTS)
+        self._parts += tuple(mark for mark in marks() if mark in sample) * 4
+
+    def text(self) -> str:
+        """Return the next text."""
+        kind = self._rng.random()
+        if kind < 0.02:
+            return self._nested()
+        if kind < 0.5:
+            return self._mutated(self._rng.choice(self._samples[: 3 if kind < 0.3 else None]))
+        return "".join(self._rng.choices(self._parts, k=self._rng.randrange(1, 15)))
+
+    def _mutated(self, text: str) -> str:
+        rng = self._rng
+        for _ in range(rng.randrange(5)):
+            at, end = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
+            end = min(end, at + rng.choice((0, 1, 3, 1000)))
+            middle = rng.choice(("", text[at:end] * 2, rng.choice(self._parts), chr(rng.randrange(0xD800))))
+            text = text[:at] + middle + text[end:]
+        return text
+
+    def _nested(self) -> str:
+        """Put one text many times into another."""
+        rng = self._rng
+        levels = rng.choice((50, 400, 990, 1000, 1100, 5000, MOST_LEVELS))
+        opening = rng.choice(OPENING)
+        deep = opening * levels + rng.choice(("", "1", "}" * levels, "]" * levels, ")" * levels, "]})" * levels))
+        text = rng.choice(self._samples[:3])
+        for value in ("3", '"x"', "{}"):
+            if value in text and rng.random() < 0.7:
+                return text.replace(value, deep, 1)
+        at = rng.randrange(len(text) + 1)
+        return text[:at] + deep + text[at:]
+
+
+def marks() -> Iterator[str]:
+    """Yield the marks of all formats."""
+    yield from ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>", "<function=", "</function>")
+    yield from ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<parameter=", "</parameter>")
+    yield from ("<function_calls>", "</function_calls>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
+    yield from ("<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call|>")
+    yield from (f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call"))
+    yield from (mark for form in REASONING_FORMATS.values() for mark in (form.start, form.end) if mark)
+
+
+def make_tokenizer() -> Tokenizer:
+    """Make a tokenizer in which each byte is a token, and so is each mark; half of the marks do not show in text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    backend.add_special_tokens([mark for mark in marks() if "|" in mark or "[" in mark])
+    backend.add_tokens([*marks()])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template="{{ messages }}"))
+
+
+class Fuzzer:
+    """Reads texts as answers in one format."""
+
+    def __init__(self, tokenizer: Tokenizer, rng: random.Random, *, reasoning: str, tools: str) -> None:
+        """`reasoning` and `tools` are the values of `job.reasoning_parser` and `job.tool_parser`."""
+        self._tokenizer = tokenizer
+        self._rng = rng
+        self.reader = AnswerReader(tokenizer, reasoning_parser=reasoning, tool_parser=tools)
+        form = REASONING_FORMATS.get(reasoning)
+        thought = next(
+            (each for each in THOUGHTS if form is not None and form.start and form.start in each), THOUGHTS[0]
+        )
+        self._maker = TextMaker(rng, CALLS.get(tools, thought))
+        self.count = Count()
+
+    def read_next(self) -> None:
+        """Read one text. Raises AssertionError, with the text, where that raises or gives what is no answer."""
+        text = self._maker.text()
+        ids, ending = self.encode(text)
+        reading = Reading(
+            reader=self.reader, state=self._rng.choice(STATES), tools=self._rng.choice((TOOLS, TOOLS, ()))
+        )
+        started = time.perf_counter()
+        try:
+            self._check(self.reader.read(ids, reading, text_before_stop=ending, skip_special_tokens=bool(len(ids) % 2)))
+        except BaseException as error:
+            raise AssertionError(
+                f"{type(error).__name__}: {error}\n  state: {reading.state}\n  text: {text!r}"[:5000]
+            ) from error
+        self.count.texts += 1
+        self.count.slowest = max(self.count.slowest, time.perf_counter() - started)
+
+    def encode(self, text: str) -> tuple[array[int], str | None]:
+        """Return the tokens of a text, some of them at random, and the text itself where a stop string has cut it."""
+        (ids,) = self._tokenizer.encode([text], add_special_tokens=False)
+        assert isinstance(ids, list)
+        tokens = array("i", ids)
+        if self._rng.random() < 0.1:  # bytes that are no text
+            for _ in range(self._rng.randrange(5)):
+                tokens.insert(self._rng.randrange(len(tokens) + 1), self._rng.randrange(256))
+        if self._rng.random() < 0.9:
+            return tokens, None
+        whole = self._tokenizer.decode_one(tokens)
+        return tokens, whole[: self._rng.randrange(len(whole) + 1)]
+
+    def _check(self, answer: ReadAnswer) -> None:
+        calls = tool_calls_of(answer.calls, b"prompt", 0)
+        for call in calls:
+            assert isinstance(json.loads(call.function.arguments), dict), call
+        choice = Choice(
+            index=0,
+            text=answer.text,
+            finish_reason="stop",
+            reasoning_content=answer.reasoning,
+            tool_calls=calls,
+            tool_call_error=answer.problem,
+        )
+        msgspec.json.encode(choice)
+        self.count.calls += len(calls)
+        self.count.problems += bool(answer.problem)
+        self.count.thoughts += answer.reasoning is not None
+
+
+def fuzz_all(num_texts: int, seed: int) -> Iterator[tuple[str, Count]]:
+    """Read so many texts in each format, and yield its name and what became of them."""
+    tokenizer = make_tokenizer()
+    pairs = [("none", name) for name in TOOL_FORMATS] + [(name, "none") for name in REASONING_FORMATS]
+    for reasoning, tools in [*pairs, (HARMONY, HARMONY), ("think", "hermes")]:
+        fuzzer = Fuzzer(tokenizer, random.Random(f"{seed} {reasoning} {tools}"), reasoning=reasoning, tools=tools)
+        for _ in range(num_texts):
+            fuzzer.read_next()
+        yield f"{reasoning} {tools}", fuzzer.count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=100_000, help="texts of each format")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    started = time.monotonic()
+    print(f"{'thoughts, calls':<22} {'texts':>9} {'calls':>9} {'no calls':>9} {'thoughts':>9} {'slowest':>9}")
+    for name, count in fuzz_all(options.texts, options.seed):
+        numbers = f"{count.texts:>9,} {count.calls:>9,} {count.problems:>9,} {count.thoughts:>9,}"
+        print(f"{name:<22} {numbers} {1000 * count.slowest:>6.0f} ms", flush=True)
+    print(f"nothing was raised; {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
