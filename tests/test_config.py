@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from nvcli.byte_sizes import parse_size
-from nvcli.config import AttentionBackends, EngineConfig, RunConfig, find_config_file, load_run_config
+from nvcli.config import AttentionBackends, EngineConfig, RunConfig, load_run_config
 from nvcli.config_source import json_object
 from nvcli.errors import ConfigError
 from nvcli.sampling_params import SamplingParams
@@ -279,14 +279,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"model: \xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_run_config(binary)
-
-
-def test_the_file_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert find_config_file(None) is None
-    Path("nvcli.yaml").write_text("model: m\n")
-    assert find_config_file(None) == Path("nvcli.yaml")
-    assert find_config_file(Path("other.yaml")) == Path("other.yaml")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 RESERVED_KEYS = ("id", "index", "choices", "usage", "error", "input", "custom_id", "response")
 """Keys that mean something in output rows, so that none of them can hold a text."""
 
-DEFAULT_CONFIG_FILE = "nvcli.yaml"
 """The file that is read from the current folder when no configuration file is named."""
 
 FLAG_KEYS = {
@@ -299,12 +298,6 @@ def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
     return "bfloat16" if kv_cache_dtype == "bf16" else "fp8"
 
 
-def find_config_file(explicit: Path | None) -> Path | None:
-    """Return the file to read: the one that was named, else `nvcli.yaml` in the current folder, else None."""
-    default = Path(DEFAULT_CONFIG_FILE)
-    return explicit or (default if default.is_file() else None)
-
-
 def load_run_config(
     path: Path | None,
     overrides: Sequence[str] = (),
@@ -447,7 +440,6 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
 
 
 __all__ = [
-    "DEFAULT_CONFIG_FILE",
     "FLAG_KEYS",
     "AttentionBackends",
     "EngineConfig",
@@ -455,7 +447,6 @@ __all__ = [
     "MessageTemplate",
     "RunConfig",
     "SamplingParams",
-    "find_config_file",
     "load_run_config",
     "load_sourced_config",
 ]

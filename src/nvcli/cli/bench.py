@@ -9,7 +9,7 @@ import typer
 from msgspec import Meta
 
 from nvcli.cli.help import RESULT, WORKLOAD
-from nvcli.cli.messages import say, say_failure
+from nvcli.cli.messages import choose_config_file, say, say_failure
 from nvcli.cli.options import (
     ConfigOption,
     DpOption,
@@ -162,7 +162,7 @@ def bench(
       nvcli bench --shape qwen3-8b --ablate overlap,graphs,prefix-cache,backend=torch
       nvcli bench -m Qwen/Qwen3-8B --input questions.jsonl --num-requests 500
     """
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import load_run_config
     from nvcli.process_limits import check_process
 
     check_process()
@@ -180,7 +180,7 @@ def bench(
         }
     )
     flags["--ep"] = ep or None
-    run = load_run_config(find_config_file(config), overrides or (), flags)
+    run = load_run_config(choose_config_file(config), overrides or (), flags)
 
     from nvcli.bench.command import BenchOptions, run_bench
     from nvcli.bench.report import format_json, format_result

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from nvcli.cli.loading import load_for_person
-from nvcli.cli.messages import Interrupted, found_config_note, say, say_error
+from nvcli.cli.messages import Interrupted, choose_config_file, say, say_error
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
@@ -71,10 +71,10 @@ def chat(
     """
     import msgspec
 
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import load_run_config
     from nvcli.config_source import json_object
 
-    config_file = find_config_file(config)
+    config_file = choose_config_file(config)
     flags = flag_values(
         {
             "--model": model,
@@ -99,8 +99,6 @@ def chat(
         "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
     run = load_run_config(config_file, overrides or (), flags)
-    if found := found_config_note(config, config_file):
-        say(found)
 
     from nvcli.end_signals import at_safe_place
     from nvcli.llm.chat import Chat, run_chat

@@ -12,7 +12,7 @@ from nvcli.cli import completion
 from nvcli.cli.check_report import run_check
 from nvcli.cli.help import MODEL, RESULT, WORKLOAD
 from nvcli.cli.job_options import job_flags, with_job_options
-from nvcli.cli.messages import found_config_note, say
+from nvcli.cli.messages import choose_config_file
 from nvcli.cli.options import ConfigOption, JsonOption, LimitOption, NumRows, SetOption, ShardOption
 from nvcli.cli.values import optional_value
 
@@ -71,7 +71,7 @@ def check(
     """
     from nvcli.check.check import CheckOptions
     from nvcli.check.machine import named_gpus
-    from nvcli.config import find_config_file, load_sourced_config
+    from nvcli.config import load_sourced_config
     from nvcli.jobs.shard import choose_shard
 
     check_options = CheckOptions(
@@ -81,10 +81,7 @@ def check(
         answer_tokens=optional_value("--answer-tokens", answer_tokens, _NumTokens, int),
         gpus=named_gpus(gpu, optional_value("--gpus", num_gpus, _NumGpus, int)),
     )
-    config_file = find_config_file(config)
-    run, source = load_sourced_config(config_file, overrides or (), job_flags(options))
-    if found := found_config_note(config, config_file):
-        say(found)
+    run, source = load_sourced_config(choose_config_file(config), overrides or (), job_flags(options))
     run_check(run, source, inputs=inputs, options=check_options, as_json=as_json)
 
 

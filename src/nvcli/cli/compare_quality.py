@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from nvcli.cli import completion
 from nvcli.cli.help import MODEL, ROWS
-from nvcli.cli.messages import say
+from nvcli.cli.messages import choose_config_file, say
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
@@ -79,7 +79,8 @@ def compare_quality(
       nvcli compare-quality questions.jsonl -m Qwen/Qwen3-8B --set-b kv_cache_dtype=fp8
       nvcli compare-quality book.txt -m Qwen/Qwen3-8B --set-b model=Qwen/Qwen3-8B-FP8
     """
-    from nvcli.config import FLAG_KEYS, find_config_file, load_run_config
+    from nvcli.config import FLAG_KEYS, load_run_config
+    from nvcli.config_file import find_config_file
     from nvcli.process_limits import check_process
     from nvcli.quality.compare import compare_quality as run_comparison
     from nvcli.quality.report import format_json, format_report
@@ -94,11 +95,12 @@ def compare_quality(
             "--tp": tp,
         }
     )
-    file, own = find_config_file(config), overrides or []
+    file, own = choose_config_file(config), overrides or []
+    file_b = file if config_b is None else find_config_file(config_b)
     run_a = load_run_config(file, own, flags)
     changed = {text.partition("=")[0].strip() for text in set_b or ()}
     flags_b = {flag: value for flag, value in flags.items() if FLAG_KEYS[flag] not in changed}
-    run_b = load_run_config(config_b or file, own, flags_b, other_overrides={"--set-b": set_b or ()})
+    run_b = load_run_config(file_b, own, flags_b, other_overrides={"--set-b": set_b or ()})
     report = run_comparison(
         run_a,
         run_b,

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from nvcli.cli import completion
 from nvcli.cli.help import MODEL, RESULT
+from nvcli.cli.messages import choose_config_file
 from nvcli.cli.options import (
     ConfigOption,
     DpOption,
@@ -90,7 +91,7 @@ def doctor(
       nvcli doctor -c configs/h200-qwen3-8b.yaml -o /data/answers.jsonl
       nvcli doctor --device cpu --tp 2 --json | jq '.findings[] | select(.level == "problem")'
     """
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import load_run_config
     from nvcli.doctor.examination import examine
     from nvcli.doctor.findings import Level, count
     from nvcli.doctor.report import format_json, format_verdict, print_section
@@ -113,7 +114,7 @@ def doctor(
         }
     )
     flags["--ep"] = ep or None
-    run = load_run_config(find_config_file(config), overrides or (), flags, needs_model=False)
+    run = load_run_config(choose_config_file(config), overrides or (), flags, needs_model=False)
     sections = []
     for section in examine(run, output=output.absolute().parent, timeout=seconds):
         sections.append(section)

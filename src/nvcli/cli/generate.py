@@ -11,7 +11,7 @@ import typer
 from nvcli.cli import completion
 from nvcli.cli.answer_files import JobFiles, ProgressName, ShownProgress, answer_files
 from nvcli.cli.help import MODEL, OTHER, PROMPTS, ROWS
-from nvcli.cli.messages import found_config_note, say
+from nvcli.cli.messages import choose_config_file
 from nvcli.cli.options import (
     ConfigOption,
     DpOption,
@@ -249,7 +249,7 @@ def generate(
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set job.order=input
       cat questions.jsonl | nvcli generate - -m demo | jq '.choices[0].text'
     """
-    from nvcli.config import find_config_file, load_sourced_config
+    from nvcli.config import load_sourced_config
     from nvcli.config_source import json_object
     from nvcli.jobs.shard import choose_shard
     from nvcli.process_limits import check_process
@@ -285,7 +285,7 @@ def generate(
             "--chat-template-kwargs": chat_template_kwargs,
         },
     )
-    config_file = find_config_file(config)
+    config_file = choose_config_file(config)
     progress_name = cast(ProgressName, option_value("--progress", progress, ProgressName, str))
     num_rows = optional_value("--limit", limit, NumRows, int)
     part = None if shard is None else choose_shard(shard, os.environ)
@@ -325,20 +325,17 @@ def generate(
         "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
     }
     run, source = load_sourced_config(config_file, overrides or (), flags)
-    found = found_config_note(config, config_file)
-    if dry_run or prompts:
-        if found is not None:
-            say(found)
-        if dry_run:
-            from nvcli.check.check import CheckOptions
-            from nvcli.cli.check_report import run_check
+    if dry_run:
+        from nvcli.check.check import CheckOptions
+        from nvcli.cli.check_report import run_check
 
-            run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows, shard=part))
-        raise typer.Exit(answer_prompts(run, prompts or [], raw=raw))
+        run_check(run, source, inputs=inputs, output=output, options=CheckOptions(limit=num_rows, shard=part))
+    if prompts:
+        raise typer.Exit(answer_prompts(run, prompts, raw=raw))
 
-    notes = [] if found is None else [found]
+    notes = []
     if shard is not None and part is not None and shard != str(part):
-        notes.insert(0, f"answering shard {part}, as Slurm counts its tasks")
+        notes.append(f"answering shard {part}, as Slurm counts its tasks")
     files = JobFiles(
         inputs=inputs,
         output=output,

@@ -35,9 +35,17 @@ def say(text: str) -> None:
     typer.echo(f"nvcli: {text}", err=True)
 
 
-def found_config_note(named: Path | None, used: Path | None) -> str | None:
-    """Return the line for a configuration file that was found and not named; None where there is none to tell of."""
-    return f"using the configuration in {used}; --config names another" if named is None and used is not None else None
+def choose_config_file(named: Path | None) -> Path | None:
+    """Return the configuration file to read, as `find_config_file` does, and say of one that was found.
+
+    That is said also where notes are not wanted: it may change everything that a command does.
+    """
+    from nvcli.config_file import NO_FILE, find_config_file
+
+    path = find_config_file(named)
+    if named is None and path is not None:
+        say(f"using the configuration in {path}; -c names another, -c {NO_FILE} leaves it out")
+    return path
 
 
 def say_error(text: str) -> None:

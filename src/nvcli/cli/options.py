@@ -132,7 +132,7 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="YAML file. Without it ./nvcli.yaml, if there is one.",
+        help="YAML file, or `none`. Without it ./nvcli.yaml, if there is one.",
         rich_help_panel=OTHER,
     ),
 ]

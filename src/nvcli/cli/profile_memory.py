@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from nvcli.cli.help import MODEL, RESULT, WORKLOAD
-from nvcli.cli.messages import say
+from nvcli.cli.messages import choose_config_file, say
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
@@ -79,7 +79,7 @@ def profile_memory(
       nvcli profile-memory --shape qwen3-8b --plot memory.svg
     """
     from nvcli.bench.plot import check_plot
-    from nvcli.config import find_config_file, load_run_config
+    from nvcli.config import load_run_config
     from nvcli.process_limits import check_process
     from nvcli.profile.command import run_profile
     from nvcli.profile.picture import print_bars, write_plot
@@ -101,7 +101,7 @@ def profile_memory(
         }
     )
     flags["--ep"] = ep or None
-    run = load_run_config(find_config_file(config), overrides or (), flags)
+    run = load_run_config(choose_config_file(config), overrides or (), flags)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)
     if plot is not None:
         write_plot(profile, plot)

@@ -12,7 +12,7 @@ import typer
 from nvcli.cli.answer_files import JobFiles, ProgressName, ShownProgress, answer_files
 from nvcli.cli.generate import chosen_verbosity, generate
 from nvcli.cli.job_options import flag_of, job_flags
-from nvcli.cli.messages import found_config_note, say
+from nvcli.cli.messages import choose_config_file
 from nvcli.cli.options import NumRows
 from nvcli.cli.values import option_value, optional_value
 from nvcli.config import FLAG_KEYS
@@ -39,25 +39,22 @@ def with_task_options(command: Callable[..., None]) -> Callable[..., None]:
 def run_task(task: Task, inputs: list[str], options: dict[str, Any], flags: dict[str, Any]) -> None:
     """Do a job, and leave with its exit code. `options` are the values of the options of `generate`, `flags` the
     others, by flag. Raises what `answer_files` raises."""
-    from nvcli.config import find_config_file, load_sourced_config
+    from nvcli.config import load_sourced_config
     from nvcli.jobs.shard import choose_shard
     from nvcli.process_limits import check_process
 
     check_process()
-    config_file = find_config_file(options["config"])
+    config_file = choose_config_file(options["config"])
     progress = cast(ProgressName, option_value("--progress", options["progress"], ProgressName, str))
     limit = optional_value("--limit", options["limit"], NumRows, int)
     shard = None if options["shard"] is None else choose_shard(options["shard"], os.environ)
     run, source = load_sourced_config(
         config_file, options["overrides"] or (), job_flags(options) | flags, settings={"task": task}
     )
-    found = found_config_note(options["config"], config_file)
     if options["dry_run"]:
         from nvcli.check.check import CheckOptions
         from nvcli.cli.check_report import run_check
 
-        if found is not None:
-            say(found)
         check = CheckOptions(limit=limit, shard=shard)
         run_check(run, source, inputs=inputs, output=options["output"], options=check)
     files = JobFiles(
@@ -74,6 +71,6 @@ def run_task(task: Task, inputs: list[str], options: dict[str, Any], flags: dict
         verbosity=chosen_verbosity(verbose=options["verbose"], quiet=options["quiet"]),
         progress_file=options["progress_file"],
         report=options["report"],
-        notes=[] if found is None else [found],
+        notes=(),
     )
     raise typer.Exit(answer_files(run, source, files, showing))
