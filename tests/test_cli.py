@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import nvcli
 from fake_command import ENVIRON, nvcli_command
+from nvcli.cli.main import _run as run_command
 from nvcli.cli.main import app
 from nvcli.cli.messages import say_error
 from weightless_model import write_weightless_model
@@ -92,7 +94,9 @@ def test_everyday_flags_reach_the_engine(tmp_path: Path, model_folder: Path) -> 
     flags = "-n 2 --max-tokens 1 --temperature 0 --top-p 0.5 --top-k 3 --seed 1 --max-num-seqs 2 --max-model-len 50"
     result = run(
         *("generate", "in.jsonl", "-m", str(model_folder), *flags.split(), "--stop", "x", "--stop", "y"),
-        *("--dtype", "float32", "--gpu-memory-utilization", "0.5"),
+        *("--dtype", "float32", "--gpu-memory-utilization", "0.5", "--hf-overrides", '{"max_position_embeddings": 64}'),
+        *("--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "1"),
+        *("--frequency-penalty", "-1", "--ignore-eos"),
         cwd=tmp_path,
         fakes="",
     )
@@ -411,3 +415,40 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path, model_folder:
         process.kill()
     assert process.returncode == 141, stderr
     assert b"Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate x --device cuda", "no such option: --device; nvcli calls it --set device=…"),
+        ("generate x --tensor-parallel-size 2", "nvcli calls it --tp"),
+        ("bench --temp 1", "nvcli calls it --temperature"),
+        ("chat --max_new_tokens=5", "no such option: --max_new_tokens; nvcli calls it --max-tokens"),
+        ("check x --guided-json x", "nvcli calls it --set sampling.structured.json_schema=…"),
+        ("doctor --kv-cache-dtype fp8", "nvcli calls it --set kv_cache_dtype=…"),
+        ("generate x --max-length 5", "nvcli calls it --max-tokens or --max-model-len"),
+        ("generate x --lora a", "no such option: --lora; nvcli loads no LoRA adapters: merge"),
+        ("generate x --trust-remote-code", "leave it out: nvcli never runs code"),
+        ("serve m", "no such command 'serve'; nvcli serves nothing"),
+        ("run_batch", "no such command 'run_batch'; `nvcli generate` answers OpenAI batch files"),
+        ("score x --temp 1", "no such option: --temp (Possible options:"),
+        ("merge x --device cpu", "no such option: --device\n  see: nvcli merge --help"),
+    ],
+)
+def test_names_of_other_tools_are_understood(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["nvcli", *arguments.split()])
+    assert run_command() == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_defaults_are_shown_in_one_form(command: str) -> None:
+    """As `[default: …]` at the end, and for options that set a key from the key itself."""
+    shown = " ".join(CliRunner().invoke(app, [command, "--help"]).output.split())
+    assert shown.count("[default: ") == shown.count("default: ")
+    assert not re.search(r"; ([\w./:]+|that of A)\. ", shown.partition("Model and GPUs:")[2])
+    assert ". [default" not in shown
+    if "--max-num-seqs" in shown:
+        assert "Maximum requests at a time in each copy [default: 256]" in shown

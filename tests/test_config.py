@@ -48,7 +48,7 @@ def test_sampling_keeps_only_the_keys_that_were_set(tmp_path: Path) -> None:
 
 ERRORS_IN_FILES = [
     ("model: m\nmax_num_seq: 4", r"run.yaml:2: unknown key `max_num_seq`; did you mean `max_num_seqs`\?"),
-    ("model: m\nzzz: 4", r"run.yaml:2: unknown key `zzz`; known: model, dtype"),
+    ("model: m\nzzz: 4", r"run.yaml:2: unknown key `zzz`; known: model, revision"),
     ("model: m\njob: {ordr: input}", r"run.yaml:2: unknown key `job.ordr`; did you mean `order`\?"),
     ("model: m\nsampling:\n  temp: 1", r"run.yaml:3: unknown key `sampling.temp`; did you mean `temperature`\?"),
     ("dtype: fp16", r'run.yaml:1: `dtype` is "fp16"; allowed: auto, bfloat16, float16, float32'),
@@ -236,9 +236,9 @@ def test_a_flag_that_takes_a_json_object_says_so(text: str) -> None:
     with pytest.raises(
         ConfigError, match=r"expected a JSON object in quotes, such as --x '\{\"enable_thinking\": false\}'"
     ):
-        json_object("--x", text)
-    assert json_object("--x", '{"a": [1]}') == {"a": [1]}
-    assert json_object("--x", None) is None
+        json_object("--x", text, example='{"enable_thinking": false}')
+    assert json_object("--x", '{"a": [1]}', example="") == {"a": [1]}
+    assert json_object("--x", None, example="") is None
 
 
 def test_an_overridden_error_of_the_file_does_not_count(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from nvcli.config import RunConfig
+from nvcli.config import SECTIONS, RunConfig, all_keys
 from nvcli.errors import RowError
 from nvcli.jobs.job import Place, RowForm
 from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.jobs.rows.openai_row import openai_job
 from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.other_names import OWN_KEYS, REMARKS
 from nvcli.sampling_params import SamplingParams
+from nvcli.structured import Structured
 from nvcli.validation import suggest
 
 
@@ -28,7 +30,8 @@ from nvcli.validation import suggest
         ("best_out_of", None),
         ("reasoning_effort", None),
         ("top_n", None),
-        ("length_penalty", None),
+        ("top_logprobs", "logprobs"),
+        ("guided_json", "structured.json_schema"),
         ("pre", None),
     ],
 )
@@ -41,14 +44,29 @@ def test_names_of_sampling(name: str, meant: str | None) -> None:
     ("name", "meant"),
     [
         ("tp_size", "tensor_parallel_size"),
-        ("max_length", "max_model_len"),
+        ("max_length", "sampling.max_tokens` or `max_model_len"),
+        ("max_new_tokens", "sampling.max_tokens"),
+        ("rope_scaling", "hf_overrides"),
         ("gpu_mem_utilization", "gpu_memory_utilization"),
         ("worker_cls", None),
-        ("load_in_8bit", None),
+        ("load_in_8bit", "quantization"),
     ],
 )
 def test_names_of_the_configuration(name: str, meant: str | None) -> None:
     assert suggest(name, RunConfig.__struct_fields__).startswith(f"did you mean `{meant}`?" if meant else "known: ")
+
+
+@pytest.mark.parametrize("names", [SamplingParams.__struct_fields__, RunConfig.__struct_fields__])
+def test_what_there_is_not_says_so(names: tuple[str, ...]) -> None:
+    assert suggest("num_beams", names).startswith("nvcli samples and has no beam search")
+    assert suggest("trust_remote_code", names).startswith("leave it out: nvcli never runs code")
+
+
+def test_names_of_other_tools_lead_to_keys_that_there_are() -> None:
+    known = [*all_keys(), *SECTIONS, *(f"sampling.structured.{form}" for form in Structured.__struct_fields__)]
+    assert [(name, key) for name, keys in OWN_KEYS.items() for key in keys if key not in known] == []
+    own = {key.rpartition(".")[2] for key in all_keys()}
+    assert own & (OWN_KEYS.keys() | REMARKS.keys()) == set(), "a name of ours is no other's"
 
 
 def test_a_batch_row_is_offered_what_works() -> None:

@@ -33,6 +33,7 @@ from nvcli.config_types import (
 )
 from nvcli.errors import ConfigError
 from nvcli.job_config import JobConfig, MessageTemplate
+from nvcli.other_names import OWN_KEYS
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.task_config import EmbedConfig, ScoreConfig, Task
 from nvcli.text_template import TextTemplate
@@ -48,6 +49,8 @@ RESERVED_KEYS = ("id", "index", "choices", "usage", "error", "input", "custom_id
 
 FLAG_KEYS = {
     "--model": "model",
+    "--revision": "revision",
+    "--hf-overrides": "hf_overrides",
     "--tp": "tensor_parallel_size",
     "--ep": "enable_expert_parallel",
     "--pp": "pipeline_parallel_size",
@@ -63,8 +66,14 @@ FLAG_KEYS = {
     "--temperature": "sampling.temperature",
     "--top-p": "sampling.top_p",
     "--top-k": "sampling.top_k",
+    "--min-p": "sampling.min_p",
+    "--repetition-penalty": "sampling.repetition_penalty",
+    "--presence-penalty": "sampling.presence_penalty",
+    "--frequency-penalty": "sampling.frequency_penalty",
     "-n": "sampling.n",
     "--stop": "sampling.stop",
+    "--ignore-eos": "sampling.ignore_eos",
+    "--logprobs": "sampling.logprobs",
     "--order": "job.order",
     "--max-errors": "job.max_errors",
     "--keep-going": "job.keep_going",
@@ -101,6 +110,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     model: str = ""
     """Folder or Hugging Face id of a checkpoint, or `demo`: the built-in model."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hugging Face hub; null: its main branch."""
+    hf_overrides: dict[str, Any] = {}
+    """Keys and values that go over those of the checkpoint's config.json, mappings key by key."""
     dtype: Dtype = "auto"
     """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     quantization: Quantization = "auto"
@@ -169,6 +182,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: Path
     """A local folder in Hugging Face layout."""
+    hf_overrides: dict[str, Any] = {}
+    """As in RunConfig."""
     device: Literal["cpu", "cuda"]
     dtype: ModelDtype
     tensor_parallel_size: int
@@ -298,6 +313,27 @@ def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
     return "bfloat16" if kv_cache_dtype == "bf16" else "fp8"
 
 
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "job": JobConfig,
+    "sampling": SamplingParams,
+    "score": ScoreConfig,
+    "embed": EmbedConfig,
+}
+"""The keys that hold keys, and which ones."""
+
+
+def all_keys() -> list[str]:
+    """Return all keys, those in sections with the section in front: `max_model_len`, `sampling.top_k`."""
+    keys = [key for key in RunConfig.__struct_fields__ if key not in SECTIONS]
+    return keys + [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.__struct_fields__]
+
+
+def default_of(key: str) -> Any:
+    """Return the default of a key, as `all_keys` spells it."""
+    section, _, name = key.rpartition(".")
+    return getattr((SECTIONS[section] if section else RunConfig)(), name)
+
+
 def load_run_config(
     path: Path | None,
     overrides: Sequence[str] = (),
@@ -359,10 +395,12 @@ def _in_its_section(error: InvalidValue) -> str | None:
     """Return the message for a key that stands at the top and belongs into a section; None for all other errors."""
     if not error.unknown_key or len(error.path) != 1:
         return None
-    key = error.path[0]
-    sections = {"sampling": SamplingParams, "job": JobConfig, "score": ScoreConfig, "embed": EmbedConfig}
-    section = next((name for name, kind in sections.items() if key in kind.__struct_fields__), None)
-    return section and f"unknown key `{key}`; did you mean `{section}.{key}`?"
+    key = str(error.path[0])
+    own = next((path for path in OWN_KEYS.get(key, ()) if path.partition(".")[0] in SECTIONS), None)
+    if own is None:
+        section = next((name for name, kind in SECTIONS.items() if key in kind.__struct_fields__), None)
+        own = section and f"{section}.{key}"
+    return own and f"unknown key `{key}`; did you mean `{own}`?"
 
 
 def _check_model(run: RunConfig) -> None:
@@ -409,6 +447,16 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
             f"{', '.join(RESERVED_KEYS)}",
         )
     _check_prompts(job, fail)
+    if not _is_json(run.hf_overrides):
+        fail(("hf_overrides",), "`hf_overrides` holds a key or a value that JSON has not; put quotes around it")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        msgspec.json.encode(value, order="deterministic")
+    except TypeError:  # YAML has keys of every type, and dates
+        return False
+    return True
 
 
 def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None]) -> None:
@@ -431,9 +479,7 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
                 "conversations: `--set 'job.messages_template=[{role: user, content: \"…\"}]'`",
             )
     problem = reserved_variable(job.chat_template_kwargs)
-    try:
-        msgspec.json.encode(job.chat_template_kwargs, order="deterministic")
-    except TypeError:  # YAML has keys of every type
+    if not _is_json(job.chat_template_kwargs):
         problem = "holds a key that is no text; put quotes around it"
     if problem is not None:
         fail(("job", "chat_template_kwargs"), f"`job.chat_template_kwargs`: {problem}")
@@ -441,12 +487,15 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
 
 __all__ = [
     "FLAG_KEYS",
+    "SECTIONS",
     "AttentionBackends",
     "EngineConfig",
     "JobConfig",
     "MessageTemplate",
     "RunConfig",
     "SamplingParams",
+    "all_keys",
+    "default_of",
     "load_run_config",
     "load_sourced_config",
 ]

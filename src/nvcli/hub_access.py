@@ -76,8 +76,14 @@ def hub_problem(error: Exception, name: str, kind: Literal["model", "dataset"]) 
     if isinstance(error, hub.RepositoryNotFoundError):
         way_in = "`hf auth login` or HF_TOKEN"
         return f"no such folder, and no such {kind} on the Hugging Face hub (or a private one: {way_in})"
+    if isinstance(error, hub.RevisionNotFoundError):
+        return f"the Hugging Face hub has no such revision (branch, tag or commit) of this {kind}"
     if isinstance(error, OSError) and not isinstance(error, hub.HfHubHTTPError) and error.strerror:
-        return f"cannot be stored in the Hugging Face cache: {error.strerror}"
+        place = f" ({error.filename})" if error.filename else ""
+        return (
+            f"cannot be stored in the Hugging Face cache: {error.strerror}{place}; set HF_HUB_CACHE to a folder that "
+            "can be written to"
+        )
     first_line = (str(error).splitlines() or [""])[0]
     return (
         "no such folder, not in the local Hugging Face cache, and the hub cannot be reached "

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
+from nvcli.other_names import OWN_KEYS, REMARKS
+
 T = TypeVar("T")
 Path = tuple[str | int, ...]
 
@@ -29,38 +31,6 @@ _NEAR = 0.81
 """Names this alike (`difflib`) are a typing error of each other; `top_n` and `top_p` (0.8) are not."""
 _SHORTEST_BEGINNING = 4
 """Beginnings of names have so many characters at least, as `temp` has."""
-
-_OWN_NAMES = {
-    "max_new_tokens": ("max_tokens",),
-    "max_output_tokens": ("max_tokens",),
-    "max_completion_tokens": ("max_tokens",),
-    "max_gen_toks": ("max_tokens",),
-    "n_predict": ("max_tokens",),
-    "max_length": ("max_tokens", "max_model_len"),
-    "context_length": ("max_model_len",),
-    "max_seqs": ("max_num_seqs",),
-    "batch_size": ("max_num_seqs",),
-    "num_return_sequences": ("n",),
-    "random_seed": ("seed",),
-    "stop_sequences": ("stop",),
-    "stop_words": ("stop",),
-    "eos_token_id": ("stop_token_ids",),
-    "repeat_penalty": ("repetition_penalty",),
-    "top_logprobs": ("logprobs",),
-    "tp_size": ("tensor_parallel_size",),
-    "tp": ("tensor_parallel_size",),
-    "ep_size": ("enable_expert_parallel",),
-    "ep": ("enable_expert_parallel",),
-    "expert_parallel_size": ("enable_expert_parallel",),
-    "pp_size": ("pipeline_parallel_size",),
-    "pp": ("pipeline_parallel_size",),
-    "dp_size": ("data_parallel_size",),
-    "dp": ("data_parallel_size",),
-    "mem_fraction_static": ("gpu_memory_utilization",),
-    "model_path": ("model",),
-    "model_name": ("model",),
-}
-"""What other tools call the same, and the names here that it may stand for."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -157,15 +127,24 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the known name that was meant, or all of them.
 
     A name is meant that is spelled nearly the same, that begins with the unknown one, or that other tools call so.
+    Where other tools have a name for which there is nothing here, it says so.
     """
     names = list(known)
     name = name[:_LONGEST_NAME]
-    meant = [own for own in _OWN_NAMES.get(name, ()) if own in names]
+    meant = [own for key in OWN_KEYS.get(name, ()) if (own := _below(key, names))]
+    if not meant and name in REMARKS:
+        return REMARKS[name]
     meant = meant or difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
     if not meant and len(name) >= _SHORTEST_BEGINNING:
         longer = [each for each in names if each.startswith(name)]
         meant = longer if len(longer) == 1 else []
-    return f"did you mean `{meant[0]}`?" if meant else f"known: {', '.join(names)}"
+    return f"did you mean {' or '.join(f'`{each}`' for each in meant)}?" if meant else f"known: {', '.join(names)}"
+
+
+def _below(key: str, names: list[str]) -> str:
+    """Return the part of a key's path that begins with one of the names; empty where none is in it."""
+    steps = key.split(".")
+    return next((".".join(steps[depth:]) for depth, step in enumerate(steps) if step in names), "")
 
 
 def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:

@@ -88,6 +88,12 @@ def test_options_become_values_of_keys() -> None:
             "chat_template_kwargs": '{"a": 1}',
             "stop": [],
             "tp": "auto",
+            "revision": "2",
+            "hf_overrides": '{"vocab_size": 8}',
+            "min_p": "0.1",
+            "presence_penalty": "-1",
+            "ignore_eos": True,
+            "logprobs": "2",
         }
     )
     assert {flag: value for flag, value in flags.items() if value is not None} == {
@@ -97,4 +103,10 @@ def test_options_become_values_of_keys() -> None:
         "--prompt-template": "",
         "--chat-template-kwargs": {"a": 1},
         "--tp": "auto",
+        "--revision": "2",
+        "--hf-overrides": {"vocab_size": 8},
+        "--min-p": 0.1,
+        "--presence-penalty": -1,
+        "--ignore-eos": True,
+        "--logprobs": 2,
     }

@@ -42,16 +42,16 @@ def test_no_folder() -> None:
 
 
 def test_a_model_that_would_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "find_model", lambda name: None)
-    monkeypatch.setattr(model_files, "check_reachable", lambda name: None)
+    monkeypatch.setattr(model_files, "find_model", lambda name, revision: None)
+    monkeypatch.setattr(model_files, "check_reachable", lambda name, revision: None)
     size = DownloadSize(num_bytes=16 << 30, free_bytes=20 << 30, folder=Path("/cache"))
-    monkeypatch.setattr(model_files, "download_size", lambda name: size)
+    monkeypatch.setattr(model_files, "download_size", lambda name, revision: size)
     (finding,) = check_model_files("someone/model").findings
     assert finding.level == Level.WARNING
     assert "would download 16.0 GiB (20.0 GiB are free)" in finding.found
     assert "hf download someone/model" in finding.advice
 
-    def unreachable(name: str) -> None:
+    def unreachable(name: str, revision: str | None) -> None:
         raise LoadError("the hub cannot be reached")
 
     monkeypatch.setattr(model_files, "check_reachable", unreachable)

@@ -133,3 +133,16 @@ def test_batch_invariance_is_a_fact_where_it_is_on() -> None:
         return dict(job_facts(RunConfig(model="demo"), config, {}, model_path=demo_path()))
 
     assert facts(True).items() - facts(False).items() == {("batch_invariant", True)}
+
+
+def test_overrides_of_config_json_make_another_job() -> None:
+    """In whatever order they are given."""
+
+    def facts(overrides: dict[str, Any]) -> dict[str, object]:
+        config = engine_config(model_path=demo_path(), hf_overrides=overrides)
+        return dict(job_facts(RunConfig(model="demo"), config, {}, model_path=demo_path()))
+
+    plain, changed = facts({}), facts({"b": {"y": 1, "x": 2}, "a": None})
+    assert changed.items() - plain.items() == {("hf_overrides", '{"a":null,"b":{"x":2,"y":1}}')}
+    assert facts({"a": None, "b": {"x": 2, "y": 1}}) == changed
+    assert "hf_overrides" not in plain, "outputs of earlier versions are continued"

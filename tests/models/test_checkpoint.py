@@ -52,18 +52,18 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def resolve(name: str, home: Path, **env: str) -> str:
+def resolve(name: str, home: Path, revision: str = "", **env: str) -> str:
     """What `resolve_model` gives in a fresh process: the folder, or the LoadError's message."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "from nvcli.errors import LoadError\n"
         "from nvcli.models.checkpoint import resolve_model\n"
-        "try: print(resolve_model(sys.argv[1]))\n"
+        "try: print(resolve_model(sys.argv[1], revision=sys.argv[2] or None))\n"
         "except LoadError as error: print('LoadError:', error)\n"
     )
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
     result = subprocess.run(
-        [sys.executable, "-c", code, name],
+        [sys.executable, "-c", code, name, revision],
         env={**kept, "HF_HOME": str(home), **env},
         capture_output=True,
         text=True,
@@ -106,6 +106,59 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("")
     with pytest.raises(LoadError, match="the folder around it"):
         resolve_model(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "Model-Q4_K_M.GGUF"])
+def test_gguf_files_and_folders_say_what_they_are(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(LoadError, match=r"weights in GGUF, the format of llama\.cpp.*\*\.safetensors"):
+        resolve_model(str(tmp_path / name))
+    (tmp_path / "some.gguf").write_text("")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(LoadError, match="weights in GGUF"):
+        resolve_model(str(tmp_path))
+
+
+def test_an_adapter_is_named_with_its_base_model_and_how_to_merge_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
+    (tmp_path / "adapter_model.safetensors").write_text("")
+    with pytest.raises(LoadError, match=r"a LoRA adapter for someone/base .*not a whole model") as error:
+        resolve_model(str(tmp_path))
+    assert "merge_and_unload()" in str(error.value)
+    assert "AutoTokenizer.from_pretrained('someone/base')" in str(error.value)
+    (tmp_path / "model.safetensors").write_text("")
+    assert resolve_model(str(tmp_path)) == tmp_path, "a whole model with an adapter beside it"
+
+
+def test_revisions_are_those_of_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='`revision` is "v1", and the model demo is built in'):
+        resolve_model("demo", revision="v1")
+    with pytest.raises(ConfigError, match=r'`revision` is "v1", and the model .* is a folder'):
+        resolve_model(str(tmp_path), revision="v1")
+    with pytest.raises(LoadError, match="no such folder; a revision of a model on the hub is named with --revision"):
+        resolve_model("someone/model@v1")
+
+
+def test_a_folder_of_the_cache_is_the_snapshot_of_a_revision(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, files=["config.json", "model.safetensors"])
+    folder, other = snapshot.parent.parent, snapshot.parent / ("b" * 40)
+    other.mkdir()
+    (folder / "refs" / "v1").write_text("b" * 40)
+    assert resolve_model(str(folder)) == snapshot
+    assert resolve_model(str(folder), revision="v1") == other
+    assert resolve_model(str(folder), revision="b" * 40) == other
+    for wrong in ("v2", "../..", "."):
+        with pytest.raises(LoadError, match=f"no revision .* in this folder .*; there are: {'a' * 40}, {'b' * 40}"):
+            resolve_model(str(folder), revision=wrong)
+
+
+def test_the_cache_serves_a_revision(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, files=["config.json", "model.safetensors"])
+    (snapshot.parent.parent / "refs" / "v1").write_text("a" * 40)
+    (snapshot.parent.parent / "refs" / "main").write_text("c" * 40)
+    assert resolve(NAME, tmp_path, "v1", HF_ENDPOINT=DEAD_HUB) == str(snapshot)
+    assert resolve(NAME, tmp_path, "a" * 40, HF_HUB_OFFLINE="1") == str(snapshot)
+    assert "cannot be reached" in resolve(NAME, tmp_path, "v2", HF_ENDPOINT=DEAD_HUB)
 
 
 def test_the_cache_serves_without_a_network(tmp_path: Path) -> None:

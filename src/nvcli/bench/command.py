@@ -124,7 +124,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     workload = make_workload(options)
     if options.plot is not None:
         check_plot(options.plot)
-    with model_folder(run.model, options.shape, quantization=run.quantization) as path:
+    with model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization) as path:
         model = load_model(run, path)
         # What is wrong with the configuration is said before a file is read.
         resolve_engine_config(run, path, model)

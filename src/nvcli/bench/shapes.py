@@ -121,11 +121,15 @@ SHAPES = {
 
 
 @contextlib.contextmanager
-def model_folder(name: str, shape: str | None, *, quantization: Quantization = "auto") -> Iterator[Path]:
-    """Give the folder of a model, or one with a known shape's config.json, which with `quantization` w4a16 is that of
-    a checkpoint in 4 bits. Raises ConfigError and LoadError."""
+def model_folder(
+    name: str, shape: str | None, *, revision: str | None = None, quantization: Quantization = "auto"
+) -> Iterator[Path]:
+    """Give the folder of a model, or one with a known shape's config.json. Raises ConfigError and LoadError.
+
+    `revision` is the model's, as in RunConfig; with `quantization` w4a16 a shape is that of a checkpoint in 4 bits.
+    """
     if shape is None:
-        yield resolve_model(name)
+        yield resolve_model(name, revision=revision)
         return
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: unknown; {suggest(shape, SHAPES)}")

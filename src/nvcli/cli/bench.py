@@ -9,6 +9,7 @@ import typer
 from msgspec import Meta
 
 from nvcli.cli.help import RESULT, WORKLOAD
+from nvcli.cli.key_flags import key_flags
 from nvcli.cli.messages import choose_config_file, say, say_failure
 from nvcli.cli.options import (
     ConfigOption,
@@ -16,16 +17,17 @@ from nvcli.cli.options import (
     DtypeOption,
     EpOption,
     GpuMemoryUtilizationOption,
+    HfOverridesOption,
     JsonOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
     QuantizationOption,
+    RevisionOption,
     SetOption,
     ShapeOption,
     TpOption,
-    flag_values,
     model_or_shape,
 )
 from nvcli.cli.values import option_value, optional_value
@@ -41,6 +43,8 @@ _NumPasses = Annotated[int, Meta(ge=1)]
 
 def bench(
     model: ModelOption = None,
+    revision: RevisionOption = None,
+    hf_overrides: HfOverridesOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
@@ -65,20 +69,22 @@ def bench(
         typer.Option(
             "--num-requests",
             metavar="N",
-            help="Number of requests; 256. With --input: the first N rows, else all.",
+            help="Number of requests; with --input the first N rows [default: 256; with --input all]",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
     input_len: Annotated[
         str | None,
-        typer.Option("--input-len", metavar="A:B", help="Prompt tokens, uniform; 100:1024.", rich_help_panel=WORKLOAD),
+        typer.Option(
+            "--input-len", metavar="A:B", help="Prompt tokens, uniform [default: 100:1024]", rich_help_panel=WORKLOAD
+        ),
     ] = None,
     output_len: Annotated[
         str | None,
         typer.Option(
             "--output-len",
             metavar="A:B",
-            help="Answer tokens, uniform; 100:1024. With --input: for rows that say nothing.",
+            help="Answer tokens, uniform; with --input for rows that do not say [default: 100:1024]",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -93,22 +99,30 @@ def bench(
     ] = None,
     samples: Annotated[
         str | None,
-        typer.Option("--samples", metavar="N", help="Answers to each prompt; 1.", rich_help_panel=WORKLOAD),
+        typer.Option("--samples", metavar="N", help="Answers to each prompt [default: 1]", rich_help_panel=WORKLOAD),
     ] = None,
     temperature: Annotated[
         str | None,
-        typer.Option("--temperature", metavar="T", help="Sampling temperature; 0.6.", rich_help_panel=WORKLOAD),
+        typer.Option(
+            "--temperature", metavar="T", help="Sampling temperature [default: 0.6]", rich_help_panel=WORKLOAD
+        ),
     ] = None,
     top_k: Annotated[
         str | None,
         typer.Option(
-            "--top-k", metavar="K", help="Sample among the K likeliest tokens; 0: off.", rich_help_panel=WORKLOAD
+            "--top-k",
+            metavar="K",
+            help="Sample among the K likeliest tokens; 0: off [default: 0]",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     top_p: Annotated[
         str | None,
         typer.Option(
-            "--top-p", metavar="P", help="Sample among tokens of this probability; 1: off.", rich_help_panel=WORKLOAD
+            "--top-p",
+            metavar="P",
+            help="Sample among tokens of this probability; 1: off [default: 1]",
+            rich_help_panel=WORKLOAD,
         ),
     ] = None,
     seed: Annotated[
@@ -162,24 +176,13 @@ def bench(
       nvcli bench --shape qwen3-8b --ablate overlap,graphs,prefix-cache,backend=torch
       nvcli bench -m Qwen/Qwen3-8B --input questions.jsonl --num-requests 500
     """
+    given = dict(locals())  # the options by name
     from nvcli.config import load_run_config
     from nvcli.process_limits import check_process
 
     check_process()
-    flags = flag_values(
-        {
-            "--model": model_or_shape(model, shape),
-            "--dtype": dtype,
-            "--quantization": quantization,
-            "--max-model-len": max_model_len,
-            "--max-num-seqs": max_num_seqs,
-            "--gpu-memory-utilization": gpu_memory_utilization,
-            "--tp": tp,
-            "--pp": pp,
-            "--dp": dp,
-        }
-    )
-    flags["--ep"] = ep or None
+    flags = key_flags(bench, given, leave_out=("--temperature", "--top-k", "--top-p", "--seed"))
+    flags["--model"] = model_or_shape(model, shape)
     run = load_run_config(choose_config_file(config), overrides or (), flags)
 
     from nvcli.bench.command import BenchOptions, run_bench

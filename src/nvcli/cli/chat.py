@@ -6,6 +6,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from nvcli.cli.key_flags import key_flags
 from nvcli.cli.loading import load_for_person
 from nvcli.cli.messages import Interrupted, choose_config_file, say, say_error
 from nvcli.cli.options import (
@@ -13,18 +14,24 @@ from nvcli.cli.options import (
     DtypeOption,
     EpOption,
     GpuMemoryUtilizationOption,
+    HfOverridesOption,
     MaxModelLenOption,
     ModelOption,
     PpOption,
     QuantizationOption,
+    RevisionOption,
     SetOption,
     TpOption,
-    flag_values,
 )
 from nvcli.cli.sampling_options import (
     ChatTemplateKwargsOption,
     ChatTemplateOption,
+    FrequencyPenaltyOption,
+    IgnoreEosOption,
     MaxTokensOption,
+    MinPOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
     SeedOption,
     StopOption,
     SystemOption,
@@ -40,6 +47,8 @@ if TYPE_CHECKING:
 
 def chat(
     model: ModelOption = None,
+    revision: RevisionOption = None,
+    hf_overrides: HfOverridesOption = None,
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
@@ -54,7 +63,12 @@ def chat(
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
+    presence_penalty: PresencePenaltyOption = None,
+    frequency_penalty: FrequencyPenaltyOption = None,
     stop: StopOption = None,
+    ignore_eos: IgnoreEosOption = False,
     seed: SeedOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -69,35 +83,13 @@ def chat(
       nvcli chat -m demo
       nvcli chat -m Qwen/Qwen3-8B --system 'Be brief.' --chat-template-kwargs '{"enable_thinking": false}'
     """
+    given = dict(locals())  # the options by name
     import msgspec
 
     from nvcli.config import load_run_config
-    from nvcli.config_source import json_object
 
     config_file = choose_config_file(config)
-    flags = flag_values(
-        {
-            "--model": model,
-            "--dtype": dtype,
-            "--quantization": quantization,
-            "--max-model-len": max_model_len,
-            "--gpu-memory-utilization": gpu_memory_utilization,
-            "--tp": tp,
-            "--pp": pp,
-            "--max-tokens": max_tokens,
-            "--temperature": temperature,
-            "--top-p": top_p,
-            "--top-k": top_k,
-            "--seed": seed,
-        }
-    )
-    flags |= {
-        "--ep": ep or None,
-        "--stop": stop or None,
-        "--system": system,
-        "--chat-template": chat_template,
-        "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
-    }
+    flags = key_flags(chat, given)
     run = load_run_config(config_file, overrides or (), flags)
 
     from nvcli.end_signals import at_safe_place

@@ -28,7 +28,7 @@ def check(
     shard: ShardOption = None,
     prompts: Annotated[
         str | None,
-        typer.Option("--prompts", metavar="N", help="How many prompts to show; 3.", rich_help_panel=RESULT),
+        typer.Option("--prompts", metavar="N", help="How many prompts to show [default: 3]", rich_help_panel=RESULT),
     ] = None,
     as_json: JsonOption = False,
     answer_tokens: Annotated[
@@ -36,7 +36,7 @@ def check(
         typer.Option(
             "--answer-tokens",
             metavar="N",
-            help="Expected tokens of an answer, for the estimate; 256.",
+            help="Expected tokens of an answer, for the estimate [default: 256]",
             rich_help_panel=WORKLOAD,
         ),
     ] = None,
@@ -45,14 +45,14 @@ def check(
         typer.Option(
             "--gpu",
             metavar="KIND",
-            help="Estimate for GPUs of this kind, such as h200; those that are here.",
+            help="Estimate for GPUs of this kind, such as h200 [default: those that are here]",
             autocompletion=completion.gpus,
             rich_help_panel=MODEL,
         ),
     ] = None,
     num_gpus: Annotated[
         str | None,
-        typer.Option("--gpus", metavar="N", help="How many GPUs of that kind; 1.", rich_help_panel=MODEL),
+        typer.Option("--gpus", metavar="N", help="How many GPUs of that kind [default: 1]", rich_help_panel=MODEL),
     ] = None,
     config: ConfigOption = None,
     overrides: SetOption = None,

@@ -10,18 +10,20 @@ from msgspec import Meta
 
 from nvcli.cli import completion
 from nvcli.cli.help import MODEL, ROWS
+from nvcli.cli.key_flags import key_flags
 from nvcli.cli.messages import choose_config_file, say
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
     GpuMemoryUtilizationOption,
+    HfOverridesOption,
     JsonOption,
     MaxModelLenOption,
     ModelOption,
     NumRows,
+    RevisionOption,
     SetOption,
     TpOption,
-    flag_values,
 )
 from nvcli.cli.values import option_value
 
@@ -35,6 +37,8 @@ def compare_quality(
         typer.Argument(metavar="INPUT", help="Rows as `generate` takes them, or a text (*.txt, *.md)."),
     ],
     model: ModelOption = None,
+    revision: RevisionOption = None,
+    hf_overrides: HfOverridesOption = None,
     set_b: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,23 +51,23 @@ def compare_quality(
     ] = None,
     config_b: Annotated[
         Path | None,
-        typer.Option("--config-b", metavar="FILE", help="B's YAML file; that of A.", rich_help_panel=MODEL),
+        typer.Option("--config-b", metavar="FILE", help="YAML file for B [default: A's]", rich_help_panel=MODEL),
     ] = None,
     dtype: DtypeOption = None,
     max_model_len: MaxModelLenOption = None,
     gpu_memory_utilization: GpuMemoryUtilizationOption = None,
     tp: TpOption = None,
     limit: Annotated[
-        str, typer.Option("--limit", metavar="N", help="Only the first N rows or pieces; 256.", rich_help_panel=ROWS)
+        str, typer.Option("--limit", metavar="N", help="Only the first N rows or pieces.", rich_help_panel=ROWS)
     ] = "256",
     context: Annotated[
         str,
-        typer.Option("--context", metavar="N", help="Tokens of each piece of a text; 2048.", rich_help_panel=ROWS),
+        typer.Option("--context", metavar="N", help="Tokens of each piece of a text.", rich_help_panel=ROWS),
     ] = "2048",
     answer_tokens: Annotated[
         str,
         typer.Option(
-            "--answer-tokens", metavar="N", help="Most tokens of a greedy answer; 64. 0: none.", rich_help_panel=ROWS
+            "--answer-tokens", metavar="N", help="Maximum tokens of a greedy answer; 0: none.", rich_help_panel=ROWS
         ),
     ] = "64",
     as_json: JsonOption = False,
@@ -79,6 +83,7 @@ def compare_quality(
       nvcli compare-quality questions.jsonl -m Qwen/Qwen3-8B --set-b kv_cache_dtype=fp8
       nvcli compare-quality book.txt -m Qwen/Qwen3-8B --set-b model=Qwen/Qwen3-8B-FP8
     """
+    given = dict(locals())  # the options by name
     from nvcli.config import FLAG_KEYS, load_run_config
     from nvcli.config_file import find_config_file
     from nvcli.process_limits import check_process
@@ -86,15 +91,7 @@ def compare_quality(
     from nvcli.quality.report import format_json, format_report
 
     check_process()
-    flags = flag_values(
-        {
-            "--model": model,
-            "--dtype": dtype,
-            "--max-model-len": max_model_len,
-            "--gpu-memory-utilization": gpu_memory_utilization,
-            "--tp": tp,
-        }
-    )
+    flags = key_flags(compare_quality, given)
     file, own = choose_config_file(config), overrides or []
     file_b = file if config_b is None else find_config_file(config_b)
     run_a = load_run_config(file, own, flags)

@@ -31,14 +31,9 @@ def gpus(incomplete: str) -> list[str]:
 
 def keys(incomplete: str) -> list[str]:
     """Complete a key of the configuration, with the equals sign that `--set` wants behind it."""
-    from nvcli.config import JobConfig, RunConfig
-    from nvcli.sampling_params import SamplingParams
-    from nvcli.task_config import EmbedConfig, ScoreConfig
+    from nvcli.config import all_keys
 
-    sections = {"job": JobConfig, "sampling": SamplingParams, "score": ScoreConfig, "embed": EmbedConfig}
-    names = [key for key in RunConfig.__struct_fields__ if key not in sections]
-    names += [f"{section}.{key}" for section, kind in sections.items() for key in kind.__struct_fields__]
-    return [f"{name}=" for name in names if name.startswith(incomplete)]
+    return [f"{name}=" for name in all_keys() if name.startswith(incomplete)]
 
 
 def words(*known: str) -> Callable[[str], list[str]]:

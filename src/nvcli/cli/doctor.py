@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from nvcli.cli import completion
 from nvcli.cli.help import MODEL, RESULT
+from nvcli.cli.key_flags import key_flags
 from nvcli.cli.messages import choose_config_file
 from nvcli.cli.options import (
     ConfigOption,
@@ -18,14 +19,15 @@ from nvcli.cli.options import (
     DtypeOption,
     EpOption,
     GpuMemoryUtilizationOption,
+    HfOverridesOption,
     JsonOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
     QuantizationOption,
+    RevisionOption,
     SetOption,
-    flag_values,
 )
 from nvcli.cli.values import option_value
 
@@ -34,6 +36,8 @@ _Seconds = Annotated[float, Meta(ge=1, le=1_000_000)]
 
 def doctor(
     model: ModelOption = None,
+    revision: RevisionOption = None,
+    hf_overrides: HfOverridesOption = None,
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
@@ -56,7 +60,7 @@ def doctor(
         typer.Option(
             "--device",
             metavar="auto|cpu|cuda",
-            help="Device of the run. Without it: the one that is found.",
+            help="Device of the run; auto: a GPU where one is found.",
             autocompletion=completion.words("auto", "cpu", "cuda"),
             rich_help_panel=MODEL,
         ),
@@ -91,6 +95,7 @@ def doctor(
       nvcli doctor -c configs/h200-qwen3-8b.yaml -o /data/answers.jsonl
       nvcli doctor --device cpu --tp 2 --json | jq '.findings[] | select(.level == "problem")'
     """
+    given = dict(locals())  # the options by name
     from nvcli.config import load_run_config
     from nvcli.doctor.examination import examine
     from nvcli.doctor.findings import Level, count
@@ -99,21 +104,7 @@ def doctor(
 
     check_process()
     seconds = option_value("--timeout", timeout, _Seconds, float)
-    flags = flag_values(
-        {
-            "--model": model,
-            "--dtype": dtype,
-            "--quantization": quantization,
-            "--max-model-len": max_model_len,
-            "--max-num-seqs": max_num_seqs,
-            "--gpu-memory-utilization": gpu_memory_utilization,
-            "--tp": tp,
-            "--pp": pp,
-            "--dp": dp,
-            "--device": device,
-        }
-    )
-    flags["--ep"] = ep or None
+    flags = key_flags(doctor, given)
     run = load_run_config(choose_config_file(config), overrides or (), flags, needs_model=False)
     sections = []
     for section in examine(run, output=output.absolute().parent, timeout=seconds):

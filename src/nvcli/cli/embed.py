@@ -38,7 +38,7 @@ def embed(
         typer.Option(
             "--encoding",
             metavar="float|base64",
-            help="Numbers, or base64 of little-endian float32; float.",
+            help="Numbers, or base64 of little-endian float32.",
             autocompletion=completion.words("float", "base64"),
             rich_help_panel=RESULT,
         ),

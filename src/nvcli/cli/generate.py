@@ -11,6 +11,7 @@ import typer
 from nvcli.cli import completion
 from nvcli.cli.answer_files import JobFiles, ProgressName, ShownProgress, answer_files
 from nvcli.cli.help import MODEL, OTHER, PROMPTS, ROWS
+from nvcli.cli.key_flags import key_flags
 from nvcli.cli.messages import choose_config_file
 from nvcli.cli.options import (
     ConfigOption,
@@ -18,6 +19,7 @@ from nvcli.cli.options import (
     DtypeOption,
     EpOption,
     GpuMemoryUtilizationOption,
+    HfOverridesOption,
     LimitOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
@@ -25,17 +27,23 @@ from nvcli.cli.options import (
     NumRows,
     PpOption,
     QuantizationOption,
+    RevisionOption,
     SetOption,
     ShardOption,
     TpOption,
-    flag_values,
 )
 from nvcli.cli.prompt import answer_prompts, check_prompt_options
 from nvcli.cli.sampling_options import (
     ChatTemplateKwargsOption,
     ChatTemplateOption,
+    FrequencyPenaltyOption,
+    IgnoreEosOption,
+    LogprobsOption,
     MaxTokensOption,
+    MinPOption,
     NOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
     SeedOption,
     StopOption,
     SystemOption,
@@ -76,7 +84,7 @@ def generate(
             "--output",
             "-o",
             metavar="FILE",
-            help="Output file, or -. Without it x.jsonl → x.out.jsonl, and - → -.",
+            help="Output file, or - [default: x.jsonl → x.out.jsonl, - → -]",
             rich_help_panel=ROWS,
         ),
     ] = None,
@@ -85,7 +93,7 @@ def generate(
         typer.Option(
             "--order",
             metavar="input|completion",
-            help="Order of the output's rows; completion.",
+            help="Order of the output's rows.",
             autocompletion=completion.words("input", "completion"),
             rich_help_panel=ROWS,
         ),
@@ -94,7 +102,7 @@ def generate(
     shard: ShardOption = None,
     id_field: Annotated[
         str | None,
-        typer.Option("--id-field", metavar="COLUMN", help="Key (column) of the ids; id.", rich_help_panel=ROWS),
+        typer.Option("--id-field", metavar="COLUMN", help="Key (column) of the ids.", rich_help_panel=ROWS),
     ] = None,
     keep_input: Annotated[
         bool,
@@ -105,7 +113,7 @@ def generate(
         typer.Option(
             "--text-field",
             metavar="COLUMN",
-            help="Key (column) for the answer's text alone; CSV: generated_text.",
+            help="Key (column) for the answer's text alone [default: none; CSV: generated_text]",
             rich_help_panel=ROWS,
         ),
     ] = None,
@@ -136,9 +144,11 @@ def generate(
     ] = False,
     max_errors: Annotated[
         str | None,
-        typer.Option("--max-errors", metavar="N", help="End the job when more rows failed.", rich_help_panel=ROWS),
+        typer.Option("--max-errors", metavar="N", help="Stop once more than N rows have failed.", rich_help_panel=ROWS),
     ] = None,
     model: ModelOption = None,
+    revision: RevisionOption = None,
+    hf_overrides: HfOverridesOption = None,
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
@@ -151,16 +161,14 @@ def generate(
     system: SystemOption = None,
     prompt_field: Annotated[
         str | None,
-        typer.Option(
-            "--prompt-field", metavar="COLUMN", help="Key (column) of the prompts; prompt.", rich_help_panel=PROMPTS
-        ),
+        typer.Option("--prompt-field", metavar="COLUMN", help="Key (column) of the prompts.", rich_help_panel=PROMPTS),
     ] = None,
     messages_field: Annotated[
         str | None,
         typer.Option(
             "--messages-field",
             metavar="COLUMN",
-            help="Key (column) of the conversations; messages.",
+            help="Key (column) of the conversations.",
             rich_help_panel=PROMPTS,
         ),
     ] = None,
@@ -187,8 +195,14 @@ def generate(
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
+    presence_penalty: PresencePenaltyOption = None,
+    frequency_penalty: FrequencyPenaltyOption = None,
     n: NOption = None,
     stop: StopOption = None,
+    ignore_eos: IgnoreEosOption = False,
+    logprobs: LogprobsOption = None,
     seed: SeedOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -249,8 +263,8 @@ def generate(
       nvcli generate a.jsonl b.jsonl.gz -c configs/demo.yaml -o out.jsonl --set job.order=input
       cat questions.jsonl | nvcli generate - -m demo | jq '.choices[0].text'
     """
+    given = dict(locals())  # the options by name
     from nvcli.config import load_sourced_config
-    from nvcli.config_source import json_object
     from nvcli.jobs.shard import choose_shard
     from nvcli.process_limits import check_process
 
@@ -289,41 +303,7 @@ def generate(
     progress_name = cast(ProgressName, option_value("--progress", progress, ProgressName, str))
     num_rows = optional_value("--limit", limit, NumRows, int)
     part = None if shard is None else choose_shard(shard, os.environ)
-    flags = flag_values(
-        {
-            "--model": model,
-            "--dtype": dtype,
-            "--quantization": quantization,
-            "--max-model-len": max_model_len,
-            "--max-num-seqs": max_num_seqs,
-            "--gpu-memory-utilization": gpu_memory_utilization,
-            "--tp": tp,
-            "--pp": pp,
-            "--dp": dp,
-            "--order": order,
-            "--max-errors": max_errors,
-            "--max-tokens": max_tokens,
-            "--temperature": temperature,
-            "--top-p": top_p,
-            "--top-k": top_k,
-            "-n": n,
-            "--seed": seed,
-        }
-    )
-    flags |= {
-        "--stop": stop or None,
-        "--ep": ep or None,
-        "--keep-going": keep_going or None,
-        "--keep-input": keep_input or None,
-        "--prompt-field": prompt_field,
-        "--messages-field": messages_field,
-        "--id-field": id_field,
-        "--text-field": text_field,
-        "--system": system,
-        "--prompt-template": prompt_template,
-        "--chat-template": chat_template,
-        "--chat-template-kwargs": json_object("--chat-template-kwargs", chat_template_kwargs),
-    }
+    flags = key_flags(generate, given)
     run, source = load_sourced_config(config_file, overrides or (), flags)
     if dry_run:
         from nvcli.check.check import CheckOptions

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from typer.core import TyperCommand
+
+from nvcli.config import FLAG_KEYS, default_of
 
 ROWS = "Rows and files"
 WORKLOAD = "Requests"
@@ -35,7 +38,20 @@ class GroupedCommand(TyperCommand):
                     (parameter.metavar or parameter.name, record[1].partition("  [")[0])
                 )
             else:
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or OTHER, []).append(record)
+                group = getattr(parameter, "rich_help_panel", None) or OTHER
+                groups.setdefault(group, []).append((record[0], _with_default(record[1], parameter.opts[0])))
         for title in sorted(groups, key=lambda title: title == OTHER):  # the help option is not declared here
             with formatter.section(title):
                 formatter.write_dl(groups[title])
+
+
+def _with_default(text: str, flag: str) -> str:
+    """Return an option's help with its default at the end, as `[default: …]`: that of the key that the flag sets, if
+    the text names none."""
+    text = re.sub(r"\.?\s+\[(default: |required)", r" [\1", text)
+    if flag not in FLAG_KEYS or "[default: " in text:
+        return text
+    value = default_of(FLAG_KEYS[flag])
+    if isinstance(value, bool) or not isinstance(value, int | float | str) or value == "":
+        return text
+    return f"{text.removesuffix('.')} [default: {f'{value:g}' if isinstance(value, float) else value}]"

@@ -26,6 +26,7 @@ from nvcli.cli.models import models
 from nvcli.cli.profile_memory import profile_memory
 from nvcli.cli.score import score
 from nvcli.cli.show import show
+from nvcli.cli.usage_hints import usage_message
 from nvcli.end_signals import handle_end_signals
 from nvcli.standard_streams import secure_standard_streams
 
@@ -165,7 +166,7 @@ def _run() -> int:
 
 def _usage_message(error: typer.TyperException) -> str:
     """Return typer's message for a command line that it cannot split, in our style, and where to find help."""
-    text = error.format_message().rstrip(".")
+    text = usage_message(error)
     context: typer.Context | None = getattr(error, "ctx", None)
     if context is not None:
         command = context.command_path

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from msgspec import Meta
 
 from nvcli.cli import completion
 from nvcli.cli.help import MODEL, OTHER, RESULT, ROWS
-from nvcli.cli.values import plain_value
 from nvcli.errors import ConfigError
 
 NumRows = Annotated[int, Meta(ge=1)]
@@ -36,6 +34,25 @@ ModelOption = Annotated[
         metavar="PATH|NAME",
         help="Folder, Hugging Face id, or `demo`.",
         autocompletion=completion.models,
+        rich_help_panel=MODEL,
+    ),
+]
+RevisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--revision",
+        metavar="NAME",
+        help="Branch, tag or commit of a model on the Hugging Face hub [default: main]",
+        rich_help_panel=MODEL,
+    ),
+]
+HfOverridesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hf-overrides",
+        metavar="JSON",
+        help="Keys that take the place of those in the model's config.json, such as "
+        "'{\"max_position_embeddings\": 131072}'.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -75,22 +92,20 @@ MaxModelLenOption = Annotated[
     typer.Option(
         "--max-model-len",
         metavar="N",
-        help="Most tokens of a prompt and its answer; what the model was made for.",
+        help="Maximum prompt + answer tokens [default: the model's limit]",
         rich_help_panel=MODEL,
     ),
 ]
 MaxNumSeqsOption = Annotated[
     str | None,
-    typer.Option(
-        "--max-num-seqs", metavar="N", help="Most requests at a time in each copy; 256.", rich_help_panel=MODEL
-    ),
+    typer.Option("--max-num-seqs", metavar="N", help="Maximum requests at a time in each copy.", rich_help_panel=MODEL),
 ]
 GpuMemoryUtilizationOption = Annotated[
     str | None,
     typer.Option(
         "--gpu-memory-utilization",
         metavar="SHARE",
-        help="Share of each GPU's memory that the run may use; 0.9.",
+        help="Share of each GPU's memory that the run may use.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -116,7 +131,7 @@ PpOption = Annotated[
     typer.Option(
         "--pp",
         metavar="N",
-        help="Stages of layers in each copy, each on --tp GPUs of its own; 1.",
+        help="Stages of layers in each copy, each on --tp GPUs of its own.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -132,7 +147,7 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="YAML file, or `none`. Without it ./nvcli.yaml, if there is one.",
+        help="YAML file, or `none` [default: ./nvcli.yaml, if there is one]",
         rich_help_panel=OTHER,
     ),
 ]
@@ -149,15 +164,6 @@ SetOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="The result as JSON, on standard output.", rich_help_panel=RESULT)
 ]
-
-
-def flag_values(texts: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the values of flags that set keys (`config.FLAG_KEYS`); None: not given.
-
-    Texts that spell numbers become numbers. The names of models, devices and types stay text.
-    """
-    names = ("--model", "--dtype", "--quantization", "--device", "--order")
-    return {flag: text if flag in names else plain_value(text) for flag, text in texts.items()}
 
 
 def model_or_shape(model: str | None, shape: str | None) -> str | None:

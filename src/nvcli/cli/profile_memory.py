@@ -8,28 +8,32 @@ from typing import Annotated
 import typer
 
 from nvcli.cli.help import MODEL, RESULT, WORKLOAD
+from nvcli.cli.key_flags import key_flags
 from nvcli.cli.messages import choose_config_file, say
 from nvcli.cli.options import (
     ConfigOption,
     DtypeOption,
     EpOption,
     GpuMemoryUtilizationOption,
+    HfOverridesOption,
     JsonOption,
     MaxModelLenOption,
     MaxNumSeqsOption,
     ModelOption,
     PpOption,
     QuantizationOption,
+    RevisionOption,
     SetOption,
     ShapeOption,
     TpOption,
-    flag_values,
     model_or_shape,
 )
 
 
 def profile_memory(
     model: ModelOption = None,
+    revision: RevisionOption = None,
+    hf_overrides: HfOverridesOption = None,
     shape: ShapeOption = None,
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
@@ -78,6 +82,7 @@ def profile_memory(
       nvcli profile-memory -m Qwen/Qwen3-32B --dry-run --gpu-memory 80GiB --tp 4
       nvcli profile-memory --shape qwen3-8b --plot memory.svg
     """
+    given = dict(locals())  # the options by name
     from nvcli.bench.plot import check_plot
     from nvcli.config import load_run_config
     from nvcli.process_limits import check_process
@@ -88,19 +93,8 @@ def profile_memory(
     if plot is not None:
         check_plot(plot)
     check_process()
-    flags = flag_values(
-        {
-            "--model": model_or_shape(model, shape),
-            "--dtype": dtype,
-            "--quantization": quantization,
-            "--max-model-len": max_model_len,
-            "--max-num-seqs": max_num_seqs,
-            "--gpu-memory-utilization": gpu_memory_utilization,
-            "--tp": tp,
-            "--pp": pp,
-        }
-    )
-    flags["--ep"] = ep or None
+    flags = key_flags(profile_memory, given)
+    flags["--model"] = model_or_shape(model, shape)
     run = load_run_config(choose_config_file(config), overrides or (), flags)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)
     if plot is not None:

@@ -37,30 +37,92 @@ MaxTokensOption = Annotated[
     typer.Option(
         "--max-tokens",
         metavar="N",
-        help="Most tokens of an answer; what --max-model-len leaves.",
+        help="Maximum tokens of an answer [default: what --max-model-len leaves]",
         rich_help_panel=SAMPLING,
     ),
 ]
 TemperatureOption = Annotated[
     str | None,
-    typer.Option("--temperature", metavar="T", help="0: always the likeliest token.", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        help="0: always the likeliest token [default: the checkpoint's, else 1]",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 TopPOption = Annotated[
     str | None,
     typer.Option(
         "--top-p",
         metavar="P",
-        help="Choose among the likeliest tokens of this probability together; 1: off.",
+        help="Choose among the likeliest tokens of this probability together; 1: off "
+        "[default: the checkpoint's, else 1]",
         rich_help_panel=SAMPLING,
     ),
 ]
 TopKOption = Annotated[
     str | None,
-    typer.Option("--top-k", metavar="K", help="Choose among the K likeliest tokens; 0: off.", rich_help_panel=SAMPLING),
+    typer.Option(
+        "--top-k",
+        metavar="K",
+        help="Choose among the K likeliest tokens; 0: off [default: the checkpoint's, else 0]",
+        rich_help_panel=SAMPLING,
+    ),
 ]
-NOption = Annotated[
-    str | None, typer.Option("-n", metavar="N", help="Answers to each row; 1.", rich_help_panel=SAMPLING)
+MinPOption = Annotated[
+    str | None,
+    typer.Option(
+        "--min-p",
+        metavar="P",
+        help="Leave out tokens below this share of the likeliest one's probability; 0: off "
+        "[default: the checkpoint's, else 0]",
+        rich_help_panel=SAMPLING,
+    ),
 ]
+RepetitionPenaltyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="X",
+        help="Above 1: tokens of the prompt and the answer become less likely; 1: off "
+        "[default: the checkpoint's, else 1]",
+        rich_help_panel=SAMPLING,
+    ),
+]
+PresencePenaltyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--presence-penalty",
+        metavar="X",
+        help="Taken from the logits of tokens that the answer has, -2 to 2.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+FrequencyPenaltyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--frequency-penalty",
+        metavar="X",
+        help="The same, times how often the answer has them, -2 to 2.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+IgnoreEosOption = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-eos", help="Answers go on behind end-of-sequence tokens, to --max-tokens.", rich_help_panel=SAMPLING
+    ),
+]
+LogprobsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--logprobs",
+        metavar="N",
+        help="Log-probability of each token of an answer, and of the N likeliest in its place.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+NOption = Annotated[str | None, typer.Option("-n", metavar="N", help="Answers to each row.", rich_help_panel=SAMPLING)]
 StopOption = Annotated[
     list[str] | None,
     typer.Option("--stop", metavar="TEXT", help="Text that ends an answer; may be repeated.", rich_help_panel=SAMPLING),
@@ -70,7 +132,7 @@ SeedOption = Annotated[
     typer.Option(
         "--seed",
         metavar="N",
-        help="Seed of the run: each row draws its own random numbers from it; 0.",
+        help="Seed of the run: each row draws its own random numbers from it.",
         rich_help_panel=SAMPLING,
     ),
 ]

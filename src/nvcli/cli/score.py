@@ -21,7 +21,7 @@ def score(
         typer.Option(
             "--normalize",
             metavar="none|tokens|bytes",
-            help="What log-probabilities are divided by before choices are compared; none.",
+            help="What log-probabilities are divided by before choices are compared.",
             autocompletion=completion.words("none", "tokens", "bytes"),
             rich_help_panel=RESULT,
         ),
@@ -35,22 +35,20 @@ def score(
         typer.Option(
             "--continuation-field",
             metavar="COLUMN",
-            help="Key (column) of the continuation; continuation.",
+            help="Key (column) of the continuation.",
             rich_help_panel=PROMPTS,
         ),
     ] = None,
     choices_field: Annotated[
         str | None,
-        typer.Option(
-            "--choices-field", metavar="COLUMN", help="Key (column) of the choices; choices.", rich_help_panel=PROMPTS
-        ),
+        typer.Option("--choices-field", metavar="COLUMN", help="Key (column) of the choices.", rich_help_panel=PROMPTS),
     ] = None,
     answer_field: Annotated[
         str | None,
         typer.Option(
             "--answer-field",
             metavar="COLUMN",
-            help="Key (column) that says which choice is right; answer.",
+            help="Key (column) that says which choice is right.",
             rich_help_panel=PROMPTS,
         ),
     ] = None,

@@ -11,7 +11,8 @@ import typer
 
 from nvcli.cli.answer_files import JobFiles, ProgressName, ShownProgress, answer_files
 from nvcli.cli.generate import chosen_verbosity, generate
-from nvcli.cli.job_options import flag_of, job_flags
+from nvcli.cli.job_options import job_flags
+from nvcli.cli.key_flags import flag_of
 from nvcli.cli.messages import choose_config_file
 from nvcli.cli.options import NumRows
 from nvcli.cli.values import option_value, optional_value

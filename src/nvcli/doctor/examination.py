@@ -56,8 +56,14 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
             return stack.enter_context(Probe(f"nvcli.doctor.{target}:main", task, name=name, timeout=timeout))
 
         smi = ask_nvidia_smi()  # before our own probes take memory of the GPUs
-        expert_parallel = run.enable_expert_parallel
-        files = check_model_files(run.model, expert_parallel=expert_parallel) if run.model.strip() else None
+        files = None
+        if run.model.strip():
+            files = check_model_files(
+                run.model,
+                revision=run.revision,
+                expert_parallel=run.enable_expert_parallel,
+                overrides=run.hf_overrides,
+            )
         config, layout, config_findings = _layout(run, files, device, smi)
         num_ranks = layout.num_ranks
         device_probe = start("device_probe", None, "device probe")
@@ -68,7 +74,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         attention_probe = start("attention_probe", _attention_task(run, files, config, device), "attention probe")
         model_probe = None
         if files is not None and files.path is not None:
-            model_probe = start("model_probe", _model_task(files.path, files), "model probe")
+            model_probe = start("model_probe", _model_task(files.path, files, run), "model probe")
 
         report = _result(device_probe)
         is_explicit = run.device != "auto"
@@ -197,9 +203,10 @@ def _attention_kinds(model: ModelConfig, tensor_parallel_size: int) -> tuple[Att
     return tuple(dict.fromkeys(kinds))
 
 
-def _model_task(path: Path, files: ModelFiles) -> ModelTask:
+def _model_task(path: Path, files: ModelFiles, run: RunConfig) -> ModelTask:
     return ModelTask(
         path=str(path),
+        hf_overrides=run.hf_overrides,
         vocab_size=files.config.vocab_size if files.config else None,
         has_weights=files.config is not None and files.tensors is not None,
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
 from nvcli.errors import ConfigError, LoadError
 from nvcli.hub_access import DownloadSize
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
+from nvcli.models.config_overrides import NO_OVERRIDES
 from nvcli.models.hub import check_reachable, check_room, download_size
 from nvcli.models.safetensors_header import TensorInfo, read_header
 
@@ -30,34 +32,40 @@ class ModelFiles:
     findings: list[Finding]
 
 
-def check_model_files(name: str, *, expert_parallel: bool = False) -> ModelFiles:
-    """Check the model that the configuration names. Nothing is downloaded. `expert_parallel` is that of
-    `load_model_config`."""
-    path, finding = _find(name)
+def check_model_files(
+    name: str,
+    *,
+    revision: str | None = None,
+    expert_parallel: bool = False,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+) -> ModelFiles:
+    """Check the model that the configuration names. Nothing is downloaded. `revision` is that of `find_model`,
+    `expert_parallel` and `overrides` are those of `load_model_config`."""
+    path, finding = _find(name, revision)
     if path is None:
         return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
-    config, config_findings = _read_config(path, expert_parallel=expert_parallel)
+    config, config_findings = _read_config(path, expert_parallel=expert_parallel, overrides=overrides)
     tensors, weight_findings = _read_weights(path)
     findings = [finding, *config_findings, *weight_findings]
     return ModelFiles(path=path, config=config, tensors=tensors, findings=findings)
 
 
-def _find(name: str) -> tuple[Path | None, Finding]:
+def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
     try:
-        path = find_model(name)
+        path = find_model(name, revision=revision)
         if path is None:
-            return None, _not_here(name, _ask_for_size(name))
+            return None, _not_here(name, revision, _ask_for_size(name, revision))
     except (ConfigError, LoadError) as error:
         return None, problem("folder", str(error), "give a folder with config.json, weights and tokenizer to --model")
     return path, ok("folder", str(path))
 
 
-def _ask_for_size(name: str) -> DownloadSize:
-    check_reachable(name)  # answers at once whether a download can work
-    return download_size(name)
+def _ask_for_size(name: str, revision: str | None) -> DownloadSize:
+    check_reachable(name, revision)  # answers at once whether a download can work
+    return download_size(name, revision)
 
 
-def _not_here(name: str, size: DownloadSize) -> Finding:
+def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
     """Say what the first run would download."""
     try:
         check_room(name, size)
@@ -67,12 +75,15 @@ def _not_here(name: str, size: DownloadSize) -> Finding:
         f"{name} is not in the local Hugging Face cache; the first run would download {format_gib(size.num_bytes)} "
         f"({format_gib(size.free_bytes)} are free)"
     )
-    return warning("folder", found, f"hf download {name}, then ask again: its files were not checked")
+    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    return warning("folder", found, f"{command}, then ask again: its files were not checked")
 
 
-def _read_config(path: Path, *, expert_parallel: bool) -> tuple[ModelConfig | None, list[Finding]]:
+def _read_config(
+    path: Path, *, expert_parallel: bool, overrides: Mapping[str, Any]
+) -> tuple[ModelConfig | None, list[Finding]]:
     try:
-        config = load_model_config(path, expert_parallel=expert_parallel)
+        config = load_model_config(path, expert_parallel=expert_parallel, overrides=overrides)
     except (ConfigError, LoadError) as error:
         return None, [problem("config", str(error), "choose a checkpoint that nvcli serves, or correct the file")]
     quantised = "" if config.quantisation is None else f" quantised with {config.quantisation.name},"

@@ -5,8 +5,10 @@ It runs as `nvcli.doctor.model_probe:main` and imports transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,6 +18,7 @@ from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
 from nvcli.models import checkpoint_check
 from nvcli.models.config import load_model_config
+from nvcli.models.config_overrides import NO_OVERRIDES
 
 _TEXT = "What is 17 times 7? It is 119."
 _COPY_ADVICE = "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json) into its folder"
@@ -25,6 +28,7 @@ class ModelTask(msgspec.Struct, frozen=True, kw_only=True):
     """The argument of the probe; the parent knows which checks make sense."""
 
     path: str
+    hf_overrides: dict[str, Any]
     vocab_size: int | None
     """The vocabulary of config.json; None: it cannot be read."""
     has_weights: bool
@@ -35,7 +39,7 @@ def main(task: ModelTask, control: Connection) -> None:
     path = Path(task.path)
     findings = check_tokenizer(path, task.vocab_size)
     if task.has_weights:
-        findings.append(check_tensors(path))
+        findings.append(check_tensors(path, task.hf_overrides))
     control.send(findings)
 
 
@@ -78,10 +82,10 @@ def check_chat_template(tokenizer: Tokenizer) -> Finding:
     return ok(name, "renders user and system messages")
 
 
-def check_tensors(path: Path) -> Finding:
+def check_tensors(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Finding:
     """Check that the checkpoint holds each tensor that the model has, in its shape, and no others."""
     try:
-        config = load_model_config(path)
+        config = load_model_config(path, overrides=overrides)
         located = checkpoint_check.read_model_tensors(config, path)
         checkpoint_check.check_tensors(config, located.tensors, path)
     except (ConfigError, LoadError) as error:

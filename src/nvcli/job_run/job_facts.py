@@ -76,6 +76,8 @@ def job_facts(
         "job.messages_field": run.job.messages_field,
         "job.id_field": run.job.id_field,
     }
+    if config.hf_overrides:
+        facts["hf_overrides"] = _fact(config.hf_overrides)
     if config.kv_dtype != config.dtype:
         facts["kv_cache_dtype"] = config.kv_cache_dtype
     if config.quantization != "none":

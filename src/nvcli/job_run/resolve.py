@@ -213,7 +213,7 @@ def resolve_settings(
     Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
     `found_device`, `gpus` and `setter_of` are as in `resolve_job`.
     """
-    model_path = resolve_model(run.model, weights=weights)
+    model_path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
     model = load_model(run, model_path, found_device=found_device, gpus=gpus)
     task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
@@ -247,7 +247,7 @@ def load_model(
     `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
     `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
     """
-    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel)
+    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes)
 
@@ -269,7 +269,8 @@ def resolve_engine_config(
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
-            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out"
+            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out, or stretch "
+            "the model with `hf_overrides`"
         )
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     dtype = run.dtype
@@ -285,6 +286,7 @@ def resolve_engine_config(
         check_fast_accumulation(run, model, device)
     return EngineConfig(
         model_path=model_path,
+        hf_overrides=run.hf_overrides,
         device=device,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,

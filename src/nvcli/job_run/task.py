@@ -25,7 +25,7 @@ def task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows 
                 "probabilities; `nvcli embed` makes embeddings with it"
             )
         return None if run.task == "generate" else ScoreRows(run.score)
-    embed, files = run.embed, read_embedding_files(model_path)
+    embed, files = run.embed, read_embedding_files(model_path, run.hf_overrides)
     if embed.dimensions is not None and embed.dimensions > model.hidden_size:
         raise ConfigError(
             f"`embed.dimensions` is {embed.dimensions}, and {run.model} gives vectors of {model.hidden_size} numbers; "

@@ -7,36 +7,55 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nvcli.errors import ConfigError, LoadError
+from nvcli.models.config import CONFIG_FILE
+from nvcli.models.config_overrides import NO_OVERRIDES
 from nvcli.models.hub import cached_snapshot, download, download_small_files
 from nvcli.models.json_file import JsonFile
+from nvcli.models.other_checkpoints import check_kind, gguf_error, is_gguf, other_weights
 from nvcli.models.safetensors_header import INDEX_FILE, TensorInfo, read_header, unreadable
-from nvcli.regular_file import check_regular
+from nvcli.regular_file import check_regular, read_regular
 from nvcli.validation import show
 
 SINGLE_FILE = "model.safetensors"
+_MOST_REF_BYTES = 1000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WITH_REVISION = re.compile(_HUB_ID.pattern + "@.+")
 
 
-def resolve_model(name: str, *, weights: bool = True) -> Path:
+def resolve_model(
+    name: str,
+    *,
+    weights: bool = True,
+    revision: str | None = None,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+) -> Path:
     """Folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then download).
 
-    `weights` false: configuration and tokenizer are enough, and no weights are downloaded.
+    `weights` false: configuration and tokenizer are enough, and no weights are downloaded. `revision` is a branch, tag
+    or commit of the hub; None: its main branch. `overrides` are those of `load_model_config`, by which a model is
+    looked at before its weights are downloaded.
     """
-    return find_model(name, weights=weights) or (download(name) if weights else download_small_files(name))
+    found = find_model(name, weights=weights, revision=revision)
+    if found is not None:
+        return found
+    return download(name, revision, overrides=overrides) if weights else download_small_files(name, revision)
 
 
-def find_model(name: str, *, weights: bool = True) -> Path | None:
+def find_model(name: str, *, weights: bool = True, revision: str | None = None) -> Path | None:
     """Find the folder of the model `name` on this machine; None where `resolve_model` would try a download.
 
-    `weights` false: a folder without weights counts too. Raises ConfigError where the name is empty, and LoadError
-    where it cannot be a model.
+    `weights` false: a folder without weights counts too. `revision`: as in `resolve_model`. Raises ConfigError where
+    the name is empty or its model has no revisions, and LoadError where it cannot be a model.
     """
     if name == "demo":
         from nvcli.demo import demo_path
 
+        _check_no_revision(name, "built in", revision)
         return demo_path()
     if not name:
         raise ConfigError("`model` is empty: give a folder, a Hugging Face id, or `demo`")
@@ -46,13 +65,46 @@ def find_model(name: str, *, weights: bool = True) -> Path | None:
     except OSError as error:  # too long a name, a folder that must not be entered
         raise LoadError(f"{name}: {error.strerror}") from None
     if is_folder:
-        return path
+        return _local_folder(path, name, revision)
     if is_there:
+        if is_gguf(name):
+            raise gguf_error(name)
         raise LoadError(f"{name}: a file; `model` is the folder around it, in Hugging Face layout")
     if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
-        raise LoadError(f"{name}: no such folder")
-    cached = cached_snapshot(name, weights=weights)
-    return cached if cached is not None and _is_complete(cached, weights=weights) else None
+        at = "; a revision of a model on the hub is named with --revision" if _WITH_REVISION.fullmatch(name) else ""
+        raise LoadError(f"{name}: no such folder{at}")
+    cached = cached_snapshot(name, weights=weights, revision=revision)
+    if cached is None or not _is_complete(cached, weights=weights):
+        return None
+    check_kind(cached, name)
+    return cached
+
+
+def _local_folder(path: Path, name: str, revision: str | None) -> Path:
+    """Return the folder of a model that is named by a folder. Raises ConfigError and LoadError."""
+    if not (path / "snapshots").is_dir() or (path / CONFIG_FILE).exists():
+        _check_no_revision(name, "a folder", revision)
+        check_kind(path, name)
+        return path
+    wanted = revision or "main"  # a model's folder in the Hugging Face cache
+    try:
+        commit = read_regular(path / "refs" / wanted, most_bytes=_MOST_REF_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        commit = wanted
+    snapshot = path / "snapshots" / commit
+    if Path(commit).name != commit or not snapshot.is_dir():
+        known = ", ".join(sorted(os.listdir(path / "snapshots"))) or "none"
+        raise LoadError(f"{name}: no revision {wanted} in this folder of the Hugging Face cache; there are: {known}")
+    check_kind(snapshot, name)
+    return snapshot
+
+
+def _check_no_revision(name: str, kind: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ConfigError(
+            f"`revision` is {show(revision)}, and the model {name} is {kind}: revisions are those of models that are "
+            "named by their id on the Hugging Face hub; leave it out"
+        )
 
 
 def is_hub_id(name: str) -> bool:
@@ -68,10 +120,9 @@ def weight_files(path: Path) -> list[Path]:
     files = [single] if os.path.lexists(single) else sorted(path.glob("*.safetensors"))
     if files:
         return files
-    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))
-    hint = ""
-    if others:
-        hint = f"; {others[0]} is of another format: save the model with transformers' save_pretrained to convert it"
+    other, hint = other_weights(path), ""
+    if other is not None:
+        hint = f"; {other} is of another format: save the model with transformers' save_pretrained to convert it"
     raise LoadError(f"{path}: no *.safetensors file{hint}")
 
 

@@ -16,6 +16,7 @@ from nvcli.distributed.stage import Stage
 from nvcli.errors import ConfigError
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
+from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
 from nvcli.models.families.catalogue import find_family, nearest_architecture
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
@@ -245,23 +246,33 @@ class ModelConfig:
             yield f"each rank's {self.hidden_size:,} of the hidden size are not multiples of {FP8_ALIGNMENT} in FP8"
 
 
-def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConfig:
+def load_model_config(
+    path: Path, *, expert_parallel: bool = False, overrides: Mapping[str, Any] = NO_OVERRIDES
+) -> ModelConfig:
     """Read the config files of a checkpoint folder.
 
-    `expert_parallel` is how ranks are to share its experts; see `ModelConfig`. Raises LoadError that names the file and
-    the key, and ConfigError for an architecture that is not supported, and where a model without experts is to be
-    shared so.
+    `expert_parallel` is how ranks are to share its experts; see `ModelConfig`. `overrides` are laid over config.json.
+    Raises LoadError that names the file and the key, and ConfigError for an architecture that is not supported, where a
+    model without experts is to be shared so, and for an override that changes nothing.
     """
-    config = JsonFile.read(path / CONFIG_FILE)
+    file = JsonFile.read(path / CONFIG_FILE)
     generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
+    model = _read_model(with_overrides(file, overrides), generation)
+    check_overrides(file, overrides, lambda changed: _read_model(changed, generation))
+    if expert_parallel and not model.has_experts:
+        raise ConfigError(
+            f"`enable_expert_parallel` (--ep) is true, and this model ({model.architecture}) has no experts: leave it "
+            "out"
+        )
+    return replace(model, expert_parallel=expert_parallel)
+
+
+def _read_model(config: JsonFile, generation: JsonFile) -> ModelConfig:
+    """Read what both files say. Raises LoadError and ConfigError."""
     architecture, family = _family(config)
     text = _text_config(config, family)
     quantisation = read_quantisation(config, text, family.quantisations)
     decoder = family.read(text)
-    if expert_parallel and not any(isinstance(layer.mlp, ExpertsConfig) for layer in decoder.layer_kinds):
-        raise ConfigError(
-            f"`enable_expert_parallel` (--ep) is true, and this model ({architecture}) has no experts: leave it out"
-        )
     model = ModelConfig(
         architecture=architecture,
         decoder=replace(decoder, layout=replace(decoder.layout, is_part=text.section != "")),
@@ -272,7 +283,6 @@ def load_model_config(path: Path, *, expert_parallel: bool = False) -> ModelConf
         dtype=_dtype(config, text),
         eos_token_ids=_eos_token_ids(generation, config, text),
         generation_defaults=_generation_defaults(generation),
-        expert_parallel=expert_parallel,
         quantisation=quantisation,
         has_head=not architecture.endswith(_HEADLESS),
     )
@@ -301,10 +311,10 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
     """Return the settings of the text model: a section of their own where the checkpoint holds more than text."""
     found = config.values.get(_TEXT)
     if found is None:
-        return JsonFile(config.path, {**family.defaults, **config.values})
+        return config.with_values({**family.defaults, **config.values})
     if not isinstance(found, dict):
         raise config.error(_TEXT, f"{show(found)} is not an object")
-    return JsonFile(config.path, {**family.defaults, **found}, section=f"{_TEXT}.")
+    return config.with_values({**family.defaults, **found}, f"{_TEXT}.")
 
 
 def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:

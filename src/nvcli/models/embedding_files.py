@@ -8,12 +8,14 @@ embedding models made of decoders do (Qwen3-Embedding, E5-Mistral). Torch-free.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
 from nvcli.errors import LoadError
+from nvcli.models.config_overrides import NO_OVERRIDES, with_overrides
 from nvcli.models.json_file import JsonFile, read_json
 from nvcli.task_config import PoolingName
 from nvcli.validation import show
@@ -39,10 +41,13 @@ class EmbeddingFiles(msgspec.Struct, frozen=True, kw_only=True):
     normalizes: bool | None = None
 
 
-def read_embedding_files(path: Path) -> EmbeddingFiles:
-    """Read what a checkpoint folder says about embeddings. Raises LoadError that names the file and the key, for a
-    module or a pooling that is not served, and for a model that attends in both directions."""
-    config = JsonFile.read(path / "config.json")
+def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> EmbeddingFiles:
+    """Read what a checkpoint folder says about embeddings. `overrides` are laid over its config.json.
+
+    Raises LoadError that names the file and the key, for a module or a pooling that is not served, and for a model that
+    attends in both directions.
+    """
+    config = with_overrides(JsonFile.read(path / "config.json"), overrides)
     for key, is_causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if config.values.get(key, is_causal) not in (is_causal, None):
             raise config.error(

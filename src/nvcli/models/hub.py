@@ -7,12 +7,15 @@ held against the free disk space. Torch-free; huggingface_hub is imported when s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from nvcli.errors import ConfigError, LoadError, reworded
 from nvcli.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_bytes, no_progress
 from nvcli.models.config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_model_config
+from nvcli.models.config_overrides import NO_OVERRIDES
+from nvcli.models.other_checkpoints import ADAPTER_CONFIG, check_kind, check_repository
 
 _FILES = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
@@ -33,54 +36,62 @@ def check_room(name: str, size: DownloadSize) -> None:
         )
 
 
-def cached_snapshot(name: str, *, weights: bool = True) -> Path | None:
+def cached_snapshot(name: str, *, weights: bool = True, revision: str | None = None) -> Path | None:
     """Return the folder of a model in the local cache, which may be incomplete; None where there is none.
 
-    `weights` false: a folder that was downloaded without weights is one too.
+    `weights` false: a folder that was downloaded without weights is one too. `revision` is a branch, a tag or a commit;
+    None: the main branch.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True, **(_FILES if weights else _SMALL_FILES)))
+        files = _FILES if weights else _SMALL_FILES
+        return Path(snapshot_download(name, revision=revision, local_files_only=True, **files))
     except (HFValidationError, OSError):
         return None
 
 
-def download(name: str) -> Path:
-    """Download the model `name`, and return its folder in the cache.
+def download(name: str, revision: str | None = None, *, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Path:
+    """Download the model `name`, and return its folder in the cache. `revision`: as in `cached_snapshot`, `overrides`:
+    as in `load_model_config`.
 
     Raises LoadError where the hub does not give it, and, before any weights are fetched, LoadError or ConfigError where
     its config.json describes a model that cannot run, it has no safetensors files, or the disk has no room for it.
     """
     from huggingface_hub import snapshot_download
 
-    check_reachable(name)  # answers at once whether the download can work
-    configs = [CONFIG_FILE, GENERATION_CONFIG_FILE]
+    check_reachable(name, revision)  # answers at once whether the download can work
+    configs = [CONFIG_FILE, GENERATION_CONFIG_FILE, ADAPTER_CONFIG]
     with _hub_errors(name):
-        folder = Path(snapshot_download(name, allow_patterns=configs, tqdm_class=no_progress()))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=configs, tqdm_class=no_progress()))
+    if not (folder / CONFIG_FILE).is_file():
+        check_kind(folder, name)
     try:
-        load_model_config(folder)
+        load_model_config(folder, overrides=overrides)
     except (ConfigError, LoadError) as error:
         raise reworded(error, f"model {name} was not downloaded, as its configuration is refused: {error}") from None
-    check_room(name, download_size(name))
+    check_room(name, download_size(name, revision))
     with _hub_errors(name):
-        return Path(snapshot_download(name, **_FILES))
+        return Path(snapshot_download(name, revision=revision, **_FILES))
 
 
-def download_small_files(name: str) -> Path:
+def download_small_files(name: str, revision: str | None = None) -> Path:
     """Download the configuration and the tokenizer of the model `name`, and return their folder in the cache.
 
     Raises LoadError where the hub does not give them.
     """
     from huggingface_hub import snapshot_download
 
-    check_reachable(name)
+    check_reachable(name, revision)
     with _hub_errors(name):
-        return Path(snapshot_download(name, tqdm_class=no_progress(), **_SMALL_FILES))
+        folder = Path(snapshot_download(name, revision=revision, tqdm_class=no_progress(), **_SMALL_FILES))
+    if not (folder / CONFIG_FILE).is_file():
+        check_kind(folder, name)
+    return folder
 
 
-def download_size(name: str) -> DownloadSize:
+def download_size(name: str, revision: str | None = None) -> DownloadSize:
     """Ask the hub how large the files of the model `name` are that are not in the cache.
 
     Raises LoadError where the hub does not give them, or there are no safetensors files among them.
@@ -88,18 +99,19 @@ def download_size(name: str) -> DownloadSize:
     from huggingface_hub import constants, snapshot_download
 
     with _hub_errors(name):
-        files = snapshot_download(name, dry_run=True, tqdm_class=no_progress(), **_FILES)
+        files = snapshot_download(name, revision=revision, dry_run=True, tqdm_class=no_progress(), **_FILES)
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise LoadError(f"model {name}: its repository has no *.safetensors files; choose one that has them")
     return DownloadSize.of(missing_bytes(files), Path(constants.HF_HUB_CACHE))
 
 
-def check_reachable(name: str) -> None:
-    """Raise LoadError where the hub does not have the model `name`, or not for us; it says why."""
+def check_reachable(name: str, revision: str | None = None) -> None:
+    """Raise LoadError where the hub does not have the model `name`, or not for us, or in GGUF; it says which."""
     from huggingface_hub import HfApi
 
     with _hub_errors(name):
-        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+        found = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT)
+    check_repository(name, [file.rfilename for file in found.siblings or ()])
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,10 +42,18 @@ def read_json(path: Path) -> Any:
 class JsonFile:
     """A JSON object that remembers where it came from, for messages."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any], section: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, Any],
+        section: str = "",
+        changed: Collection[str] = (),
+    ) -> None:
         self.path = path
         self.values = values
         self.section = section
+        self.changed = changed
+        """The keys of the whole file in which a user has changed something (`hf_overrides`)."""
 
     @classmethod
     def read(cls, path: Path) -> JsonFile:
@@ -65,6 +73,10 @@ class JsonFile:
     def read_if_present(cls, path: Path) -> JsonFile:
         """Read a file, or take a file that is not there for an empty object. A link that leads nowhere is an error."""
         return cls.read(path) if os.path.lexists(path) else cls(path, {})
+
+    def with_values(self, values: Mapping[str, Any], section: str | None = None) -> JsonFile:
+        """Return a part of the file, or the same part with other values; without `section` the part is the same."""
+        return JsonFile(self.path, values, self.section if section is None else section, self.changed)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`. Where it is absent or null, it is `default`, and without one that is an error."""
@@ -103,4 +115,6 @@ class JsonFile:
 
     def error(self, key: str, problem: str) -> LoadError:
         """The error that names the file, the key and what is wrong with its value."""
-        return LoadError(f"{self.path}: `{self.section}{key}`: {problem}")
+        name = f"{self.section}{key}"
+        changed = ", changed by `hf_overrides`" if name.partition(".")[0] in self.changed else ""
+        return LoadError(f"{self.path}{changed}: `{name}`: {problem}")

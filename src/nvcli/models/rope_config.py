@@ -100,7 +100,7 @@ def read_rope(
     max_positions = config.positive("max_position_embeddings")
     top_level = config.values.get("original_max_position_embeddings")
     found = top_level if top_level is not None else rope.values.get("original_max_position_embeddings", max_positions)
-    rope = JsonFile(rope.path, {**rope.values, "original_max_position_embeddings": found}, section=rope.section)
+    rope = rope.with_values({**rope.values, "original_max_position_embeddings": found})
     original = rope.positive("original_max_position_embeddings")
     settings["original_max_position_embeddings"] = original
     if rope_type == "llama3":
@@ -135,12 +135,12 @@ def rope_section(config: JsonFile, layer_type: str = "full_attention") -> JsonFi
         found = nested if isinstance(nested, dict) else {}
     values = {name: value for name, value in found.items() if value is not None}
     values.setdefault("rope_theta", config.values.get("rope_theta"))
-    return JsonFile(config.path, values, section=section)
+    return config.with_values(values, section)
 
 
 def _partial(rope: JsonFile, config: JsonFile, default: float, head_dim: int) -> float:
     values: Mapping[str, Any] = {"partial_rotary_factor": config.values.get("partial_rotary_factor"), **rope.values}
-    partial = JsonFile(rope.path, values, section=rope.section).positive_number("partial_rotary_factor", default)
+    partial = rope.with_values(values).positive_number("partial_rotary_factor", default)
     if partial > 1.0 or int(head_dim * partial) < 2:
         raise rope.error(
             "partial_rotary_factor", f"{show(partial)} of {head_dim} dimensions cannot be rotated; allowed: up to 1.0"
@@ -178,7 +178,7 @@ def _factors(rope: JsonFile, key: str, count: int) -> tuple[float, ...]:
         raise rope.error(key, "missing" if values is None else f"{show(values)} is not a list of numbers")
     if len(values) != count:
         raise rope.error(key, f"has {len(values)} numbers, and {count} frequencies are rotated")
-    numbers = JsonFile(rope.path, {str(i): value for i, value in enumerate(values)}, section=f"{rope.section}{key}.")
+    numbers = rope.with_values({str(i): value for i, value in enumerate(values)}, f"{rope.section}{key}.")
     return tuple(numbers.positive_number(str(i)) for i in range(count))
 
 

@@ -40,7 +40,7 @@ def run_profile(
         raise ConfigError("--gpu-memory is for --dry-run; a run takes the GPU that is there")
     if shape is not None and input_file is not None:
         raise ConfigError("--input needs a tokenizer, which a --shape has not; name a --model")
-    with model_folder(run.model, shape, quantization=run.quantization) as path:
+    with model_folder(run.model, shape, revision=run.revision, quantization=run.quantization) as path:
         model = load_model(run, path, found_device="cuda" if dry_run else None, gpu_bytes=total)
         config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
         config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")

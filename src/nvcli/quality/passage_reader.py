@@ -37,9 +37,9 @@ class PassageReader:
     ) -> None:
         """`max_tokens` is the length of the longest passage. Raises LoadError, CapacityError and ConfigError."""
         device, dtype = group.device, getattr(torch, config.dtype)
-        self.config = load_model_config(config.model_path, expert_parallel=config.enable_expert_parallel).keeping(
-            config.quantization
-        )
+        self.config = load_model_config(
+            config.model_path, expert_parallel=config.enable_expert_parallel, overrides=config.hf_overrides
+        ).keeping(config.quantization)
         self.device = device
         self._batch_invariant = config.batch_invariant
         self.model = build_model(

@@ -138,7 +138,11 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            config = load_model_config(self.config.model_path, expert_parallel=self.config.enable_expert_parallel)
+            config = load_model_config(
+                self.config.model_path,
+                expert_parallel=self.config.enable_expert_parallel,
+                overrides=self.config.hf_overrides,
+            )
             config = config.headless() if self.config.embedding_size else config
             self.model_config = config.keeping(self.config.quantization)
             self.model = build_model(

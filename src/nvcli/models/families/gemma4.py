@@ -139,7 +139,7 @@ def _of_layer(config: JsonFile, number: int, kind: str) -> JsonFile:
         values["head_dim"] = 512 if values.get("global_head_dim") is None else values["global_head_dim"]
         if values.get("attention_k_eq_v") and values.get("num_global_key_value_heads") is not None:
             values["num_key_value_heads"] = values["num_global_key_value_heads"]
-    return JsonFile(config.path, values, section=config.section)
+    return config.with_values(values)
 
 
 def _attention(config: JsonFile, kind: str) -> AttentionConfig:

@@ -33,7 +33,7 @@ def read_granite4(config: JsonFile) -> DecoderConfig:
     if config.get("num_local_experts", int, 8):
         raise config.error("num_local_experts", "experts are not supported here; supported: 0")
     sizes = {**config.values, "intermediate_size": config.positive("shared_intermediate_size")}
-    mlp = read_mlp(JsonFile(config.path, sizes, section=config.section))
+    mlp = read_mlp(config.with_values(sizes))
     rotates = config.values.get("position_embedding_type") == "rope"
     return _read(config, _attention(config, rotates=rotates), mlp, _HYBRID_LAYOUT)
 

@@ -43,7 +43,7 @@ def _layer(config: JsonFile, kind: str, default_theta: float) -> LayerConfig:
     theta = config.positive_number("rope_theta", default_theta)
     source = config
     if kind == SLIDING and config.values.get("rope_scaling"):
-        source = JsonFile(config.path, {**config.values, "rope_scaling": None}, section=config.section)
+        source = config.with_values({**config.values, "rope_scaling": None})
     attention = read_attention(
         config,
         default_theta=None,

@@ -51,7 +51,7 @@ def read_qwen3_5(config: JsonFile) -> DecoderConfig:
 def read_qwen3_5_moe(config: JsonFile) -> DecoderConfig:
     """Read a mixture of experts, beside one that all tokens share. The weights of a token's experts add up to 1."""
     shared = replace(
-        read_mlp(JsonFile(config.path, {**config.values, "intermediate_size": 1}, section=config.section)),
+        read_mlp(config.with_values({**config.values, "intermediate_size": 1})),
         intermediate_size=config.positive("shared_expert_intermediate_size"),
     )
     experts = read_experts(config, read_routing(config, renormalise=True), shared=shared, gates_shared=True)

@@ -75,7 +75,7 @@ def read_quantisation(config: JsonFile, text: JsonFile, methods: tuple[str, ...]
     if reader is None:
         raise file.error(key, f"quantised weights ({show(method)}) are not supported{_instead(method)}")
     assert isinstance(found, dict)
-    return reader(JsonFile(file.path, found, section=f"{file.section}{key}."))
+    return reader(file.with_values(found, f"{file.section}{key}."))
 
 
 def _instead(method: object) -> str:
@@ -169,7 +169,7 @@ def _read_compressed(config: JsonFile) -> Quantisation:
     if not isinstance(groups, dict) or not groups:
         raise config.error("config_groups", f"{show(groups)} describes no weights")
     kinds = {
-        _read_group(JsonFile(config.path, group, section=f"{config.section}config_groups.{name}."))
+        _read_group(config.with_values(group, f"{config.section}config_groups.{name}."))
         for name, group in groups.items()
         if isinstance(group, dict)
     }
@@ -195,7 +195,7 @@ def _read_group(
     found = group.values.get("weights")
     if not isinstance(found, dict):
         raise group.error("weights", f"{show(found)} does not describe weights")
-    weights = JsonFile(group.path, found, section=f"{group.section}weights.")
+    weights = group.with_values(found, f"{group.section}weights.")
     kind = weights.get("type", str, "int")
     if kind not in ("float", "int"):
         raise weights.error("type", f"{show(kind)} is not supported, only float and int")

@@ -1,0 +1,53 @@
+"""Hints for a command line that cannot be split: what nvcli calls an option or a command of another tool."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+from nvcli.config import FLAG_KEYS, all_keys
+from nvcli.other_names import COMMANDS, OWN_KEYS, REMARKS, name_of_option
+
+_MARKS = {"sampling": "--max-tokens", "job": "--system", "score": "--normalize", "embed": "--pooling"}
+"""The option by which a command is known to read a section of the configuration."""
+_UNKNOWN_COMMAND = re.compile(r"No such command '(.*?)'", re.DOTALL)
+
+
+def usage_message(error: typer.TyperException) -> str:
+    """Return typer's message, with what to type in place of an option or a command of another tool."""
+    option: str | None = getattr(error, "option_name", None)
+    context: typer.Context | None = getattr(error, "ctx", None)
+    command = _UNKNOWN_COMMAND.match(error.message)
+    hint = None
+    if command is not None:
+        hint = COMMANDS.get(command[1].lower().replace("_", "-"))
+    elif option is not None and error.message.startswith("No such option") and context is not None:
+        hint = _option_hint(option, {name for parameter in context.command.params for name in parameter.opts})
+    shown = command[0] if command is not None else error.message
+    return f"{shown}; {hint}" if hint else error.format_message().rstrip(".")
+
+
+def _option_hint(option: str, options: set[str]) -> str | None:
+    """Say what an unknown option is called by a command that has these; None: nobody knows."""
+    name = name_of_option(option)
+    meant = [shown for key in _keys(name) if (shown := _spelled(key, options))]
+    if meant:
+        return f"nvcli calls it {' or '.join(meant)}"
+    return REMARKS.get(name)
+
+
+def _keys(name: str) -> tuple[str, ...]:
+    """Return the keys that an option's name may stand for."""
+    if name in OWN_KEYS:
+        return OWN_KEYS[name]
+    return tuple(key for key in all_keys() if name in (key, key.rpartition(".")[2]))[:1]
+
+
+def _spelled(key: str, options: set[str]) -> str | None:
+    """Return how a command with these options sets a key: by a flag, or by `--set`; None where it cannot."""
+    flag = next((flag for flag, own in FLAG_KEYS.items() if own == key), None)
+    if flag in options:
+        return flag
+    is_read = _MARKS.get(key.partition(".")[0]) in (None, *options)
+    return f"--set {key}=…" if is_read and "--set" in options else None

@@ -1,0 +1,94 @@
+"""`hf_overrides`: values that a user lays over those of a checkpoint's config.json. Torch-free.
+
+An override that nothing reads, such as a misspelled key, would silently leave the model as it is, so it is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from nvcli.errors import ConfigError, LoadError
+from nvcli.models.json_file import JsonFile
+
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
+
+_ROPE_KEYS = {"rope_scaling": "rope_parameters", "rope_parameters": "rope_scaling"}
+"""Two names of one section; a file has one of them."""
+_READ_ELSEWHERE = ("is_causal", "use_bidirectional_attention")
+"""Keys that embeddings alone read."""
+_PROBES: tuple[Any, ...] = (None, False, True, [""])
+"""Values among which a reader of a key tells some apart, or refuses one."""
+
+
+def with_overrides(file: JsonFile, overrides: Mapping[str, Any]) -> JsonFile:
+    """Return a config.json with `overrides` laid over its values, mappings key by key."""
+    if not overrides:
+        return file
+    changed = {*overrides, *(_ROPE_KEYS[key] for key in overrides if key in _ROPE_KEYS)}
+    return JsonFile(file.path, _merged(file.values, overrides), file.section, changed)
+
+
+def check_overrides(file: JsonFile, overrides: Mapping[str, Any], read: Callable[[JsonFile], object]) -> None:
+    """Raise ConfigError where `read` does not look at an override, whatever its value.
+
+    `read` makes of a config.json what is needed of it, and raises LoadError or ConfigError for values that it refuses.
+    """
+    if not overrides:
+        return
+    wanted = read(with_overrides(file, overrides))
+    for path in _leaves(overrides):
+        probes = (_replaced(overrides, path, probe) for probe in _PROBES)
+        if path[0] in _READ_ELSEWHERE or any(_differs(read, with_overrides(file, probe), wanted) for probe in probes):
+            continue
+        raise ConfigError(
+            f"`hf_overrides`: `{'.'.join(path)}` changes nothing: nvcli reads no such key of {file.path} for this model"
+            f"{_suggestion(path, file.values)}"
+        )
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in overrides.items():
+        other = _ROPE_KEYS.get(key)
+        if other is not None and isinstance(value, Mapping) and "type" in value:
+            value = {"rope_type": value["type"], **value}  # the older name
+        if other is not None and not values.get(key) and values.get(other):
+            key = other
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _leaves(values: Mapping[str, Any], under: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each value that is no mapping with keys of its own."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*under, key))
+        else:
+            yield *under, key
+
+
+def _replaced(overrides: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Return the overrides with another value at a path."""
+    key, *rest = path
+    return {**overrides, key: _replaced(overrides[key], tuple(rest), value) if rest else value}
+
+
+def _differs(read: Callable[[JsonFile], object], file: JsonFile, wanted: object) -> bool:
+    try:
+        return read(file) != wanted
+    except (LoadError, ConfigError):
+        return True
+
+
+def _suggestion(path: tuple[str, ...], values: Mapping[str, Any]) -> str:
+    """Return the end of a message: the key of the file that may be meant; empty where there is none."""
+    known = {".".join(each): each[-1] for each in _leaves(values)}
+    known |= {key: key for key in (*values, *_ROPE_KEYS)}
+    known.pop(".".join(path), None)
+    meant = [name for name, last in known.items() if last == path[-1]]
+    meant = meant or difflib.get_close_matches(".".join(path), known, n=1)
+    return f"; did you mean `{meant[0]}`?" if meant and meant[0] not in path else ""

@@ -1,0 +1,62 @@
+"""What is given for a model and is another thing: LoRA adapters and GGUF files. Says what it is and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nvcli.errors import LoadError
+from nvcli.models.json_file import JsonFile
+from nvcli.validation import show
+
+ADAPTER_CONFIG = "adapter_config.json"
+_GGUF = ".gguf"
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
+
+
+def check_kind(folder: Path, name: str) -> None:
+    """Raise LoadError where the folder of the model `name` holds an adapter alone, or weights for llama.cpp alone."""
+    has_weights = any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors"))
+    if has_weights:
+        return
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise LoadError(_adapter(folder, name))
+    if any(folder.glob(f"*{_GGUF}")):
+        raise gguf_error(name)
+
+
+def check_repository(name: str, files: list[str]) -> None:
+    """Raise LoadError where a repository of the hub with these files holds GGUF files and no others of weights."""
+    if any(file.endswith(_GGUF) for file in files) and not any(file.endswith(".safetensors") for file in files):
+        raise gguf_error(name)
+
+
+def gguf_error(name: str) -> LoadError:
+    """Return the error for a model in GGUF files."""
+    return LoadError(
+        f"{name}: weights in GGUF, the format of llama.cpp, which nvcli does not read: name the repository that they "
+        "were made from, with its *.safetensors files (its name often is this one without -GGUF), and for small "
+        "weights `--quantization fp8` or a checkpoint in AWQ or GPTQ"
+    )
+
+
+def is_gguf(name: str) -> bool:
+    """Tell whether a file has the name of a GGUF file."""
+    return name.lower().endswith(_GGUF)
+
+
+def other_weights(folder: Path) -> str | None:
+    """Return a file of a folder that holds weights in another format than safetensors; None where there is none."""
+    return next(iter(sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))), None)
+
+
+def _adapter(folder: Path, name: str) -> str:
+    base = JsonFile.read(folder / ADAPTER_CONFIG).values.get("base_model_name_or_path")
+    of_base = f" for {show(base)[1:-1]}" if isinstance(base, str) and base else ""
+    tokenizer = repr(base) if of_base else "'BASE MODEL'"
+    return (
+        f"{name}: a LoRA adapter{of_base} ({ADAPTER_CONFIG}), not a whole model. Merge it into its base model, and "
+        "give the folder `merged` as --model:\n"
+        '  python -c "from peft import AutoPeftModelForCausalLM as Model; from transformers import AutoTokenizer; '
+        f"Model.from_pretrained({name!r}, dtype='auto').merge_and_unload().save_pretrained('merged'); "
+        f"AutoTokenizer.from_pretrained({tokenizer}).save_pretrained('merged')\"  # after pip install peft"
+    )
