@@ -163,7 +163,9 @@ def test_types_of_columns(tmp_path: Path) -> None:
     assert (first["number"], first["mixed"], first["nested"], first["flag"]) == (1.0, "1", '{"a":[1]}', True)
     assert (second["mixed"], second["late"], second["nested"], second["none"]) == ("t", "l", None, None)
     assert math.isclose(float(first["big"]), float(1 << 70))
-    assert second["choices"][0]["logprobs"]["top_logprobs"] == [[("a", -1.0), ("b", -2.0)]]
+    assert second["choices"][0]["logprobs"]["top_logprobs"] == [
+        [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -2.0}]
+    ]
 
 
 def test_integers_that_no_float_holds_stay_exact(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, Usage, failed
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions
 from nvcli.jobs.output.locked_file import LockedFile
-from nvcli.jobs.output.manifest import Manifest
+from nvcli.jobs.output.manifest import Manifest, load_manifest, save_manifest
 from nvcli.jobs.output.merge import merge_outputs
 from nvcli.jobs.output.open_output import open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
@@ -32,6 +32,8 @@ from nvcli.jobs.shard import SHARD_FACT, WHOLE, Shard
 from output_jobs import plain_bytes
 
 NAMES = ["out.jsonl", "out.jsonl.gz", "out.parquet"]
+TOP_LOGPROBS = [[{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.25}]]
+"""The alternatives of the tokens of each answer, as a table has them."""
 
 
 class UpdatedJob:
@@ -162,7 +164,7 @@ def test_only_what_has_changed_is_answered_again(tmp_path: Path, name: str, orde
     if is_parquet(job.path):
         (row,) = [row for row in pyarrow.parquet.read_table(job.path).to_pylist() if row["id"] == 7]
         assert (row["kept"], row["nested"], row["usage"]["prompt_tokens"]) == ("ü", '{"a": [1]}', 7)
-        assert row["choices"][0]["logprobs"]["top_logprobs"] == [[("a", -0.5), ("b", -1.25)]]
+        assert row["choices"][0]["logprobs"]["top_logprobs"] == TOP_LOGPROBS
         return
     after = job.lines()
     assert after[0] == before[0]
@@ -171,6 +173,37 @@ def test_only_what_has_changed_is_answered_again(tmp_path: Path, name: str, orde
         assert after[each] == before[each].replace(b'"index":%d,' % each, b'"index":%d,' % index, 1)
     if order == "input":
         assert list(after) == [row["id"] for row in new]
+
+
+def test_a_table_of_an_earlier_version_is_brought_up_to_its_input(tmp_path: Path) -> None:
+    """There the alternatives of tokens were maps."""
+    job = UpdatedJob(tmp_path, "out.parquet")
+    job.write(*rows_of(range(3)))
+    job.run()
+    table = pyarrow.parquet.read_table(job.path)
+    rows = table.to_pylist()
+    for row in rows:
+        for top in (logprobs := row["choices"][0]["logprobs"])["top_logprobs"]:
+            logprobs["top_logprobs"] = [[(each["token"], each["logprob"]) for each in top]]
+    maps = pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.float64()))
+    choice = table.schema.field("choices").type.value_type
+    old_logprobs = pyarrow.struct([*list(choice.field("logprobs").type)[:2], ("top_logprobs", maps)])
+    old_choice = pyarrow.struct(
+        [(field.name, old_logprobs if field.name == "logprobs" else field.type) for field in choice]
+    )
+    at = table.schema.get_field_index("choices")
+    schema = table.schema.set(at, pyarrow.field("choices", pyarrow.list_(old_choice)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), job.path)
+    manifest = load_manifest(job.path)
+    assert manifest is not None
+    assert manifest.finished is not None
+    finished = msgspec.structs.replace(manifest.finished, output_bytes=job.path.stat().st_size)
+    save_manifest(job.path, msgspec.structs.replace(manifest, finished=finished))
+    job.write(*rows_of(range(4)))
+    job.run(update=True)
+    assert job.computed == ["p3"]
+    rows = pyarrow.parquet.read_table(job.path).to_pylist()
+    assert [row["choices"][0]["logprobs"]["top_logprobs"] for row in rows] == [TOP_LOGPROBS] * 4
 
 
 def test_rows_that_are_added_at_the_end_leave_the_lines_alone(tmp_path: Path) -> None:

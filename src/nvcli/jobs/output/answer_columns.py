@@ -10,11 +10,12 @@ import pyarrow
 from nvcli.jobs.job import Usage
 from nvcli.task_config import Task
 
+_TOKEN = pyarrow.struct([("token", pyarrow.string()), ("logprob", pyarrow.float64())])
 _LOGPROBS = pyarrow.struct(
     [
         ("tokens", pyarrow.list_(pyarrow.string())),
         ("token_logprobs", pyarrow.list_(pyarrow.float64())),
-        ("top_logprobs", pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.float64()))),
+        ("top_logprobs", pyarrow.list_(pyarrow.list_(_TOKEN))),  # Hugging Face's datasets have no maps
     ]
 )
 _TOOL_CALL = pyarrow.struct(
@@ -83,7 +84,20 @@ def own_types(task: Task, *, is_base64: bool) -> Mapping[str, pyarrow.DataType]:
 
 
 def fit_row(row: dict[str, Any]) -> None:
-    """Give the alternatives of log-probabilities in a row the form that a column of maps takes."""
+    """Give the alternatives of log-probabilities in a row the form that its columns take."""
     for part in (*(choice.get("logprobs") for choice in row.get("choices", ())), row.get("prompt_logprobs")):
         if part:
-            part["top_logprobs"] = [list(top.items()) if top is not None else None for top in part["top_logprobs"]]
+            part["top_logprobs"] = [
+                None if top is None else [{"token": token, "logprob": logprob} for token, logprob in top.items()]
+                for top in part["top_logprobs"]
+            ]
+
+
+def json_alternatives(top: Sequence[Any] | None) -> dict[str, float | None] | None:
+    """Return the alternatives of one token, as a table holds them, in the form that they have in JSON.
+
+    In tables of earlier versions they are maps, which are read as pairs.
+    """
+    if top is None:
+        return None
+    return dict((each["token"], each["logprob"]) if isinstance(each, dict) else each for each in top)

@@ -18,7 +18,7 @@ import pyarrow.lib
 import pyarrow.parquet
 
 from nvcli.errors import OutputError
-from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row, own_types, task_of
+from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row, json_alternatives, own_types, task_of
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
 from nvcli.task_config import Task
 
@@ -110,8 +110,7 @@ def _json_choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_logprobs(logprobs: dict[str, Any]) -> dict[str, Any]:
-    top = [None if alternatives is None else dict(alternatives) for alternatives in logprobs["top_logprobs"]]
-    return {**logprobs, "top_logprobs": top}
+    return {**logprobs, "top_logprobs": [*map(json_alternatives, logprobs["top_logprobs"])]}
 
 
 def _batches(lines: Iterable[bytes], columns: _Columns) -> Iterator[list[dict[str, Any]]]:
