@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from pathlib import Path
@@ -11,13 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvcli.errors import ConfigError
-from nvcli.jobs import line_splitter
-from nvcli.jobs.input.json_array import ArraySplitter, JsonSplitter
+from nvcli.jobs import compression, line_splitter
+from nvcli.jobs.input.column_check import ColumnsError
+from nvcli.jobs.input.json_array import ArraySplitter
+from nvcli.jobs.input.json_source import JsonSplitter
 from nvcli.jobs.input.line_source import DamagedInput
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.line_splitter import DroppedLine, Line
+from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
+from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.text_template import TextTemplate
 from output_jobs import extra_of
 
 VALUES = st.recursive(
@@ -89,6 +95,13 @@ def test_rows_of_an_array_and_a_bad_item_among_them(tmp_path: Path) -> None:
     ]
 
 
+def test_copied_values_stand_on_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    path.write_bytes(b'[{"prompt": "p", "x": [\n 1.50,\n {"y":\n 2}\n]}]')
+    (row,) = read(path)
+    assert bytes(row.place.extra["x"]) == b'[  1.50,  {"y":  2} ]'
+
+
 def test_rows_on_lines_are_still_read(tmp_path: Path) -> None:
     path = tmp_path / "in.json"
     path.write_bytes(b'\xef\xbb\xbf\n{"prompt": "p", "x": [1]}\n{"prompt": "q"}')
@@ -103,3 +116,63 @@ def test_a_file_that_is_cut_off_is_an_error_after_its_whole_items(tmp_path: Path
     assert len(next(batches)) == 1
     with pytest.raises(ConfigError, match=r"in\.json: cannot be read past item 1: the array does not end"):
         next(batches)
+
+
+def rows_and_places(path: Path, data: bytes, parser: RowParser | None = None) -> list[tuple[str | None, str]]:
+    path.write_bytes(data)
+    reader = RowReader([str(path)], parser or RowParser({}), check_columns=True)
+    rows = [row for batch in reader.batches() for row in batch]
+    assert reader.bytes_read == reader.bytes_total
+    return [(row.prompt if isinstance(row, Job) else None, row.place.line) for row in rows]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_the_rows_of_an_object_are_its_only_list_of_objects(
+    tmp_path: Path, indent: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(compression.READ_BYTES, "", size)
+    path = tmp_path / "in.json"
+    held = {'v\u00e4"[': "1.0", "a": [1, "[{"], "b": {"c": [{"prompt": "no"}]}, "d": [[{"prompt": "no"}]]}
+    rows = [{"prompt": "p"}, {"prompt": "q", "x": [{"y": "]}"}]}]
+    two = [("p", "item 1"), ("q", "item 2")]
+    for values in ({"data": rows, **held}, {**held, "data": rows}, {"data": rows}):
+        assert rows_and_places(path, b"\n " + json.dumps(values, indent=indent).encode() + b"\n\n") == two
+    both = json.dumps({**held, "train": rows, "test": rows}, indent=indent).encode()
+    with pytest.raises(
+        ColumnsError, match=r"several lists of rows: `train`, `test`; take one .*: jq '\.\[\"train\"\]' "
+    ):
+        rows_and_places(path, both)
+    with pytest.raises(ColumnsError, match="its only row has no prompt: its columns are `v"):
+        rows_and_places(path, json.dumps(held, indent=indent).encode())
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_object_with_a_prompt_is_one_row(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "in.json"
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    assert rows_and_places(path, json.dumps(messages, indent=indent).encode()) == [(None, "line 1")]
+    request = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "p"}, "x": [{}]}
+    assert rows_and_places(path, json.dumps(request, indent=indent).encode()) == [("p", "line 1")]
+    parser = RowParser({}, rules=PromptRules(prompt_template=TextTemplate("{q}")))
+    assert rows_and_places(path, json.dumps({"q": "p", "x": [{}]}, indent=indent).encode(), parser) == [("p", "line 1")]
+    parser = RowParser({}, RowKeys(prompt="q"))
+    assert rows_and_places(path, b"\n" * 9 + json.dumps({"q": "p"}).encode(), parser) == [("p", "line 10")]
+
+
+def test_rows_on_lines_may_hold_lists_too(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    data = b'{"x": [{"prompt": "no"}], "prompt": "p"}\n{"prompt": "q", "x": [{}]}\n'
+    assert rows_and_places(path, data) == [("p", "line 1"), ("q", "line 2")]
+    assert rows_and_places(path, data[:-5]) == [("p", "line 1"), (None, "line 2")]
+
+
+def test_a_list_that_is_cut_off_is_an_error_after_its_whole_items(tmp_path: Path) -> None:
+    path = tmp_path / "in.json.gz"
+    data = gzip.compress(b'{"data": [{"prompt": "p"}, {"prompt": "q"}]}' + b" " * 900_000)
+    for cut in (data[:-20], gzip.compress(b'{"data": [{"prompt": "p"}, {"pro')):
+        path.write_bytes(cut)
+        batches = RowReader([str(path)], RowParser({})).batches()
+        assert next(batches)
+        with pytest.raises(ConfigError, match=r"in\.json\.gz: cannot be read past item \d: the "):
+            list(batches)

@@ -10,7 +10,7 @@ import pytest
 
 from nvcli.errors import OutputError
 from nvcli.jobs import compression, line_splitter
-from nvcli.jobs.output import table
+from nvcli.jobs.output import output_scan, table
 from nvcli.jobs.output.manifest import manifest_path
 from nvcli.jobs.output.output_scan import scan_output
 from nvcli.jobs.own_files import rows_path
@@ -38,6 +38,24 @@ def test_our_own_lines_may_be_longer_than_those_of_the_input(tmp_path: Path, nam
     assert output.answered.all.count == 3
     assert output.notes == [f"continuing {path}: 3 rows are answered already"]
     assert sorted(plain_bytes(path).splitlines()) == sorted(plain_bytes(whole).splitlines())
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_member_that_is_too_large_to_hold_is_scanned_all_the_same(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    write(path, range(5))
+    write(path, range(300))
+    sound = path.stat().st_size
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:-3])
+    found = []
+    for most in (output_scan._MAX_HELD_BYTES, 1000):
+        monkeypatch.setattr(output_scan, "_MAX_HELD_BYTES", most)
+        scan = scan_output(path)
+        found.append((scan.num_rows, scan.sound_bytes, scan.num_damaged))
+    assert found[0] == found[1]
+    assert found[0][:2] == (300, sound)
 
 
 @pytest.mark.usefixtures("short_lines")

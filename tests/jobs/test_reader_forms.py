@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 
 from nvcli.errors import ConfigError
 from nvcli.jobs import line_splitter
-from nvcli.jobs.compression import CompressionError, Unpacker, make_packer
+from nvcli.jobs.compression import PIECE_BYTES, CompressionError, Unpacker, make_packer
 from nvcli.jobs.input.digests import SAMPLE_BYTES, WHOLE_BYTES, digest_file
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.line_splitter import DroppedLine, LineSplitter
+from nvcli.jobs.line_splitter import BlankLines, DroppedLine, LineSplitter
 from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
@@ -92,6 +93,50 @@ def test_members_are_told_apart_wherever_chunks_end(parts: list[bytes], suffix: 
             unpacker.end()
 
 
+def rle_frame(byte: bytes, num_blocks: int) -> bytes:
+    """A frame of zstd that unpacks to 32,768 times its size: blocks of one byte, which is repeated 131,072 times."""
+    header = b"\x28\xb5\x2f\xfd" + bytes([0, 7 << 3])  # blocks without a size before them, a window of 128 KiB
+    blocks = [((1 << 17 << 3) + (1 << 1)).to_bytes(3, "little") + byte] * num_blocks
+    return header + b"".join(blocks) + b"\x01\0\0"  # the last one is empty
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("byte", [b"\n", b"a"])
+def test_what_unpacks_to_much_comes_in_small_pieces(suffix: str, byte: bytes) -> None:
+    plain = byte * (32 << 20)
+    data = rle_frame(byte, 256) if suffix == "zst" else gzip.compress(plain)
+    unpacker = Unpacker(suffix)
+    pieces = [*unpacker.feed(data[:500]), *unpacker.feed(data[500:])]
+    unpacker.end()
+    assert b"".join(pieces) == plain
+    assert max(map(len, pieces)) <= PIECE_BYTES
+    assert unpacker.member_end == len(data)
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.zst", "in.json.zst", "in.txt.zst", "in.csv.zst"])
+def test_a_hundred_million_line_ends_are_counted_and_not_made(tmp_path: Path, name: str) -> None:
+    num_blocks = 800
+    path = tmp_path / name
+    path.write_bytes(zstandard.compress(b"prompt") + rle_frame(b"\n", num_blocks) + zstandard.compress(b'"p"\n'))
+    if name != "in.csv.zst":
+        path.write_bytes(rle_frame(b"\n", num_blocks) + zstandard.compress(b'{"prompt": "p"}'))
+    started = time.process_time()
+    (row,) = read(path)
+    assert row.place.line == f"line {(num_blocks << 17) + 1}"
+    assert time.process_time() - started < 10  # some 0.4 s; a list of 100,000,000 lines takes 20 s
+
+
+def test_a_cell_keeps_its_many_blank_lines(tmp_path: Path) -> None:
+    for line_end in ("\n", "\r\n"):
+        path = tmp_path / "in.csv"
+        cell = f"a{line_end * 1000}b"
+        path.write_bytes(f'prompt{line_end}"{cell}"{line_end * 700}q{line_end}'.encode())
+        first, second = read(path)
+        assert isinstance(first, Job)
+        assert (first.prompt, first.place.line) == (cell, "lines 2 to 1002")
+        assert second.place.line == "line 1702"
+
+
 def test_other_key_names(read_rows: ReadRows, tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(
@@ -152,6 +197,24 @@ def test_lines_of_any_chunks(chunks: list[bytes], bound: int) -> None:
     for line, whole in zip(found, expected, strict=True):
         # A line within one chunk is kept whatever its length: it is in memory anyway.
         assert line == whole or (isinstance(line, DroppedLine) and line.num_bytes == len(whole) > bound)
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b"\r", b"\n" * 300, b"\r\n" * 200, b"\r" * 300])),
+    st.integers(1, 900),
+)
+def test_many_blank_lines_stand_for_what_they_are(parts: list[bytes], size: int) -> None:
+    data = b"".join(parts)
+    splitter = LineSplitter(max_bytes=None)
+    found: list[bytes] = []
+    for start in range(0, len(data), size):
+        for line in splitter.feed(data[start : start + size]):
+            assert not isinstance(line, DroppedLine) or isinstance(line, BlankLines)
+            lines = line.data.split(b"\n") if isinstance(line, BlankLines) else [line]
+            assert not isinstance(line, BlankLines) or (len(lines) == line.num_lines and not line.data.strip())
+            found += lines
+    last = splitter.end()
+    assert b"\n".join([*found, last if isinstance(last, bytes) else b""]) == data
 
 
 ANY_ROWS = st.lists(

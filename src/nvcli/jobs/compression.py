@@ -1,7 +1,8 @@
 """Compressed files, known by their suffix: bytes of `.gz` and `.zst` files to plain bytes and back.
 
 Each write becomes a complete member (gzip) or frame (zstd) that can be read by itself. So a file can be continued, and
-a torn end costs the last member only. Python's file wrappers do not tell where a member ends; this module does.
+a torn end costs the last member only. Python's file wrappers do not tell where a member ends; this module does. Plain
+bytes come in pieces of at most `PIECE_BYTES`, whatever the file unpacks to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,17 @@ from typing import Any, Protocol
 
 READ_BYTES = {"": 256 * 1024, "gz": 64 * 1024, "zst": 32 * 1024}
 """Bytes of a file that are read at a time, few enough that what they unpack to stays small too."""
+PIECE_BYTES = 1024 * 1024
+"""The most plain bytes in a piece."""
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_ZSTD_BLOCK_BYTES = 128 * 1024
+"""The most that a block of zstd unpacks to (RFC 8878, 3.1.1.2.4)."""
+_ZSTD_PREFIX_BYTES = 5
+"""The beginning of a frame that says how long its header is."""
+_ZSTD_BLOCK_HEADER_BYTES = 3
+_RLE_BLOCK = 1
+"""The type of a block that holds one byte, which is to be repeated."""
 
 
 class CompressionError(Exception):
@@ -19,13 +31,15 @@ class CompressionError(Exception):
 
 
 class _Member(Protocol):
-    """The part that zlib's and zstandard's decompression objects share: each unpacks one member."""
+    """The part of zlib's decompression objects that is used here: each unpacks one member."""
 
     @property
     def eof(self) -> bool: ...
     @property
     def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /) -> bytes: ...
+    @property
+    def unconsumed_tail(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
 def compression_of(name: str) -> str:
@@ -51,21 +65,23 @@ class Unpacker:
         No piece spans two members; the last piece of a member may be empty.
         """
         self.num_bytes += len(data)
-        while data:
+        may_hold_more = False
+        while data or may_hold_more:
             if self._member is None:
                 if self._padding and not (data := data.lstrip(self._padding)):
                     break  # which gzip allows behind a member
                 self._member = self._new_member()
             try:
-                plain = self._member.decompress(data)
+                plain = self._member.decompress(data, PIECE_BYTES)
             except Exception as error:  # zlib.error, zstandard.ZstdError: no common base
                 raise CompressionError(str(error)) from None
-            data = b""
+            data = self._member.unconsumed_tail
+            may_hold_more = len(plain) == PIECE_BYTES  # zlib keeps what did not fit
             is_end = self._member.eof
             if is_end:
                 data = self._member.unused_data
                 self.member_end = self.num_bytes - len(data)
-                self._member = None
+                self._member, may_hold_more = None, False
             if plain or is_end:
                 yield plain
 
@@ -88,11 +104,87 @@ def make_packer(compression: str) -> Callable[[bytes], bytes]:
     return bytes
 
 
-def _new_member(compression: str) -> Callable[[], Any]:
+def _new_member(compression: str) -> Callable[[], _Member]:
     if compression == "gz":
         return lambda: zlib.decompressobj(wbits=31)
     if compression == "zst":
+        return _ZstdMember
+    raise AssertionError(compression)
+
+
+class _ZstdMember:
+    """One frame. zstandard unpacks all that it is given at once, so it is given a few blocks at a time."""
+
+    def __init__(self) -> None:
         import zstandard
 
-        return zstandard.ZstdDecompressor().decompressobj
-    raise AssertionError(compression)
+        self._frame: Any = zstandard.ZstdDecompressor().decompressobj()
+        self._blocks = _ZstdBlocks()
+        self._rest = b""
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._frame.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._frame.unused_data) + self._rest
+
+    @property
+    def unconsumed_tail(self) -> bytes:
+        return self._rest
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        end = self._blocks.end_of(data, max_length // _ZSTD_BLOCK_BYTES)
+        self._rest = data[end:]
+        return bytes(self._frame.decompress(data[:end]))
+
+
+class _ZstdBlocks:
+    """Finds the ends of a frame's blocks (RFC 8878, 3.1.1). It checks nothing: whoever unpacks them does."""
+
+    def __init__(self) -> None:
+        self._header = b""
+        """The part that has come of the next header: of the frame, then of each block."""
+        self._header_bytes = _ZSTD_PREFIX_BYTES
+        self._is_in_frame = False
+        self._is_last = False
+        self._num_left = 0
+        """Bytes before the next header."""
+
+    def end_of(self, data: bytes, most_blocks: int) -> int:
+        """Take the beginning of `data`, in which at most so many blocks end, and return where it ends."""
+        at = 0
+        while at < len(data):
+            if self._num_left:
+                num_bytes = min(self._num_left, len(data) - at)
+                self._num_left -= num_bytes
+                at += num_bytes
+                if not self._num_left and not (most_blocks := most_blocks - 1):
+                    break
+            elif self._is_last:
+                return len(data)  # no block follows
+            else:
+                part = data[at : at + self._header_bytes - len(self._header)]
+                self._header += part
+                at += len(part)
+                if len(self._header) == self._header_bytes:
+                    self._read_header()
+        return at
+
+    def _read_header(self) -> None:
+        header = self._header
+        if self._is_in_frame:
+            bits = int.from_bytes(header, "little")
+            self._is_last = bool(bits & 1)
+            self._num_left = 1 if bits >> 1 & 3 == _RLE_BLOCK else bits >> 3
+        elif not header.startswith(_ZSTD_MAGIC):  # a skippable frame, or none
+            self._is_last = True
+        else:
+            from zstandard import frame_header_size
+
+            self._header_bytes = frame_header_size(header)
+            if len(header) < self._header_bytes:
+                return
+            self._is_in_frame, self._header_bytes = True, _ZSTD_BLOCK_HEADER_BYTES
+        self._header = b""

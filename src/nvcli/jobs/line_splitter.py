@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 MAX_LINE_BYTES = 512 * 1024 * 1024
 """A longer line of an input is not kept, so that a file without line ends does not fill the memory."""
 
@@ -13,7 +15,21 @@ class DroppedLine:
         self.num_bytes = num_bytes
 
 
+class BlankLines(DroppedLine):
+    """The stand-in for many lines without anything in them, one after the other."""
+
+    def __init__(self, data: bytes) -> None:
+        """`data` are the lines with the newlines between them."""
+        super().__init__(len(data))
+        self.data = data
+        self.num_lines = data.count(b"\n") + 1
+
+
 Line = bytes | DroppedLine
+
+_RUN_BYTES = 256
+_MANY_BLANK = (b"\n" * _RUN_BYTES, b"\r\n" * (_RUN_BYTES // 2))
+_BLANK_RUN = re.compile(rb"[\r\n]{%d,}" % _RUN_BYTES)
 
 
 class LineSplitter:
@@ -31,7 +47,24 @@ class LineSplitter:
         self._is_dropped = False
 
     def feed(self, chunk: bytes) -> list[Line]:
-        """Return the lines that end in this chunk."""
+        """Return the lines that end in this chunk. `BlankLines` may stand for many that are blank."""
+        if any(many in chunk for many in _MANY_BLANK):
+            return self._feed_sparse(chunk)
+        return self._feed(chunk)
+
+    def _feed_sparse(self, chunk: bytes) -> list[Line]:
+        ended: list[Line] = []
+        at = 0
+        for run in _BLANK_RUN.finditer(chunk):
+            start = chunk.find(b"\n", *run.span()) + 1  # behind the line that ends here
+            end = chunk.rfind(b"\n", *run.span()) + 1
+            if 0 < start < end:
+                ended += self._feed(chunk[at:start])
+                ended.append(BlankLines(chunk[start : end - 1]))
+                at = end
+        return ended + self._feed(chunk[at:])
+
+    def _feed(self, chunk: bytes) -> list[Line]:
         first, *lines = chunk.split(b"\n")
         self._add(first)
         if not lines:

@@ -32,12 +32,12 @@ def wrong_columns(name: str, rows: Sequence[JobResult], keys: RowKeys, rules: Pr
     """Return the error of the input `name`, whose first `rows` all lack a prompt."""
     columns = list(dict.fromkeys(column for row in rows for column in row.place.extra))
     which = "its only row has no prompt" if len(rows) == 1 else f"none of its first {len(rows)} rows has a prompt"
-    there = f"its columns are {_shown(columns)}" if columns else "it has no columns beside `id` and `sampling`"
+    there = f"its columns are {shown_columns(columns)}" if columns else "it has no columns beside `id` and `sampling`"
     if rules.has_template:
-        read = f"the template reads {_shown(sorted(rules.columns))}"
+        read = f"the template reads {shown_columns(sorted(rules.columns))}"
         way_out = "name columns of the input in the template"
     else:
-        read = f"a prompt is read from {_shown(keys.prompts)}"
+        read = f"a prompt is read from {shown_columns(keys.prompts)}"
         way_out = _flag(columns)
     return ColumnsError(
         f"{name}: {which}: {there}, and {read}\n  {way_out}\n"
@@ -55,6 +55,7 @@ def _flag(columns: Sequence[str]) -> str:
     return "name the column of the prompts with --prompt-field or --messages-field, or columns with --prompt-template"
 
 
-def _shown(columns: Sequence[str]) -> str:
+def shown_columns(columns: Sequence[str]) -> str:
+    """Return the names of columns, the first ones of very many."""
     shown = ", ".join(f"`{shorten(column)}`" for column in columns[:_SHOWN_COLUMNS])
     return f"{shown} and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else shown

@@ -15,7 +15,7 @@ from nvcli.jobs.file_formats import plain_name
 from nvcli.jobs.input.column_check import ColumnsError
 from nvcli.jobs.input.known_input import KnownInput
 from nvcli.jobs.input.line_source import LineSource
-from nvcli.jobs.line_splitter import DroppedLine, Line
+from nvcli.jobs.line_splitter import BlankLines, DroppedLine, Line
 from nvcli.jobs.rows.bad_json import explain_bad_utf8
 from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.parser import Row
@@ -51,6 +51,9 @@ class CsvSource(LineSource):
         for line in lines:
             if line is None:
                 yield None
+                continue
+            if isinstance(line, BlankLines):
+                records.number += line.num_lines
                 continue
             first = records.begin(line, lines)
             if isinstance(line, bytes) and (not line or (line.isspace() and b"\t" not in line)):
@@ -97,6 +100,9 @@ class _RecordLines:
         line, self._first = self._first, None
         if line is None:
             line = next(line for line in self._lines if line is not None)
+            if isinstance(line, BlankLines):  # in a cell
+                self.number += line.num_lines - 1
+                line = line.data
             self.number += 1
         is_dropped = isinstance(line, DroppedLine)
         self.num_bytes += line.num_bytes if isinstance(line, DroppedLine) else len(line) + 1

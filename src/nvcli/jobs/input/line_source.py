@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import IO, Protocol
 
 from nvcli.jobs import line_splitter
@@ -70,7 +70,7 @@ class LineSource:
     def _make_splitter(self) -> Splitter:
         return LineSplitter(max_bytes=line_splitter.MAX_LINE_BYTES)
 
-    def _chunks(self) -> Iterator[bytes | None]:
+    def _chunks(self) -> Generator[bytes | None, None, None]:
         compression = compression_of(self.name)
         unpacker = Unpacker(compression) if compression else None
         with _open(self.name) as raw:

@@ -8,7 +8,7 @@ out.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from nvcli.jobs.input.column_check import MAX_HELD_ROWS, ColumnsError, lacks_pro
 from nvcli.jobs.input.known_input import KnownInput
 from nvcli.jobs.input.line_source import DamagedInput, LineSource
 from nvcli.jobs.job import Job, JobId, JobResult
+from nvcli.jobs.line_splitter import BlankLines
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.parser import Row, RowParser
@@ -215,14 +216,19 @@ class RowReader:
 
     def _lines(self, name: str) -> Iterator[Row | None]:
         """Yield the lines of one input that are rows, and None before a read that may have to wait."""
-        source = self._source = _open_source(name, self._known.get(name))
+        source = self._source = _open_source(name, self._known.get(name), self._parser.has_prompt)
         self._line_number = 0
         for line in source.lines():
             if line is None:
                 yield None
                 continue
             self._line_number += 1
-            if not (isinstance(line, bytes) and (not line or line.isspace())):
+            if isinstance(line, bytes):
+                if line and not line.isspace():
+                    yield line
+            elif isinstance(line, BlankLines):
+                self._line_number += line.num_lines - 1
+            else:
                 yield line
         self._bytes_before += source.bytes_read
         self._source = None
@@ -291,14 +297,14 @@ def check_first_rows(
     return rows
 
 
-def _open_source(name: str, known: KnownInput | None) -> _Source:
+def _open_source(name: str, known: KnownInput | None, has_prompt: Callable[[Collection[str]], bool]) -> _Source:
     match "jsonl" if name == STREAM else input_format(name):
         case "jsonl":
             return LineSource(name, known)
         case "json":
-            from nvcli.jobs.input.json_array import JsonSource
+            from nvcli.jobs.input.json_source import JsonSource
 
-            return JsonSource(name, known)
+            return JsonSource(name, known, has_prompt=has_prompt)
         case "csv":
             from nvcli.jobs.input.csv_source import CsvSource
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from nvcli.jobs.compression import READ_BYTES, CompressionError, Unpacker, compression_of
 from nvcli.jobs.line_splitter import Line, LineSplitter
 from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.output_row import WrittenRow, read_output_row
 from nvcli.jobs.shard import WHOLE, Shard
+
+_MAX_HELD_BYTES = 64 * 1024 * 1024
+"""The most that lines of a member may take while it is not known whether it ends."""
 
 
 class OutputScan:
@@ -73,12 +78,15 @@ def _blocks(path: Path) -> Iterator[tuple[list[Line], int]]:
     """Yield complete lines, and where in the file the smallest part that holds them ends.
 
     That part is the line itself, or in a compressed file the member that it is in. Lines of a torn member are not given
-    out. One member is held at a time; the members of an output are about as large as a flush.
+    out. A member of up to `_MAX_HELD_BYTES`, as those of an output are, is held until it has ended; a larger one is
+    read twice.
     """
     compression = compression_of(path.name)
     with path.open("rb", buffering=0) as file:
-        chunks = iter(lambda: file.read(READ_BYTES[compression]), b"")
-        yield from _packed_blocks(chunks, compression) if compression else _plain_blocks(chunks)
+        if compression:
+            yield from _packed_blocks(file, compression)
+        else:
+            yield from _plain_blocks(iter(lambda: file.read(READ_BYTES[compression]), b""))
 
 
 def _splitter() -> LineSplitter:
@@ -98,18 +106,35 @@ def _plain_blocks(chunks: Iterator[bytes]) -> Iterator[tuple[list[Line], int]]:
             yield [line], at
 
 
-def _packed_blocks(chunks: Iterator[bytes], compression: str) -> Iterator[tuple[list[Line], int]]:
+def _packed_blocks(file: IO[bytes], compression: str) -> Iterator[tuple[list[Line], int]]:
     unpacker = Unpacker(compression)
     splitter = _splitter()
     lines: list[Line] = []
-    end = 0
+    end = num_held = 0
     try:
-        for chunk in chunks:
+        while chunk := file.read(READ_BYTES[compression]):
             for plain in unpacker.feed(chunk):
-                lines += splitter.feed(plain)
+                num_held += len(plain)
+                is_held = num_held <= _MAX_HELD_BYTES
+                if is_held:
+                    lines += splitter.feed(plain)
+                else:
+                    lines = []
                 if unpacker.member_end > end:
-                    end = unpacker.member_end
-                    yield lines, end
+                    if is_held:
+                        yield lines, unpacker.member_end
+                    else:
+                        yield from _large_member(file.fileno(), compression, end, unpacker.member_end)
+                    end, num_held = unpacker.member_end, 0
                     lines, splitter = [], _splitter()
     except CompressionError:
         return
+
+
+def _large_member(fd: int, compression: str, begin: int, end: int) -> Iterator[tuple[list[Line], int]]:
+    """Yield the lines of a sound member, a few at a time."""
+    unpacker = Unpacker(compression)
+    splitter = _splitter()
+    for at in range(begin, end, READ_BYTES[compression]):
+        for plain in unpacker.feed(os.pread(fd, min(READ_BYTES[compression], end - at), at)):
+            yield splitter.feed(plain), end

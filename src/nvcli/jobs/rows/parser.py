@@ -6,7 +6,7 @@ made of it could take thirty times the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -95,6 +95,12 @@ class RowParser:
         self._seen = SeenIds()
         self._decode_ids = _ids_decoder(self.keys.id).decode
         self._decode_own = _own_decoder(self.keys.id, self._conversation_keys).decode
+
+    def has_prompt(self, columns: Collection[str]) -> bool:
+        """Tell whether a row with these keys is one whose prompt this job reads, as far as the keys tell."""
+        if self.rules.has_template and self.rules.columns.issubset(columns):
+            return True
+        return "body" in columns or any(key in columns for key in self.keys.prompts)
 
     def parse(self, row: Row, *, index: int, where: str) -> Job | JobResult:
         """Parse one row. `where` names its line in messages."""
@@ -290,6 +296,8 @@ def _split_line(line: Line) -> dict[str, msgspec.Raw]:
         raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
     if is_deeper(line, MAX_LEVELS):
         raise _nested_too_deep()
+    if b"\n" in line:  # an item of an array: copied, its values stand on one line of the output
+        return {key: msgspec.Raw(bytes(value).replace(b"\n", b" ")) for key, value in raws.items()}
     return raws
 
 
