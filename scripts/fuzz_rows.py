@@ -102,6 +102,7 @@ def run_here(source: Path, output: Path, facts: JobFacts, order: str, update: bo
             check_columns=False,
             prompt_template=facts.prompt_template,
             system=facts.system,
+            chat="never",  # the oracle counts the tokens of prompts
         ),
     )
     generate(
@@ -126,6 +127,7 @@ def run_command(source: Path, output: Path, facts: JobFacts, order: str, update:
         "job.messages_field": facts.messages_key,
         "job.id_field": facts.id_key,
         "job.prompt_template": "null" if facts.prompt_template is None else f'"{facts.prompt_template}"',
+        "job.chat": "never",
         "job.system": "null" if facts.system is None else f'"{facts.system}"',
     }
     command = [sys.executable, "-m", "nvcli", "generate", str(source), "-o", str(output), "-m", "demo"]

@@ -131,7 +131,7 @@ ERRORS_IN_FILES += [
         r"`job.prompt_template` and `job.messages_template` are given",
     ),
     (
-        "model: m\njob: {prompt_template: a, system: b}",
+        "model: m\njob: {prompt_template: a, system: b, chat: never}",
         r"run.yaml:2: `job.prompt_template` makes prompts that are no conv",
     ),
     (

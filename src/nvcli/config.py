@@ -77,6 +77,8 @@ FLAG_KEYS = {
     "--order": "job.order",
     "--max-errors": "job.max_errors",
     "--keep-going": "job.keep_going",
+    "--chat": "job.chat",
+    "--no-chat": "job.chat",
     "--system": "job.system",
     "--prompt-template": "job.prompt_template",
     "--chat-template": "job.chat_template",
@@ -472,11 +474,11 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
         name = "`job.prompt_template`"
         if job.messages_template:
             fail(("job", "messages_template"), f"{name} and `job.messages_template` are given; give one of them")
-        if job.system is not None:
+        if job.system is not None and job.chat == "never":
             fail(
                 ("job", "system"),
-                f"{name} makes prompts that are no conversations, so `job.system` would have no effect; make "
-                "conversations: `--set 'job.messages_template=[{role: user, content: \"…\"}]'`",
+                f"{name} makes prompts that are no conversations where `job.chat` is never, so `job.system` would have "
+                "no effect; leave one of the two out",
             )
     problem = reserved_variable(job.chat_template_kwargs)
     if not _is_json(job.chat_template_kwargs):

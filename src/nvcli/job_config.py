@@ -7,7 +7,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from nvcli.config_types import OnTooLong, Order, PositiveInt, ReasoningParserName, SpecialTokens, ToolParserName
+from nvcli.config_types import (
+    ChatChoice,
+    OnTooLong,
+    Order,
+    PositiveInt,
+    ReasoningParserName,
+    SpecialTokens,
+    ToolParserName,
+)
 
 
 class MessageTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +65,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The prompt of every native row, with places such as `{text}` for its columns; null: the row brings its prompt."""
     messages_template: list[MessageTemplate] = []
     """The conversation of every native row, made likewise; empty: the row brings its prompt."""
+    chat: ChatChoice = "auto"
+    """Whether texts become the message of a user, through the model's chat template. auto: those of a `prompt_field`
+    that is not `prompt` and of `prompt_template`, if answers are generated and the model has a template; always: all;
+    never: none."""
     system: str | None = None
     """The system message of conversations that have none; null: they stay as they are."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None

@@ -115,7 +115,7 @@ def test_what_is_passed_through_are_the_same_objects(make_llm: MakeLLM) -> None:
 
 
 def test_a_column_that_cannot_be_put_into_a_prompt(make_llm: MakeLLM) -> None:
-    llm = make_llm(job=JobConfig(prompt_template="{a}{b}"))
+    llm = make_llm(job=JobConfig(prompt_template="{a}{b}", chat="never"))
     rows = [{"a": "\ud800", "b": 1}, {"a": 1, "b": 2}, {"a": "x", 3: 4}]
     half, good, missing = llm.generate(rows, order="input")
     assert half.error is not None

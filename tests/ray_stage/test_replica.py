@@ -71,7 +71,7 @@ def test_columns_are_kept_and_answers_added(make_replica: MakeReplica) -> None:
 
 def test_prompts_from_columns(make_replica: MakeReplica) -> None:
     table = pyarrow.table({"text": ["ab", "cd"], "number": [1, 2]})
-    answered = make_replica(job={"prompt_template": "{text}{number}"}).answer(table)
+    answered = make_replica(job={"prompt_template": "{text}{number}", "chat": "never"}).answer(table)
     assert [row["choices"][0]["text"] for row in answered.to_pylist()] == ["1ba", "2dc"]
     assert [row["error"]["type"] for row in make_replica().answer(table).to_pylist()] == ["missing_prompt"] * 2
 

@@ -88,6 +88,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """How many of these the prefix cache saves at most."""
     cached_tokens_are_exact: bool
     """Whether they were counted; otherwise they are scaled up from a sample."""
+    notes: list[str]
+    """How prompts of rows become prompts of the model."""
     warnings: list[str]
     sampling: list[Setting]
     """The sampling of rows that bring none: what somebody has set, and the most important others."""
@@ -225,6 +227,7 @@ class _Reading:
             prompt_tokens_to_compute=tally.computed_prompt_tokens,
             cached_tokens=tally.cached_tokens,
             cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
+            notes=[*job.notes, *job.describe_kinds(self._reader.kinds)],
             warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals(),
             sampling=list(filter(is_telling, settings)),
             rows_with_own_sampling=tally.rows_with_own_sampling,

@@ -67,6 +67,8 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     if report.lengths is not None:
         yield from _length_lines(report.lengths)
     yield from _repetition_lines(report)
+    for number, note in enumerate(report.notes):
+        yield "" if number else "form", one_line(note)
     for number, warning in enumerate(report.warnings):
         yield "" if number else "warnings", one_line(warning)
     for number, each in enumerate(report.sampling):

@@ -34,6 +34,7 @@ from nvcli.cli.options import (
 )
 from nvcli.cli.prompt import answer_prompts, check_prompt_options
 from nvcli.cli.sampling_options import (
+    ChatOption,
     ChatTemplateKwargsOption,
     ChatTemplateOption,
     FrequencyPenaltyOption,
@@ -158,6 +159,7 @@ def generate(
     ep: EpOption = False,
     pp: PpOption = None,
     dp: DpOption = None,
+    chat: ChatOption = None,
     system: SystemOption = None,
     prompt_field: Annotated[
         str | None,
@@ -294,6 +296,7 @@ def generate(
             "--report": report,
         },
         for_chats={
+            "--chat": chat,
             "--system": system,
             "--chat-template": chat_template,
             "--chat-template-kwargs": chat_template_kwargs,

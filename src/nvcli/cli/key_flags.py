@@ -23,6 +23,9 @@ _OBJECTS = {
 }
 """Flags whose values are JSON objects, with an example of each."""
 
+_SWITCHES = {"--chat": {"--chat": (True, "always"), "--no-chat": (False, "never")}}
+"""Switches with a word for on and one for off, each with the name that stands for it."""
+
 
 def key_flags(
     command: Callable[..., None], values: Mapping[str, Any], *, leave_out: Collection[str] = ()
@@ -39,7 +42,9 @@ def key_flags(
         flag, value = flag_of(parameter), values.get(name)
         if flag in leave_out:
             continue
-        if flag in _OBJECTS:
+        if flag in _SWITCHES:
+            flags |= {each: word if value is is_on else None for each, (is_on, word) in _SWITCHES[flag].items()}
+        elif flag in _OBJECTS:
             flags[flag] = json_object(flag, value, example=_OBJECTS[flag])
         elif isinstance(value, str):
             flags[flag] = value if flag in _TEXTS else plain_value(value)
@@ -58,4 +63,5 @@ def flag_of(parameter: inspect.Parameter) -> str:
     """Return the first name of a parameter's option; empty where it has none."""
     if get_origin(parameter.annotation) is not Annotated:
         return ""
-    return str(getattr(get_args(parameter.annotation)[1], "default", ""))  # typer keeps the first name there
+    names = str(getattr(get_args(parameter.annotation)[1], "default", ""))  # typer keeps the first name there
+    return names.partition("/")[0]

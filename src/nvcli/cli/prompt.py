@@ -48,6 +48,7 @@ def answer_prompts(run: RunConfig, prompts: Sequence[str], *, raw: bool) -> int:
     from nvcli.llm.prompts import ask, config_for_prompts, num_requests
 
     num_failed = 0
+    raw = raw or run.job.chat == "never"
     try:
         with load_for_person(config_for_prompts(run, raw=raw), num_requests=num_requests(run, len(prompts))) as llm:
             if not raw and not llm.has_chat_template:

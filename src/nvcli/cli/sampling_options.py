@@ -8,6 +8,16 @@ import typer
 
 from nvcli.cli.help import PROMPTS, SAMPLING
 
+ChatOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Send prompts as user messages, through the chat template, or as they are [default: as user messages "
+        "those of --prompt-field and --prompt-template, if the model has a chat template]",
+        show_default=False,
+        rich_help_panel=PROMPTS,
+    ),
+]
 SystemOption = Annotated[
     str | None,
     typer.Option(

@@ -78,7 +78,9 @@ def generate(
     for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
         if overwrite and is_given:
             raise ConfigError(f"--overwrite and {flag} exclude each other: start anew, or keep what is answered")
-    job = resolve_job(run, inputs=inputs, output=output, limit=limit, shard=shard, setter_of=setter_of)
+    job = resolve_job(
+        run, inputs=inputs, output=output, limit=limit, shard=shard, overwrite=overwrite, setter_of=setter_of
+    )
     options = OutputOptions(
         order=run.job.order,
         can_continue=job.can_continue,
@@ -95,13 +97,15 @@ def generate(
     opened = open_output(job.output, job.manifest, options)  # before standard output is set aside: it may be that
     # However the run ends, another run may have the output only after all else is closed.
     with contextlib.closing(opened), _tracebacks_kept(job.output), Interrupts() as interrupts:
-        for note in opened.notes:
+        for note in (*job.notes, *opened.notes):
             progress.note(note)
         if opened.finished is not None:
             summary = summary_of_complete_job(job.output, opened.finished, time.monotonic() - started_at)
             if report is not None:
                 report.write(build_report(job, summary, setter_of), progress.warn)
             return summary
+        for note in job.describe_kinds(job.first_kinds):
+            progress.note(note)
         plan = plan_run(job, opened.answered)
         if plan.why:
             progress.note(plan.why)
@@ -143,6 +147,8 @@ class _JobRun:
             ChatRenderer(job.model_path, chat_template=job.chat_template),
             GrammarMaker(job.model_path, vocab_size=job.model.vocab_size, end_ids=job.model.eos_token_ids),
         )
+        self._told_kinds = set(job.first_kinds)
+        """The kinds of prompts of which the user was told what becomes of them."""
         self._view = RunView(
             self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
         )
@@ -261,6 +267,10 @@ class _JobRun:
 
     def _each_round(self, check_interrupts: Callable[[], None]) -> None:
         check_interrupts()
+        if new_kinds := self._reader.kinds - self._told_kinds:
+            self._told_kinds |= new_kinds
+            for note in self._job.describe_kinds(new_kinds):
+                self._progress.note(note)
         for warning in self._reader.warnings.take_new():
             self._progress.warn(warning)
         self._progress.update(self._view)

@@ -16,6 +16,7 @@ import msgspec
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.errors import LoadError
 from nvcli.jobs.input.digests import digest_file
+from nvcli.jobs.output.manifest import CHAT_FACT
 from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.jobs.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
@@ -44,13 +45,14 @@ def job_facts(
     weights: bool = True,
     shard: Shard | None = None,
     task: TaskRows | None = None,
+    chat: str | None = None,
 ) -> dict[str, Fact]:
     """Return the facts of a job, under names that a user knows.
 
     `config` and `sampling_defaults` are what `run` and the checkpoint come to, `chat_template` is the text of the
-    template that the job brings, `shard` the part of the rows that the output has, None: all, and `task` what is made
-    of the rows in place of answers. `weights` false: facts of the weights are left out. Raises LoadError for a file of
-    the checkpoint that cannot be read.
+    template that the job brings, `chat` says which texts become messages (`chat_choice`), `shard` is the part of the
+    rows that the output has, None: all, and `task` what is made of the rows in place of answers. `weights` false: facts
+    of the weights are left out. Raises LoadError for a file of the checkpoint that cannot be read.
     """
     small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
     facts: dict[str, Fact] = {}
@@ -87,6 +89,8 @@ def job_facts(
     if config.batch_invariant:
         facts["batch_invariant"] = True
     facts |= _prompt_facts(run.job, chat_template)
+    if chat is not None:
+        facts[CHAT_FACT] = chat
     if run.job.reasoning_parser != "auto":
         facts["job.reasoning_parser"] = run.job.reasoning_parser
     if run.job.tool_parser != "auto":

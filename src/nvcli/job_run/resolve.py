@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from nvcli.chat_template import read_chat_template
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
 from nvcli.config_types import ModelDtype
 from nvcli.errors import ConfigError
+from nvcli.job_run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job_run.default_sampling import check_default_sampling
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.kept_weights import check_fast_accumulation, keep_weights
@@ -30,17 +31,18 @@ from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.job_run.task import task_rows
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
-from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs
+from nvcli.job_run.text.tokenizer_files import check_tokenizer_files, has_chat_template
+from nvcli.jobs.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
 from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.known_input import KnownInput, know_inputs
 from nvcli.jobs.input.reader import RowDigests, RowReader, check_first_rows
 from nvcli.jobs.job import Caller, Job
-from nvcli.jobs.output.manifest import Manifest
+from nvcli.jobs.output.manifest import Manifest, load_manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
+from nvcli.jobs.rows.prompt_forms import ChatForms, PromptKind, describe_kind
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import as_json
 from nvcli.jobs.rows.row_digest import InputRows
@@ -53,7 +55,7 @@ from nvcli.sampling_params import SamplingParams
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 from nvcli.text_template import TextTemplate
-from nvcli.validation import InvalidValue, convert
+from nvcli.validation import InvalidValue, convert, shorten
 from nvcli.versions import torch_build
 
 
@@ -70,6 +72,8 @@ class ResolvedModel:
     """The defaults that lie under a row's own `sampling`."""
     chat_template: str | None
     """The text of the chat template that takes the place of the checkpoint's own; None: there is none."""
+    has_chat_template: bool
+    """Whether conversations can be answered, by the checkpoint's files and that template."""
     task: TaskRows | None
     """What is made of the rows in place of answers; None: answers."""
     tokenizer: Tokenizer | None = None
@@ -89,6 +93,10 @@ class ResolvedModel:
             hidden_size=self.model.hidden_size,
         )
 
+    def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> ChatForms:
+        """Return which texts of rows become messages. Raises ConfigError. `is_task` is as in `choose_chat`."""
+        return choose_chat(self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=setter_of)
+
     def load_tokenizer(self) -> Tokenizer:
         """Return the tokenizer, which is loaded if it is not yet. Raises LoadError."""
         return self.tokenizer or Tokenizer.load(self.model_path, chat_template=self.chat_template)
@@ -102,6 +110,8 @@ class ResolvedJob(ResolvedModel):
     """The input files by name, patterns expanded; `-` is standard input."""
     output: str
     """The output's name; `-` is standard output."""
+    chat: ChatForms
+    """The texts of rows that become messages of a user."""
     limit: int | None
     """Only so many rows of the inputs are read; None: all."""
     shard: Shard | None
@@ -112,13 +122,32 @@ class ResolvedJob(ResolvedModel):
     """The inputs as they were when the job was resolved; none where one of them cannot be read again."""
     manifest: Manifest
     """Everything that the answers depend on, to be kept beside the output."""
+    notes: tuple[str, ...] = ()
+    """What the user is told of how the output goes on."""
+    first_kinds: frozenset[PromptKind] = frozenset()
+    """The kinds of prompts among the first rows of the inputs, where those could be looked at."""
+
+    def describe_kinds(self, kinds: Collection[PromptKind]) -> list[str]:
+        """Return lines that say what becomes of prompts of these kinds."""
+        name = "the text of `job.prompt_template`" if self.run.job.prompt_template is not None else None
+        lines = [
+            describe_kind(
+                kind,
+                self.chat,
+                prompt=name or f"`{shorten(self.run.job.prompt_field)}`",
+                has_chat_template=self.has_chat_template,
+            )
+            for kind in PromptKind
+            if kind in kinds
+        ]
+        return [line for line in lines if line is not None]
 
     def make_reader(self, answered: AnsweredRows | None = None, digests: RowDigests | None = None) -> RowReader:
         """Make a reader of the inputs that passes over the rows that are `answered`.
 
         `digests` takes the digests of the rows.
         """
-        parser = make_parser(self.run.job, self.sampling_defaults, task=self.task)
+        parser = make_parser(self.run.job, self.sampling_defaults, chat=self.chat, task=self.task)
         return RowReader(
             self.inputs,
             parser,
@@ -142,6 +171,7 @@ def resolve_job(
     output: str | None,
     limit: int | None,
     shard: Shard | None = None,
+    overwrite: bool = False,
     weights: bool = True,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
@@ -152,9 +182,10 @@ def resolve_job(
     Raises ConfigError and LoadError.
 
     `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
-    inputs. `weights` false: the job is only looked at, so that the checkpoint needs no weights. `found_device` is what
-    `device: auto` stands for (None: look for a GPU), and `gpus` are those that the job is for (None: those here).
-    `setter_of` names for messages what set each key of `run`.
+    inputs. `overwrite` says that what the output holds does not matter. `weights` false: the job is only looked
+    at, so that the checkpoint needs no weights. `found_device` is what `device: auto` stands for (None: look for a
+    GPU), and `gpus` are those that the job is for (None: those here). `setter_of` names for messages what set each key
+    of `run`.
     """
     names = expand_inputs(inputs, output)
     check_inputs(names)
@@ -163,12 +194,18 @@ def resolve_job(
     names = fetch_inputs(names)
     resolved = resolve_settings(run, weights=weights, found_device=found_device, gpus=gpus, setter_of=setter_of)
     can_continue = is_repeatable(names)
+    begun = None if overwrite or not can_continue else _facts_of(output)
+    chat = _chat_choice(resolved, names, begun, setter_of)
+    first_kinds: frozenset[PromptKind] = frozenset()
     if can_continue and run.job.check_columns:
-        rows = check_first_rows(
-            names if limit is None else names[:1],
-            lambda: make_parser(run.job, resolved.sampling_defaults, task=resolved.task),
-            limit=limit,
-        )
+        parsers: list[RowParser] = []
+
+        def new_parser() -> RowParser:
+            parsers.append(make_parser(run.job, resolved.sampling_defaults, chat=chat.forms, task=resolved.task))
+            return parsers[-1]
+
+        rows = check_first_rows(names if limit is None else names[:1], new_parser, limit=limit)
+        first_kinds = frozenset().union(*(parser.kinds for parser in parsers))
         if any(isinstance(row, Job) and row.wants_grammar for row in rows):
             resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
     known_inputs = know_inputs(names) if can_continue else ()
@@ -185,6 +222,7 @@ def resolve_job(
             weights=weights,
             shard=shard,
             task=resolved.task,
+            chat=chat.fact,
         ),
         inputs=[(known.name, known.description) for known in known_inputs],
     )
@@ -192,11 +230,43 @@ def resolve_job(
         **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
         inputs=tuple(names),
         output=output,
+        chat=chat.forms,
         limit=limit,
         shard=shard,
         can_continue=can_continue,
         known_inputs=known_inputs,
         manifest=manifest,
+        notes=() if chat.note is None else (chat.note,),
+        first_kinds=first_kinds,
+    )
+
+
+def _facts_of(output: str) -> Mapping[str, Any] | None:
+    """Return the facts of an output that is there; None: there is none, or whoever opens it says what is wrong."""
+    try:
+        manifest = None if output == STREAM else load_manifest(Path(output))
+    except ConfigError:
+        return None
+    return None if manifest is None else manifest.facts
+
+
+def _chat_choice(
+    resolved: ResolvedModel, inputs: Sequence[str], begun: Mapping[str, Any] | None, setter_of: SetterOf
+) -> ChatChoice:
+    """Return which texts of the inputs become messages. Raises ConfigError. `begun` are the facts of the output."""
+
+    def has_rows(one: ChatForms, other: ChatForms) -> bool:
+        parser = make_parser(resolved.run.job, resolved.sampling_defaults, task=resolved.task)
+        kinds = one.differing(other)
+        return any(not kinds.isdisjoint(parser.kinds) for _ in RowReader(inputs, parser).batches())
+
+    is_task = resolved.task is not None
+    return keep_choice(
+        resolved.run.job,
+        resolved.choose_chat(is_task=is_task, setter_of=setter_of),
+        begun,
+        makes_messages=resolved.has_chat_template and not is_task,
+        has_rows=has_rows,
     )
 
 
@@ -219,15 +289,18 @@ def resolve_settings(
     check_tokenizer_files(model_path)
     if weights:
         check_weight_files(model_path)
+    chat_template = own_chat_template(run.job)
     resolved = ResolvedModel(
         run=run,
         model_path=model_path,
         model=model,
-        chat_template=own_chat_template(run.job),
+        chat_template=chat_template,
+        has_chat_template=has_chat_template(model_path) if chat_template is None else bool(chat_template),
         config=resolve_engine_config(run, model_path, model, found_device=found_device),
         sampling_defaults=sampling_defaults(run, model) if task is None else {},
         task=task,
     )
+    resolved.choose_chat(is_task=task is not None, setter_of=setter_of)  # which may be an error
     if task is not None:
         return resolved
     tokenizer = check_default_sampling(run.sampling, resolved.model_limits, resolved.load_tokenizer, setter_of)
@@ -403,14 +476,17 @@ def make_parser(
     job: JobConfig,
     sampling_defaults: Mapping[str, Any],
     *,
+    chat: ChatForms = ChatForms(),  # noqa: B008 - it is frozen
     keep: Callable[[Any], Any] = as_json,
     caller: Caller | None = None,
     task: TaskRows | None = None,
 ) -> RowParser:
-    """Make the parser of a job's rows. `keep`, `caller` and `task` are those of `RowParser`."""
+    """Make the parser of a job's rows, in which texts become messages as `chat` says. `keep`, `caller` and `task`
+    are those of `RowParser`."""
     rules = PromptRules(
         prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
         messages_template=tuple((each.role, TextTemplate(each.content)) for each in job.messages_template),
+        chat=chat,
         system=job.system,
         chat_template_kwargs=job.chat_template_kwargs,
     )

@@ -24,7 +24,7 @@ def config_for_prompts(run: RunConfig, *, raw: bool) -> RunConfig:
         messages_template=[],
     )
     if raw:
-        job = msgspec.structs.replace(job, system=None, chat_template=None, chat_template_kwargs={})
+        job = msgspec.structs.replace(job, chat="never", system=None, chat_template=None, chat_template_kwargs={})
     return msgspec.structs.replace(run, job=job)
 
 

@@ -27,10 +27,11 @@ MAX_QUEUED_CHARS = 16 * 1024 * 1024
 """Bounds on the rows that wait for the tokenizer; a row that is larger waits alone."""
 
 
-def as_row(row: Row, keys: RowKeys) -> dict[str, Any]:
-    """Return a row with keys. Raises RowError, and whatever an object of the program raises when it is looked at."""
+def as_row(row: Row, keys: RowKeys) -> dict[str, Any] | str:
+    """Return a row with keys, or a text. Raises RowError, and whatever an object of the program raises when it is
+    looked at."""
     if isinstance(row, str):
-        return {keys.prompt: row}
+        return row
     if isinstance(row, Mapping):
         return dict(row)
     items = row.tolist() if hasattr(row, "tolist") else row  # numpy's, and what is like it

@@ -151,7 +151,8 @@ class Session:
             self._calls.add(call)
         job = self.run.job
         keys = row_keys(job)
-        parser = make_parser(job, defaults, keep=lambda value: value, caller=call, task=task)
+        chat = self._resolved.choose_chat(is_task=task is not None)
+        parser = make_parser(job, defaults, chat=chat, keep=lambda value: value, caller=call, task=task)
 
         def read() -> None:
             error: BaseException | None = None

@@ -70,6 +70,16 @@ def is_plain(model_path: Path) -> bool:
     return is_plain_class and (model_path / _TOKENIZER).is_file()
 
 
+def has_chat_template(model_path: Path) -> bool:
+    """Tell whether the tokenizer of a checkpoint will have a chat template, without loading it. Raises LoadError.
+
+    As transformers does it, templates in files of their own take the place of the one in tokenizer_config.json.
+    """
+    files = [model_path / "chat_template.jinja", *(model_path / "additional_chat_templates").glob("*.jinja")]
+    sizes = [file.stat().st_size for file in files if file.is_file()]
+    return bool(max(sizes)) if sizes else bool(_read_config(model_path).get("chat_template"))
+
+
 def load_error(model_path: Path, error: BaseException) -> LoadError:
     """Return the error of a tokenizer that a library could not load for `error`; it names the file where that is known.
 

@@ -24,6 +24,7 @@ from nvcli.jobs.line_splitter import BlankLines
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.parser import Row, RowParser
+from nvcli.jobs.rows.prompt_forms import PromptKind
 from nvcli.jobs.rows.row_digest import InputRows, row_digest
 from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.jobs.shard import WHOLE, Shard
@@ -123,6 +124,11 @@ class RowReader:
     def warnings(self) -> RowWarnings:
         """What to tell the user of the rows that were read."""
         return self._parser.warnings
+
+    @property
+    def kinds(self) -> set[PromptKind]:
+        """The kinds of prompts of the rows that were read."""
+        return self._parser.kinds
 
     @property
     def bytes_read(self) -> int:

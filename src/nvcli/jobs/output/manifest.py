@@ -13,6 +13,8 @@ from nvcli.jobs.own_files import manifest_draft_path, manifest_path
 from nvcli.regular_file import create_anew, read_regular
 
 VERSION = 2
+CHAT_FACT = "job.chat"
+"""The fact that says which texts become messages of a user (`job_run.chat_choice`)."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,11 +61,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Return one line for each thing of model and configuration that differs between this manifest and `other`."""
         lines = [f"model: {self.hub_id} → {other.hub_id}"] if self._has_other_hub_id(other) else []
         lines += [
-            f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}"
+            f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}{self._way_back(name, other)}"
             for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]
             if (name in self.facts, self.facts.get(name)) != (name in other.facts, other.facts.get(name))
         ]
         return lines
+
+    def _way_back(self, name: str, other: Manifest) -> str:
+        """Return what to add to a difference whose way back is a flag."""
+        if name != CHAT_FACT:
+            return ""
+        old, new = str(self.facts.get(name)), str(other.facts.get(name))
+        flag = "with --chat" if old.startswith("user") else "with --no-chat"
+        if not old.startswith("user") and new.startswith("prompts"):
+            flag = "without --no-chat"
+        return f" (it goes on as it was begun {flag})"
 
     def input_differences(self, other: Manifest) -> list[str]:
         """Return one line for each input that differs between this manifest and `other`."""

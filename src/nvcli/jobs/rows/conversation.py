@@ -15,17 +15,34 @@ def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]
     """Return messages that each have a role, with the text parts of a content joined to one text.
 
     The arguments of earlier tool calls, which OpenAI's form has as JSON texts, become objects: that is what chat
-    templates take. `under` is where `value` stands in the row. Raises InvalidValue that names the message and its key,
-    and RowError for a part that is no text, such as an image.
+    templates take. `value` may be the JSON text of the messages, and they may be in ShareGPT's form. `under`
+    is where it stands in the row. Raises InvalidValue that names the message and its key, and RowError for a part that
+    is no text, such as an image.
     """
-    messages = convert(value, list[dict[str, Any]], under=under)
     name = ".".join(under)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = decode_inner(value)
+        except msgspec.DecodeError as error:
+            raise InvalidValue(under, f"`{name}` is {show(value)}, which is no JSON: {error}") from None
+    messages = convert(value, list[dict[str, Any]], under=under)
     if not messages:
         raise InvalidValue(under, f"`{name}` is empty; give at least one message")
     return [_checked(message, f"{name}[{number}]") for number, message in enumerate(messages)]
 
 
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+"""The roles of chat templates by the names that ShareGPT's form has for them."""
+
+
 def _checked(message: dict[str, Any], name: str) -> dict[str, Any]:
+    if "role" not in message and "from" in message:
+        message = _from_sharegpt(message, name)
     if not isinstance(message.get("role"), str):
         raise InvalidValue((), f'`{name}.role` is {show(message.get("role"))}; allowed: text such as "user"')
     if isinstance(message.get("tool_calls"), list):
@@ -38,6 +55,16 @@ def _checked(message: dict[str, Any], name: str) -> dict[str, Any]:
     if content is None and "tool_calls" not in message:
         raise InvalidValue((), f"`{name}` has no `content`")
     return message
+
+
+def _from_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a message of ShareGPT's form, `from` and `value`, as one with `role` and `content`."""
+    rest = dict(message)
+    speaker = rest.pop("from")
+    role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise InvalidValue((), f"`{name}.from` is {show(speaker)}; allowed: {', '.join(_SHAREGPT_ROLES)}")
+    return {"role": role, "content": rest.pop("value", None), **rest}
 
 
 def _join_parts(parts: list[Any], name: str) -> str:

@@ -11,17 +11,21 @@ from nvcli.errors import RowError
 from nvcli.jobs.job import Job, JobId, Place
 from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.conversation_options import conversation_options
+from nvcli.jobs.rows.known_forms import CONVERSATIONS, instruction_prompt
+from nvcli.jobs.rows.prompt_forms import PromptKind
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.validation import InvalidValue, convert, show
 
+_PROMPT, _MESSAGES = "prompt", "messages"
+
 
 class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys under which a row says something to nvcli; every other key is passed through."""
 
-    prompt: str = "prompt"
-    messages: str = "messages"
+    prompt: str = _PROMPT
+    messages: str = _MESSAGES
     prompt_token_ids: str = "prompt_token_ids"
     id: str = "id"
     sampling: str = "sampling"
@@ -30,6 +34,16 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def prompts(self) -> tuple[str, ...]:
         return self.prompt, self.messages, self.prompt_token_ids
+
+    @property
+    def are_defaults(self) -> bool:
+        """Whether prompts have the keys that they have where a job names no other."""
+        return (self.prompt, self.messages) == (_PROMPT, _MESSAGES)
+
+    @property
+    def names_prompt(self) -> bool:
+        """Whether the job names the key of prompts."""
+        return self.prompt != _PROMPT
 
     @property
     def beside_prompt(self) -> frozenset[str]:
@@ -71,23 +85,34 @@ def native_job(
     defaults: RowDefaults,
     rules: PromptRules,
     columns: Mapping[str, Any],
+    kind: PromptKind | None,
 ) -> Job:
-    """Make the job of a row. `columns` are all values of the row as they were read, for the job's template."""
+    """Make the job of a row. `columns` are all values of the row as they were read, for the job's template, and `kind`
+    is that of its prompt."""
     own = row.get(keys.sampling, {})
     if not isinstance(own, dict):
         raise RowError("invalid_sampling", f"`{keys.sampling}` is {show(own)}; expected an object with keys")
     sampling = defaults.sampling(own, under=keys.sampling)
     variables = row.get(keys.chat_template_kwargs)
     prompt = row.get(keys.prompt)
-    if isinstance(prompt, str) and keys.messages not in row and keys.prompt_token_ids not in row and variables is None:
+    becomes_message = rules.chat.includes(kind)
+    if (
+        isinstance(prompt, str)
+        and keys.messages not in row
+        and keys.prompt_token_ids not in row
+        and variables is None
+        and not becomes_message
+    ):
         return Job(place=place, prompt=prompt, sampling=sampling)  # most rows
     try:
-        given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules)
+        given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
+        if given.text is not None and becomes_message:
+            given = _Prompt(messages=rules.conversation(given.text))
         if given.messages is None and variables is not None:
             raise RowError(
                 "invalid_value",
                 f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "
-                f"out, or give `{keys.messages}`",
+                f"out, or give `{keys.messages}` or --chat",
             )
         if given.messages is None:
             return Job(place=place, prompt=given.text, prompt_token_ids=given.token_ids, sampling=sampling)
@@ -113,9 +138,13 @@ class _Prompt(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] | None = None
 
 
-def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules) -> _Prompt:
+def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: PromptKind | None) -> _Prompt:
     """Return the prompt that a row holds. Raises RowError and InvalidValue."""
     given = [key for key in keys.prompts if key in row]
+    if kind is PromptKind.INSTRUCTION:
+        return _Prompt(text=instruction_prompt(row))
+    if kind is PromptKind.CONVERSATIONS:
+        return _Prompt(messages=rules.with_system(check_messages(row[CONVERSATIONS], under=(CONVERSATIONS,))))
     if not given:
         names = "`{}`, `{}` and `{}`".format(*keys.prompts)
         raise RowError("missing_prompt", f"none of {names} is given; give one")

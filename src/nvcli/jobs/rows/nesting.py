@@ -11,7 +11,6 @@ from nvcli.jobs.rows.raw_values import decode
 
 MAX_LEVELS = 400
 """The most levels of objects and lists in a row, so that whoever handles it later does not run out of stack."""
-
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _CHUNK_BYTES = 64 * 1024
 

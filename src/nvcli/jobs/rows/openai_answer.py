@@ -116,9 +116,11 @@ def _token(text: str, logprob: float | None) -> dict[str, Any]:
 
 def _completion_choice(choice: Choice) -> dict[str, Any]:
     logprobs = choice.logprobs
+    thought = {} if choice.reasoning_content is None else {"reasoning_content": choice.reasoning_content}
     return {
         "index": choice.index,
         "text": choice.text,
+        **thought,  # of a prompt that became the message of a user
         "logprobs": None
         if logprobs is None
         else {

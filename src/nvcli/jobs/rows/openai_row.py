@@ -16,6 +16,7 @@ from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS, REASONING_EFFORT, conversation_options
 from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS, structured_of
+from nvcli.jobs.rows.prompt_forms import PromptKind
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_LOGPROBS
@@ -158,6 +159,13 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
             )
         prompt = single_prompt(given, "prompt")
         if isinstance(prompt, str):
+            if rules.chat.includes(PromptKind.OTHER_TEXT):
+                return Job(
+                    place=place,
+                    messages=rules.conversation(prompt),
+                    chat_template_kwargs=rules.variables(None, under=()),
+                    sampling=sampling,
+                )
             return Job(place=place, prompt=prompt, sampling=sampling)
         ids = convert(prompt, list[int], under=("body", "prompt"))
         return Job(place=place, prompt_token_ids=ids, sampling=sampling)

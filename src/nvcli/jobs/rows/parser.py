@@ -17,11 +17,13 @@ from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
 from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.jobs.rows.cells import Cells, values_of_cells
 from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
+from nvcli.jobs.rows.known_forms import KEYS_OF_KIND, KNOWN_KEYS, known_form
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
 from nvcli.jobs.rows.nesting import MAX_LEVELS, is_deeper
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
 from nvcli.jobs.rows.plain_values import plain_value
+from nvcli.jobs.rows.prompt_forms import PromptKind
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import as_json, decode, is_null
 from nvcli.jobs.rows.row_warnings import RowWarnings
@@ -90,11 +92,18 @@ class RowParser:
             self._own_keys = self._own_keys - {self.keys.sampling} | task.keys
         # Beside a prompt they are columns like others.
         self._conversation_keys = self._own_keys.union(() if self.rules.has_template else CONVERSATION_KEYS)
+        self._knows_forms = (
+            not self.rules.has_template and self.keys.are_defaults and self._own_keys.isdisjoint(KNOWN_KEYS)
+        )
+        """Whether rows without a prompt may be of a well-known form: the job names no other keys."""
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
+        self.kinds: set[PromptKind] = set()
+        """The kinds of prompts that rows had so far."""
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode_ids = _ids_decoder(self.keys.id).decode
-        self._decode_own = _own_decoder(self.keys.id, self._conversation_keys).decode
+        own_keys = self._conversation_keys | KNOWN_KEYS if self._knows_forms else self._conversation_keys
+        self._decode_own = _own_decoder(self.keys.id, own_keys).decode
 
     def has_prompt(self, columns: Collection[str]) -> bool:
         """Tell whether a row with these keys is one whose prompt this job reads, as far as the keys tell."""
@@ -120,8 +129,9 @@ class RowParser:
         try:
             given = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
-            own_keys = self._keys_of_native(given) if is_native else OPENAI_KEYS
-            values = _own_objects(given, own_keys) if isinstance(row, dict) else _own_values(given, own_keys)
+            kind = self._kind_of(row, given) if is_native else None
+            own_keys = self._keys_of_native(given, kind) if is_native else OPENAI_KEYS
+            values = _own_objects(given, own_keys) if isinstance(row, dict | str) else _own_values(given, own_keys)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
             if len(values) < len(given) or self._keep_input:
                 extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
@@ -149,13 +159,17 @@ class RowParser:
                 caller=self._caller,
             )
             if is_native:
-                job = native_job(values, place, self.keys, self._defaults, self.rules, given)
+                job = native_job(values, place, self.keys, self._defaults, self.rules, given, kind)
                 if self._task is not None:
                     job = self._task.job(job, values, given)
             elif self._task is not None:
                 job = self._task.openai_job(values, place)
             else:
                 job = openai_job(values, place, self._defaults, self.rules)
+            if job.place.form is RowForm.COMPLETION and job.prompt_token_ids is None:
+                kind = PromptKind.OTHER_TEXT
+            if kind is not None:
+                self.kinds.add(kind)
             if job.messages is None and self.rules.is_for_conversations:
                 warnings.add_prompt(where)
             return job
@@ -175,8 +189,22 @@ class RowParser:
             )
             return failed(place, error)
 
-    def _keys_of_native(self, given: Mapping[str, Any]) -> frozenset[str]:
+    def _kind_of(self, row: Row, given: Mapping[str, Any]) -> PromptKind | None:
+        """Return the kind of a native row's prompt; None for other prompts than texts, and where there is none."""
+        if self.rules.has_template:
+            return PromptKind.PROMPT if self.rules.prompt_template is not None else None
+        keys = self.keys
+        if not is_null(given.get(keys.prompt)):
+            return PromptKind.OTHER_TEXT if isinstance(row, str) and keys.names_prompt else PromptKind.PROMPT
+        if not self._knows_forms or any(not is_null(given.get(key)) for key in keys.prompts):
+            return None
+        return known_form(given)
+
+    def _keys_of_native(self, given: Mapping[str, Any], kind: PromptKind | None) -> frozenset[str]:
         """Return the keys under which a native row says something to nvcli."""
+        if kind in KEYS_OF_KIND:
+            own_keys = self._conversation_keys if kind is PromptKind.CONVERSATIONS else self._own_keys
+            return own_keys | KEYS_OF_KIND[kind]
         return self._own_keys if is_null(given.get(self.keys.messages)) else self._conversation_keys
 
     def identify(self, row: Row, *, index: int, is_good: bool = False) -> RowIdentity:

@@ -14,6 +14,7 @@ import msgspec
 from nvcli.chat_template import reserved_variable
 from nvcli.errors import RowError, first_line
 from nvcli.jobs.rows.bad_json import find_no_json
+from nvcli.jobs.rows.prompt_forms import ChatForms
 from nvcli.jobs.rows.raw_values import as_text, is_null
 from nvcli.text_template import TextTemplate
 from nvcli.validation import InvalidValue, convert, join_path, shorten
@@ -28,6 +29,8 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
     prompt_template: TextTemplate | None = None
     messages_template: tuple[tuple[str, TextTemplate], ...] = ()
     """The role and the content of each message."""
+    chat: ChatForms = ChatForms()
+    """The texts that become conversations."""
     system: str | None = None
     """The system message of conversations that have none."""
     chat_template_kwargs: Mapping[str, Any] = {}
@@ -70,6 +73,10 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
         key = "job.messages_template"
         messages = [{"role": role, "content": content.fill(value_of)} for role, content in self.messages_template]
         return self.with_system(messages)
+
+    def conversation(self, text: str) -> list[dict[str, Any]]:
+        """Return the conversation that a text becomes."""
+        return self.with_system([{"role": "user", "content": text}])
 
     def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a conversation with the job's system message in front, if it has none of its own."""
