@@ -14,7 +14,9 @@ import pytest
 from nvcli.errors import ConfigError
 from nvcli.executor.channel import ChannelSpec
 from nvcli.executor.status_board import StatusBoard
-from nvcli.file_limits import explain_failed_write
+from nvcli.file_limits import explain_failed_write, why_not_writable
+from nvcli.job_run.progress.side_file import SideFile
+from nvcli.jobs.files import check_output
 
 
 @pytest.fixture
@@ -56,3 +58,21 @@ def test_a_file_system_without_inodes_is_named(tmp_path: Path, monkeypatch: pyte
     assert explain_failed_write(full, path).endswith(
         f": the file system of {tmp_path} has no free inode (`df -i`); remove files there"
     )
+
+
+def test_a_read_only_file_system_is_told_from_a_lack_of_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_not_writable(tmp_path) == "no permission"
+    assert why_not_writable(tmp_path / "none") == "No such file or directory"
+    flags = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags.f_flag | os.ST_RDONLY))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(
+        ConfigError, match=r"out\.jsonl cannot be made in .*: its file system is mounted read-only; name"
+    ):
+        check_output([], str(tmp_path / "out.jsonl"))
+    with pytest.raises(
+        ConfigError, match=r"--report .*r\.html cannot be written in .*: its file system is mounted read-o"
+    ):
+        SideFile("--report", tmp_path / "r.html")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 from nvcli import versions
-from nvcli.versions import TorchBuild, describe_torch, torch_build
+from nvcli.versions import TORCH, TorchBuild, cuda_torch_advice, describe_torch, torch_build
 
 
 def test_of_the_torch_that_is_here() -> None:
@@ -37,3 +38,22 @@ def test_of_other_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "find_spec", lambda name: None)
     assert describe_torch(torch_build()) == "not installed"
+
+
+@pytest.mark.parametrize(
+    ("driver", "named"),
+    [
+        ((13, 2), "https://download.pytorch.org/whl/cu130"),
+        ((12, 9), "https://download.pytorch.org/whl/cu128"),
+        ((12, 2), "https://download.pytorch.org/whl/cu126"),
+        ((11, 8), "install a newer driver: this one serves CUDA up to 11.8"),
+        (None, "install the NVIDIA driver"),
+    ],
+)
+def test_the_torch_for_a_driver(driver: tuple[int, int] | None, named: str) -> None:
+    assert named in cuda_torch_advice(driver)
+
+
+def test_the_torch_that_is_advised_is_the_one_that_is_required() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert TORCH in project["project"]["dependencies"]

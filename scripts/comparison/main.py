@@ -27,7 +27,7 @@ from comparison.report import format_table, standings
 from nvcli.bench.command import parse_range
 from nvcli.bench.workload import Workload
 from nvcli.errors import ConfigError, NvcliError
-from nvcli.job_run.resolve import detect_device
+from nvcli.job_run.device import detect_device
 from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import load_model_config
 

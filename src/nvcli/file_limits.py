@@ -1,4 +1,5 @@
-"""What keeps a file from being written where the system's own words leave it open: a shell's limit, or no inodes left.
+"""What keeps a file from being written where the system's own words leave it open: a shell's limit, no inodes left, or
+a read-only file system.
 
 The processes of a run share memory as files without a name, and a shell's limit on the size of files holds for these.
 """
@@ -31,6 +32,15 @@ def explain_failed_write(error: OSError, path: Path) -> str:
     if error.errno == errno.ENOSPC and _has_no_inodes(path.parent):
         return f"{reason}: the file system of {path.parent} has no free inode (`df -i`); remove files there"
     return reason
+
+
+def why_not_writable(path: Path) -> str:
+    """Return why a file or folder that is there does not let this user write."""
+    try:
+        is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "its file system is mounted read-only" if is_read_only else "no permission"
 
 
 def resize_memory_file(fd: int, num_bytes: int) -> None:

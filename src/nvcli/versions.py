@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
 from dataclasses import dataclass
@@ -32,6 +33,37 @@ def torch_build() -> TorchBuild | None:
     version = re.search(r"^__version__\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     return TorchBuild(version[1], cuda[1] if cuda else None) if version else None
+
+
+TORCH = "torch>=2.11,<2.15"
+"""The versions of torch that nvcli runs on, as in pyproject.toml."""
+_CUDA_INDEXES = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 0), "cu126"))
+"""The index of torch for drivers from a CUDA version on. CUDA 12.6 runs on all drivers of CUDA 12."""
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the driver serves, without waking a GPU; None: no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def cuda_torch_advice(driver: tuple[int, int] | None) -> str:
+    """Say which torch to install so that it can use the GPUs of a driver that serves CUDA up to this version."""
+    if driver is None:
+        return "install the NVIDIA driver, and a torch that is built for a CUDA that it serves (pytorch.org)"
+    index = next((name for least, name in _CUDA_INDEXES if driver >= least), None)
+    serves = ".".join(map(str, driver))
+    if index is None:
+        return f"install a newer driver: this one serves CUDA up to {serves}, and torch needs 12.0 or later"
+    return (
+        f"install one for this driver (CUDA up to {serves}): pip install --force-reinstall '{TORCH}' --index-url "
+        f"https://download.pytorch.org/whl/{index}"
+    )
 
 
 def package_version(distribution: str) -> str | None:

@@ -105,7 +105,7 @@ def test_sizes_are_held_against_headers(folder: Path, extra: bytes) -> None:
 def test_an_unknown_architecture(folder: Path) -> None:
     edit_json(folder / "config.json", architectures=["OtherForCausalLM"])
     (finding,) = problems(check_model_files(str(folder)))
-    assert "OtherForCausalLM is not supported; the nearest supported one is " in finding.found
+    assert "OtherForCausalLM is not supported: its config.json has the keys of " in finding.found
 
 
 def test_end_of_sequence_ids(folder: Path) -> None:

@@ -14,8 +14,9 @@ from nvcli.bench.shapes import write_shape
 from nvcli.config import AttentionBackends, EngineConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
-from nvcli.job_run import resolve
-from nvcli.job_run.resolve import detect_device, resolve_engine_config, sampling_defaults
+from nvcli.job_run import device, resolve
+from nvcli.job_run.device import detect_device, unused_gpu
+from nvcli.job_run.resolve import resolve_engine_config, sampling_defaults
 from nvcli.models.config import ModelConfig, load_model_config
 
 
@@ -174,11 +175,41 @@ def test_the_device_is_found_without_torch(
 ) -> None:
     for name in names:
         (tmp_path / name).touch()
-    monkeypatch.setattr(resolve, "_torch_has_cuda", lambda: built_for_cuda)
+    monkeypatch.setattr(device, "_torch_has_cuda", lambda: built_for_cuda)
     assert detect_device(environ, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "environ", "built_for_cuda", "chosen", "is_warned"),
+    [
+        (["nvidia0"], {}, False, "auto", True),
+        (["nvidia0"], {}, False, "cpu", False),
+        (["nvidia0"], {}, True, "auto", False),
+        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, False, "auto", False),
+        ([], {}, False, "auto", False),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_warned_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    environ: dict[str, str],
+    built_for_cuda: bool,
+    chosen: Any,
+    is_warned: bool,
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(device, "_torch_has_cuda", lambda: built_for_cuda)
+    monkeypatch.setattr(device, "driver_cuda", lambda: (12, 9))
+    warning = unused_gpu(RunConfig(model="m", device=chosen), environ, tmp_path)
+    assert (warning is not None) == is_warned
+    if warning is not None:
+        assert "pip install --force-reinstall 'torch>=" in warning
+        assert "https://download.pytorch.org/whl/cu128" in warning
 
 
 def test_what_torch_was_built_for_is_read_from_its_files() -> None:
     import torch
 
-    assert resolve._torch_has_cuda() == (torch.version.cuda is not None)
+    assert device._torch_has_cuda() == (torch.version.cuda is not None)

@@ -16,7 +16,7 @@ from nvcli.bench.shapes import SHAPES
 from nvcli.cli.main import app
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.models.families.catalogue import FAMILIES, nearest_architecture
+from nvcli.models.families.catalogue import FAMILIES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -165,17 +165,6 @@ def test_refused(tmp_path: Path, architecture: str, values: dict[str, Any], part
     with pytest.raises(LoadError) as caught:
         read(tmp_path, architecture, **values)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("unknown", "nearest"),
-    [
-        ("Qwen2VLForConditionalGeneration", "Qwen2ForCausalLM"),
-        ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
-    ],
-)
-def test_the_nearest_architecture_is_of_the_same_family(unknown: str, nearest: str) -> None:
-    assert nearest_architecture(unknown) == nearest
 
 
 def test_every_stage_needs_a_layer_of_full_attention(tmp_path: Path) -> None:

@@ -53,16 +53,6 @@ def test_shapes(tmp_path: Path) -> None:
     assert config.max_position_embeddings == 512
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("GPT2LMHeadModel", "G"), ("Qwen7ForCausalLM", "Qwen")])
-def test_an_architecture_that_is_not_supported(tmp_path: Path, name: str, nearest: str) -> None:
-    write(tmp_path, architectures=[name])
-    with pytest.raises(
-        ConfigError,
-        match=rf"config.json: `architectures`: {name} is not supported; the nearest .* is {nearest}.*; `nvcli models` ",
-    ):
-        load_model_config(tmp_path)
-
-
 def test_reading_needs_no_torch() -> None:
     code = (
         "import sys, nvcli.models.config, nvcli.models.checkpoint_check, nvcli.models.registry, nvcli.models.kv_groups;"

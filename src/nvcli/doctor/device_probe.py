@@ -7,6 +7,8 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from nvcli.versions import driver_cuda
+
 
 class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU as torch numbers it."""
@@ -70,14 +72,12 @@ def _ask_driver() -> tuple[tuple[int, int] | None, str]:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         return None, str(error)
-    version = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(version))
     code = driver.cuInit(0)
     name = ctypes.c_char_p()
     if code:
         driver.cuGetErrorName(code, ctypes.byref(name))
     failure = (name.value or f"error {code}".encode()).decode() if code else ""
-    return (version.value // 1000, version.value % 1000 // 10), failure
+    return driver_cuda(), failure
 
 
 def _probe_gpu(index: int) -> GpuReport:

@@ -25,11 +25,11 @@ from nvcli.doctor.probe import Probe, ProbeFailed
 from nvcli.doctor.software import check_software
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.host_memory import available_ram
+from nvcli.job_run.device import detect_device
 from nvcli.job_run.kept_weights import keep_weights
 from nvcli.job_run.planning.layout import Layout
 from nvcli.job_run.resolve import (
     attention_choice,
-    detect_device,
     layout_as_given,
     resolve_engine_config,
     resolve_layout,

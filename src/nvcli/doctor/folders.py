@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
+from nvcli.kernel_cache import ADVICE, kernel_cache_folder
 
 _LITTLE_BYTES = 1 << 30
 
@@ -26,13 +27,6 @@ def check_output(folder: Path) -> Finding:
     return _space("output", folder, "free some space, or name a folder on another disk with --output")
 
 
-def kernel_cache_folder() -> Path:
-    """Return the folder in which Triton keeps compiled kernels, by Triton's own rules."""
-    named = os.environ.get("TRITON_CACHE_DIR")
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~/")
-    return Path(named) if named else Path(home) / ".triton" / "cache"
-
-
 def check_kernel_cache(folder: Path, device: Literal["cpu", "cuda"]) -> Finding:
     existing = next(part for part in (folder, *folder.parents) if os.path.exists(part))
     reason = why_not_writable(existing) if existing.is_dir() else f"{existing} is a file"
@@ -41,7 +35,7 @@ def check_kernel_cache(folder: Path, device: Literal["cpu", "cuda"]) -> Finding:
     found = f"{folder} cannot be written to: {reason}"
     if device == "cpu":
         return note("kernel cache", f"{found}; only runs on a GPU need it")
-    return problem("kernel cache", found, "set TRITON_CACHE_DIR to a folder that can be written to")
+    return problem("kernel cache", found, ADVICE)
 
 
 def check_temporary() -> Finding:

@@ -10,6 +10,7 @@ from nvcli.doctor.device_probe import DeviceReport, GpuReport
 from nvcli.doctor.findings import Finding, format_gib, note, ok, problem, warning
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.nvidia_smi import SmiGpu, SmiReport
+from nvcli.versions import cuda_torch_advice
 
 _MIN_CAPABILITY = (8, 0)
 _HELD_SHARE = 0.02
@@ -119,15 +120,15 @@ def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cu
         why = "torch is built without CUDA" if report.torch_cuda is None else "the run is on the CPU"
         if is_explicit or report.torch_cuda is not None:
             return note("GPUs", f"not used: {why}")
-        return warning("GPUs", f"not used: {why}", "install a torch that is built for CUDA (pytorch.org)")
+        return warning("GPUs", f"not used: {why}", cuda_torch_advice(report.driver_cuda))
     if report.torch_cuda is None:
-        return problem("GPUs", "torch is built without CUDA", "install a torch that is built for CUDA (pytorch.org)")
+        return problem("GPUs", "torch is built without CUDA", cuda_torch_advice(report.driver_cuda))
     if report.driver_cuda and report.driver_cuda[0] < int(report.torch_cuda.partition(".")[0]):
         serves = ".".join(map(str, report.driver_cuda))
         return problem(
             "driver",
             f"serves CUDA up to {serves}, and torch is built for {report.torch_cuda}",
-            "install a newer driver, or a torch that is built for an older CUDA (pytorch.org)",
+            f"install a newer driver, or another torch: {cuda_torch_advice(report.driver_cuda)}",
         )
     reason = report.driver_failure or "torch finds no GPU"
     advice = _DRIVER_ADVICE.get(reason, "look at `nvidia-smi`, at CUDA_VISIBLE_DEVICES, and at `dmesg` for Xid errors")

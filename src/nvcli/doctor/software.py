@@ -12,7 +12,7 @@ from typing import Literal
 
 from nvcli import __version__
 from nvcli.doctor.findings import Finding, note, ok, problem, warning
-from nvcli.versions import describe_torch, package_version, torch_build
+from nvcli.versions import cuda_torch_advice, describe_torch, driver_cuda, package_version, torch_build
 
 _PYTHONS = ((3, 11), (3, 14))
 """The first version that nvcli runs on, and the first later one that it does not run on."""
@@ -50,7 +50,7 @@ def check_torch(device: Literal["cpu", "cuda"]) -> Finding:
     if found == "not installed":
         return problem("torch", found, "pip install nvcli, or pip install torch")
     if device == "cuda" and build is not None and build.cuda is None:
-        return problem("torch", found, "install a torch that is built for CUDA (pytorch.org), or use `device: cpu`")
+        return problem("torch", found, f"{cuda_torch_advice(driver_cuda())}; or use `device: cpu`")
     return ok("torch", found)
 
 

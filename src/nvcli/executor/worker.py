@@ -33,6 +33,7 @@ from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, Ch
 from nvcli.executor.child_process import end_children
 from nvcli.executor.gpu_context import open_gpu_context
 from nvcli.executor.status_board import StatusBoard
+from nvcli.kernel_cache import kernel_cache_error
 from nvcli.messages import StepInput, StepOutput
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
 
@@ -177,6 +178,7 @@ def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQu
 
 
 def _report_failure(error: BaseException, control: Connection) -> None:
+    error = kernel_cache_error(error) or error
     if isinstance(error, NvcliError):
         failure = RankFailed(type(error).__name__, str(error), "")
     else:

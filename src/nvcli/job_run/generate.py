@@ -109,6 +109,8 @@ def generate(
         plan = plan_run(job, opened.answered)
         if plan.why:
             progress.note(plan.why)
+        if plan.warning:
+            progress.warn(f"warning: {plan.warning}")
         current = _JobRun(job, plan, opened, progress, setter_of, started_at=started_at)
         with current.reported(report), contextlib.closing(progress), _rare_collections(), _stdout_aside():
             current.run(start, interrupts.check)

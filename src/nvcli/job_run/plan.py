@@ -11,6 +11,7 @@ import msgspec
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import ConfigError
 from nvcli.host_memory import available_ram
+from nvcli.job_run.device import unused_gpu
 from nvcli.job_run.kept_weights import explain_choice
 from nvcli.job_run.planning.duplicates import Duplicates
 from nvcli.job_run.planning.planner import Planner
@@ -41,6 +42,8 @@ class RunPlan:
     why: str
     """One line for the user on how quantised weights are kept and why there are so many replicas on so many GPUs; empty
     where nothing was chosen."""
+    warning: str | None = None
+    """What the user should know before the run takes long; None: nothing."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -81,6 +84,7 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
         engine_configs=tuple(
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
         ),
+        warning=unused_gpu(run),
         why="; ".join(filter(None, (explain_choice(run, resolved.model, config), layout.why))),
     )
 

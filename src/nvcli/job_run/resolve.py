@@ -1,17 +1,14 @@
 """Resolves a job: the configuration, the files and the checkpoint become a `ResolvedJob`.
 
-Every choice is made and everything is checked that can be without starting a process. Imports no torch: see
-`detect_device`.
+Every choice is made and everything is checked that can be without starting a process. Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +21,7 @@ from nvcli.config_types import ModelDtype
 from nvcli.errors import ConfigError
 from nvcli.job_run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job_run.default_sampling import check_default_sampling
+from nvcli.job_run.device import detect_device
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.job_run.planning.layout import Layout, choose_layout
@@ -56,7 +54,6 @@ from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 from nvcli.text_template import TextTemplate
 from nvcli.validation import InvalidValue, convert, shorten
-from nvcli.versions import torch_build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -503,18 +500,3 @@ def row_keys(job: JobConfig) -> RowKeys:
 def own_chat_template(job: JobConfig) -> str | None:
     """Return the text of the chat template that the job names; None: it names none. Raises ConfigError."""
     return None if job.chat_template is None else read_chat_template(Path(job.chat_template))
-
-
-def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> Literal["cpu", "cuda"]:
-    """Return cuda where the driver shows a GPU that is not hidden and the installed torch was built for CUDA."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    is_hidden = visible is not None and visible.strip() in ("", "-1")
-    has_gpu = any(re.fullmatch(r"nvidia\d+", entry.name) for entry in dev.glob("nvidia*")) or (dev / "dxg").exists()
-    return "cuda" if has_gpu and not is_hidden and _torch_has_cuda() else "cpu"
-
-
-def _torch_has_cuda() -> bool:
-    build = torch_build()
-    if build is None:  # an unusual build: let the ranks find out
-        return find_spec("torch") is not None
-    return build.cuda is not None

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.file_limits import why_not_writable
 from nvcli.jobs.dataset_folder import folder_files
 from nvcli.jobs.file_formats import check_input_format, check_output_format, input_format, pyarrow_format
 from nvcli.jobs.own_files import (
@@ -169,11 +170,17 @@ def check_output(inputs: Sequence[str], output: str) -> None:
             )
     if path.exists():
         if not os.access(path, os.W_OK):
-            raise ConfigError(f"the output {output} cannot be written: no permission")
+            raise ConfigError(f"the output {output} cannot be written: {why_not_writable(path)}; name another with -o")
         if path.is_file() and path.parent != Path("/dev") and not os.access(path.parent, os.W_OK):
-            raise ConfigError(f"no permission to write in {path.parent}, where the output's manifest belongs")
+            raise ConfigError(
+                f"nothing can be written in {path.parent}, where the output's manifest belongs: "
+                f"{why_not_writable(path.parent)}; name another output with -o"
+            )
     elif not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"the output {output} cannot be made: no permission to write in {path.parent}")
+        raise ConfigError(
+            f"the output {output} cannot be made in {path.parent}: {why_not_writable(path.parent)}; name another "
+            "with -o"
+        )
     if is_table(path):
         if is_parquet(path):
             _check_pyarrow("output", output, "Parquet")
@@ -181,7 +188,10 @@ def check_output(inputs: Sequence[str], output: str) -> None:
             raise ConfigError(f"the output {output} is no regular file, as a table has to be")
         folder = Path(os.path.realpath(path)).parent  # behind a link
         if not os.access(folder, os.W_OK):
-            raise ConfigError(f"the output {output} leads to {folder}, which is no folder that can be written to")
+            raise ConfigError(
+                f"the output {output} leads to {folder}, which cannot be written to: {why_not_writable(folder)}; name "
+                "another with -o"
+            )
     _check_kinds(path)
 
 

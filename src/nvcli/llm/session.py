@@ -63,6 +63,8 @@ class Session:
         self._plan = plan_replicas(self._resolved, num_requests=num_requests)
         if self._plan.why:
             note(self._plan.why)
+        if self._plan.warning:
+            note(f"warning: {self._plan.warning}")
         self._start = start
         self._note = note
         self._needs_chat_template = needs_chat_template

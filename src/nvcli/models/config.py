@@ -6,7 +6,7 @@ cannot be served is refused here, by name, before any process is started or weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,13 +17,14 @@ from nvcli.errors import ConfigError
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
 from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
-from nvcli.models.families.catalogue import find_family, nearest_architecture
+from nvcli.models.families.catalogue import find_family
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
 from nvcli.models.quantisation.description import Quantisation, read_quantisation
 from nvcli.models.quantisation.kept_groups import EXPERTS_DOWN, problems_of_cut_groups, stored_groups
 from nvcli.models.quantisation.module_names import name_patterns
+from nvcli.models.unsupported import describe_unsupported
 from nvcli.validation import show
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -269,7 +270,7 @@ def load_model_config(
 
 def _read_model(config: JsonFile, generation: JsonFile) -> ModelConfig:
     """Read what both files say. Raises LoadError and ConfigError."""
-    architecture, family = _family(config)
+    architecture, family = _family(config, lambda other: _read_model(other, generation))
     text = _text_config(config, family)
     quantisation = read_quantisation(config, text, family.quantisations)
     decoder = family.read(text)
@@ -289,8 +290,11 @@ def _read_model(config: JsonFile, generation: JsonFile) -> ModelConfig:
     return model if model.has_head else model.headless()
 
 
-def _family(config: JsonFile) -> tuple[str, Family]:
-    """Return the architecture, and the family that it belongs to. Raises ConfigError where there is none."""
+def _family(config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[str, Family]:
+    """Return the architecture, and the family that it belongs to. Raises ConfigError where there is none.
+
+    `read` reads a whole config.json.
+    """
     names = config.values.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise config.error("architectures", f"{show(names)} names no architecture; {_LIST_OF_MODELS}")
@@ -302,8 +306,8 @@ def _family(config: JsonFile) -> tuple[str, Family]:
             return name, family
     name = show(names[0]).strip('"')
     raise ConfigError(
-        f"{config.path}: `architectures`: {name} is not supported; the nearest supported one is "
-        f"{nearest_architecture(name)}; {_LIST_OF_MODELS}"
+        f"{config.path}: `architectures`: {name} is not supported: {describe_unsupported(name, config, read)}; "
+        f"{_LIST_OF_MODELS}"
     )
 
 

@@ -40,8 +40,11 @@ def check_overrides(file: JsonFile, overrides: Mapping[str, Any], read: Callable
         return
     wanted = read(with_overrides(file, overrides))
     for path in _leaves(overrides):
-        probes = (_replaced(overrides, path, probe) for probe in _PROBES)
-        if path[0] in _READ_ELSEWHERE or any(_differs(read, with_overrides(file, probe), wanted) for probe in probes):
+
+        def with_value(value: Any, path: tuple[str, ...] = path) -> object:
+            return read(with_overrides(file, _replaced(overrides, path, value)))
+
+        if path[0] in _READ_ELSEWHERE or is_read(with_value, wanted):
             continue
         raise ConfigError(
             f"`hf_overrides`: `{'.'.join(path)}` changes nothing: nvcli reads no such key of {file.path} for this model"
@@ -77,11 +80,16 @@ def _replaced(overrides: Mapping[str, Any], path: tuple[str, ...], value: Any) -
     return {**overrides, key: _replaced(overrides[key], tuple(rest), value) if rest else value}
 
 
-def _differs(read: Callable[[JsonFile], object], file: JsonFile, wanted: object) -> bool:
-    try:
-        return read(file) != wanted
-    except (LoadError, ConfigError):
-        return True
+def is_read(with_value: Callable[[Any], object], wanted: object) -> bool:
+    """Tell whether a reader looks at a value. `with_value` reads all with another one in its place, and raises
+    LoadError or ConfigError where it refuses that; `wanted` is what is read with the value itself."""
+    for probe in _PROBES:
+        try:
+            if with_value(probe) != wanted:
+                return True
+        except (LoadError, ConfigError):
+            return True
+    return False
 
 
 def _suggestion(path: tuple[str, ...], values: Mapping[str, Any]) -> str:

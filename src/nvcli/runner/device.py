@@ -17,6 +17,7 @@ from nvcli.control_group import container_cores
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.models.config import ModelConfig
+from nvcli.versions import cuda_torch_advice, driver_cuda
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
@@ -44,11 +45,11 @@ def wait_for_gpu() -> None:
 
 def _open_gpu(index: int) -> torch.device:
     if not torch.cuda.is_available():
-        build = "was built without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no GPU"
-        raise ConfigError(
-            f"`device` is cuda, but torch {torch.__version__} {build}: check `nvidia-smi` and that the driver is new "
-            "enough for this torch, or use `device: cpu`"
-        )
+        built, driver = torch.version.cuda, driver_cuda()
+        build = "was built without CUDA" if built is None else f"(CUDA {built}) finds no GPU"
+        is_unfit = built is None or (driver is not None and driver[0] < int(built.partition(".")[0]))
+        way_out = cuda_torch_advice(driver) if is_unfit else "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        raise ConfigError(f"`device` is cuda, but torch {torch.__version__} {build}: {way_out}; or use `device: cpu`")
     count = torch.cuda.device_count()
     if index >= count:
         raise ConfigError(

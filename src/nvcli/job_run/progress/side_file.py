@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from nvcli.errors import ConfigError
+from nvcli.file_limits import why_not_writable
 from nvcli.regular_file import create_anew, is_too_long
 
 
@@ -35,7 +36,7 @@ class SideFile:
             if os.path.realpath(name) in real_taken:
                 raise ConfigError(f"{self}: {name} is a file of the job itself, and would be replaced; name another")
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"{self} cannot be written: no folder {path.parent}, or no permission")
+            raise ConfigError(f"{self} cannot be written in {path.parent}: {why_not_writable(path.parent)}")
 
     @property
     def names(self) -> tuple[str, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from nvcli.models.families.cohere2 import COHERE2
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA
@@ -66,15 +64,3 @@ FAMILIES: tuple[Family, ...] = (
 def find_family(architecture: str) -> Family | None:
     """Return the family of an architecture of config.json; None where it is not served."""
     return next((family for family in FAMILIES if architecture in family.architectures), None)
-
-
-def nearest_architecture(architecture: str) -> str:
-    """Return the architecture that is served and whose name is most like this one, what it is `For…` counting less."""
-    names = [name for family in FAMILIES for name in family.architectures]
-
-    def likeness(name: str) -> tuple[float, float]:
-        parts = (name.partition("For")[0], architecture.partition("For")[0]), (name, architecture)
-        own, whole = (difflib.SequenceMatcher(None, *pair).ratio() for pair in parts)
-        return own, whole
-
-    return max(names, key=likeness)

@@ -1,0 +1,129 @@
+"""A model whose architecture is not served: which kind of model it is, or which family its config.json fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nvcli.errors import ConfigError, LoadError
+from nvcli.models.config_overrides import is_read
+from nvcli.models.families.catalogue import FAMILIES
+from nvcli.models.families.family import Family
+from nvcli.models.json_file import JsonFile
+
+_INERT = frozenset(
+    (
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "dropout",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "label2id",
+        "max_window_layers",
+        "model_type",
+        "name_or_path",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "router_aux_loss_coef",
+        "sep_token_id",
+        "torch_dtype",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+        "use_sliding_window",
+    )
+)
+"""Keys that say nothing of what a model computes, or only beside others."""
+_MOST_UNREAD = 2
+"""A family that reads all keys but so many may be meant; the message names them."""
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+
+
+def describe_unsupported(name: str, config: JsonFile, read: Callable[[JsonFile], object]) -> str:
+    """Return what there is to say of an architecture that is not served.
+
+    `read` makes a model of a config.json; it raises LoadError or ConfigError for one that does not fit.
+    """
+    kind = _kind(name, config.values)
+    if kind is not None:
+        return kind
+    found = _nearest(name, config, read)
+    if found is None:
+        return "its config.json fits none of the families that are"
+    family, unread = found
+    other = family.architectures[0]
+    apart = f" but for {' and '.join(f'`{key}`' for key in unread)}" if unread else ""
+    return (
+        f"its config.json has the keys of {other} ({family.name}){apart}. If it computes the same, "
+        f'--hf-overrides \'{{"architectures": ["{other}"]}}\' runs it as one'
+    )
+
+
+def _kind(name: str, values: Mapping[str, Any]) -> str | None:
+    """Say which kind of model it is, where nvcli computes none of that kind; None where nothing says so."""
+    kind = None
+    if values.get("is_encoder_decoder") is True:
+        kind = "an encoder with a decoder"
+    elif name.endswith(_CLASSIFIERS):
+        kind = "a classifier"
+    elif name.endswith("ForMaskedLM") or "type_vocab_size" in values:
+        kind = "an encoder"
+    if kind is not None:
+        return f"it is {kind}, and nvcli serves decoders that generate text"
+    if any(key.startswith(("mamba_", "ssm_", "state_size")) for key in values):
+        return "its layers have the recurrent states of Mamba, which nvcli does not compute"
+    if "kv_lora_rank" in values:
+        return "it has multi-head latent attention, which nvcli does not compute"
+    return None
+
+
+def _nearest(name: str, config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[Family, list[str]] | None:
+    """Return the family that reads most of a config.json's keys, and those that it does not; None: no family fits.
+
+    Among families that read as many, the name decides.
+    """
+    fitting: list[tuple[Family, list[str]]] = []
+    for family in FAMILIES:
+        candidate = config.with_values({**config.values, "architectures": list(family.architectures[:1])})
+        try:
+            model = read(candidate)
+        except (LoadError, ConfigError):
+            continue
+        told = {key: value for key, value in candidate.values.items() if not _is_inert(key, value)}
+        unread = [key for key in told if not _is_read(key, candidate, read, model)]
+        if len(unread) > _MOST_UNREAD or any(isinstance(told[key], dict) for key in unread):
+            continue
+        fitting.append((family, unread))
+    own_word = _first_word(name)
+    return min(
+        fitting, key=lambda found: (len(found[1]), _first_word(found[0].architectures[0]) != own_word), default=None
+    )
+
+
+def _first_word(name: str) -> str:
+    """Return the word with which an architecture's name begins: `Qwen3MoeForCausalLM` → `Qwen`."""
+    return re.sub("(?<=[a-z])[^a-z].*", "", name)
+
+
+def _is_inert(key: str, value: Any) -> bool:
+    return value is None or key in _INERT or key.startswith("_")
+
+
+def _is_read(key: str, config: JsonFile, read: Callable[[JsonFile], object], model: object) -> bool:
+    """Tell whether a key of a config.json, of which `read` makes the model, is looked at."""
+    return is_read(lambda value: read(config.with_values({**config.values, key: value})), model)
