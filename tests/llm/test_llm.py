@@ -350,6 +350,13 @@ def test_a_text_streams(make_llm: MakeLLM) -> None:
     assert bad.answer.error is not None
 
 
+def test_a_text_streams_whose_answer_is_known(make_llm: MakeLLM) -> None:
+    llm = make_llm(sampling={"temperature": 0})
+    streams = [llm.stream("abc"), llm.stream("abc")]
+    assert ["".join(stream) for stream in streams] == ["cba", "cba"]
+    assert "".join(llm.stream("abc")) == "cba"
+
+
 def test_a_stream_that_is_closed(make_llm: MakeLLM) -> None:
     llm = make_llm()
     stream = llm.stream("hold")

@@ -71,7 +71,7 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A key that is equal for rows whose answers are equal.
 
     Such rows are greedy or have a seed of their own, and have the same token ids and sampling. None where the answer
-    also depends on the row's place in the file.
+    also depends on the row's place in the file, and where its text is wanted as it comes, which a known answer is not.
     """
     num_bytes: int = 0
     """Roughly what the row takes in memory while it waits."""
@@ -280,7 +280,8 @@ class Preparer:
             if sampling.thinking_budget is not None:
                 thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under, must_call=must_call)
             answer_key = None
-            if self._answers_follow_from is not None:
+            caller = job.place.caller
+            if self._answers_follow_from is not None and not (caller is not None and caller.streams):
                 read_as = echo.encode() if reading is None else echo.encode() + reading.digest
                 read_as += b"" if called is None else called.text.encode()
                 # 128 bits: two different rows do not meet in practice.
