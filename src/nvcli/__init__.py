@@ -12,8 +12,9 @@ from nvcli.version import __version__
 if TYPE_CHECKING:
     from nvcli.llm.answer import Answer
     from nvcli.llm.llm import LLM
+    from nvcli.llm.sampling import SamplingParams
 
-__all__ = ["LLM", "Answer", "__version__"]
+__all__ = ["LLM", "Answer", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from nvcli.llm.answer import Answer
 
         return Answer
+    if name == "SamplingParams":
+        from nvcli.llm.sampling import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

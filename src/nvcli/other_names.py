@@ -78,6 +78,8 @@ OWN_KEYS: dict[str, tuple[str, ...]] = {
     "model_loader_extra_config": ("hf_overrides",),
     "override_generation_config": ("sampling",),
     "default_sampling_params": ("sampling",),
+    "override_pooler_config": ("embed",),
+    "pooler_config": ("embed",),
     # GPUs
     "tp_size": ("tensor_parallel_size",),
     "tp": ("tensor_parallel_size",),
@@ -153,6 +155,7 @@ REMARKS = {
     "no_repeat_ngram_size": "nvcli has none; `stop_repetition` in `sampling` ends answers that have become a loop",
     "logits_processors": "nvcli runs no code of yours between tokens; see `logit_bias`, `bad_words` and `structured`",
     "pad_token_id": "leave it out: nothing is padded",
+    "runner": 'embeddings are made by `nvcli embed`, from Python with task="embed"',
     "use_cache": "leave it out: there always is a KV cache",
     "stream": "leave it out: answered rows are in the output within about two seconds",
     "trust_remote_code": _NO_CODE,

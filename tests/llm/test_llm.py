@@ -154,12 +154,32 @@ def test_answers_come_before_later_rows_are_there(make_llm: MakeLLM) -> None:
 
 
 def test_orders(make_llm: MakeLLM) -> None:
-    llm = make_llm(job=JobConfig(order="input"))
+    llm = make_llm()
     rows = [f"prompt {number}" for number in range(300)]
     assert [answer["index"] for answer in llm.generate(rows)] == list(range(300))
     indices = [answer["index"] for answer in llm.generate(rows, order="completion")]
     assert indices != list(range(300))
     assert sorted(indices) == list(range(300))
+
+
+def test_a_slow_row_holds_the_window_back_and_no_other_call(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows behind it are computed as far as the window goes, and come in order once it is done."""
+    monkeypatch.setattr(plan, "MIN_WINDOW_ROWS", 100)
+    llm = make_llm()
+    count = itertools.count()
+    endless = ("hold" if number == 0 else f"row {number}" for number in count)
+    answers = llm.generate(endless)
+    others = llm.generate(itertools.chain(["hold too"], (f"other {number}" for number in itertools.count(1))))
+    until(lambda: llm._session._counts.rows_done >= 190)
+    time.sleep(0.05)
+    assert next(count) <= 100 + 1
+    assert [answer.text for answer in llm.generate(["ab", "cd"])] == ["ba", "dc"]
+    assert len(list(llm.generate(["x"] * 30, order="completion"))) == 30
+    others.close()
+    make_llm.engines[0].may_go_on.set()
+    taken = list(itertools.islice(answers, 300))
+    assert [answer.index for answer in taken] == list(range(300))
+    assert [answer.text for answer in taken[:2]] == ["dloh", "1 wor"]
 
 
 def test_calls_run_at_the_same_time(make_llm: MakeLLM) -> None:
@@ -284,7 +304,7 @@ def test_wrong_arguments(make_llm: MakeLLM) -> None:
     for arguments, message in [
         ({"rows": 5}, "rows is 5; give an iterable"),
         ({"rows": b"x"}, "give an iterable"),
-        ({"rows": [], "order": "random"}, 'order="random": allowed: completion or input'),
+        ({"rows": [], "order": "random"}, 'order="random": allowed: input or completion'),
         ({"rows": [], "seed": -1}, "seed=-1: allowed"),
     ]:
         with pytest.raises(ConfigError, match=message):

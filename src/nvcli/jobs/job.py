@@ -62,6 +62,9 @@ class Caller(Protocol):
     seed: int | None
     """The seed for these rows in place of the run's; None: the run's."""
 
+    keeps_order: bool
+    """Whether the answers are wanted in the order of the rows, so that those of later rows wait."""
+
     @property
     def is_gone(self) -> bool:
         """Whether nobody waits any more, so that the rows need not be computed."""

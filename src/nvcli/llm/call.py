@@ -26,8 +26,8 @@ class Call:
         """`max_rows` is the most rows that are read and not yet taken. `seed` takes the place of the run's."""
         self.seed = seed
         self.streams = streams
+        self.keeps_order = order == "input"
         self._max_rows = max_rows
-        self._keeps_order = order == "input"
         self._changed = threading.Condition()
         self._ready: deque[JobResult] = deque()
         self._early: dict[int, JobResult] = {}
@@ -37,6 +37,8 @@ class Call:
         """Bytes of the results that wait to be taken, about."""
         self._num_open = 0
         """Rows that were read and not yet taken as results."""
+        self._prompts: dict[int, str] = {}
+        """The prompts of rows that were read and not yet taken as results, by index."""
         self._texts: deque[str] = deque()
         self._all_read = False
         self._is_gone = False
@@ -58,10 +60,12 @@ class Call:
                 self._changed.wait()
             return not self._is_over
 
-    def add_row(self) -> None:
-        """Note that a row was read; a result of it must come."""
+    def add_row(self, index: int, prompt: str | None) -> None:
+        """Note that a row was read; a result of it must come. `prompt` is kept until then."""
         with self._changed:
             self._num_open += 1
+            if prompt is not None and not self._is_gone:
+                self._prompts[index] = prompt
 
     def end_input(self, error: BaseException | None) -> None:
         """Note that no more rows come, because of an error of the program's own rows if one is given."""
@@ -77,8 +81,8 @@ class Call:
         with self._changed:
             if self._is_gone:
                 return
-            self._ready_bytes += result.num_bytes
-            if not self._keeps_order:
+            self._ready_bytes += self._num_bytes(result)
+            if not self.keeps_order:
                 self._ready.append(result)
             else:
                 self._early[result.place.index] = result
@@ -115,7 +119,7 @@ class Call:
                 if self._ready:
                     result = self._ready.popleft()
                     self._num_open -= 1
-                    self._ready_bytes -= result.num_bytes
+                    self._ready_bytes -= self._num_bytes(result)
                     self._changed.notify_all()
                     return result
                 if self._failure is not None:
@@ -127,6 +131,10 @@ class Call:
                     return None
                 self._changed.wait()
 
+    def take_prompt(self, index: int) -> str | None:
+        """Return the prompt of a result that was taken, and forget it; None: it was no text."""
+        return self._prompts.pop(index, None)
+
     def leave(self) -> bool:
         """Want no more results. Returns True if rows of the call may be on their way. It may be called again."""
         with self._changed:
@@ -134,9 +142,14 @@ class Call:
             self._is_gone = True
             self._ready.clear()
             self._early.clear()
+            self._prompts.clear()
             self._texts.clear()
             self._changed.notify_all()
             return was_open
+
+    def _num_bytes(self, result: JobResult) -> int:
+        """Roughly what a result that waits takes in memory, with its prompt."""
+        return result.num_bytes + len(self._prompts.get(result.place.index, ""))
 
     @property
     def _is_over(self) -> bool:

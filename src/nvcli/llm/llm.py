@@ -7,8 +7,8 @@
             print(answer.text)
 
 Rows, answers and errors are those of `nvcli generate` (`jobs/README.md`). Rows are read as they are needed, and answers
-come as they are done. The engines stay alive between calls; calls may run at the same time, in one thread or several,
-and one call may read its rows from the answers of another.
+come in the order of the rows. The engines stay alive between calls; calls may run at the same time, in one thread or
+several, and one call may read its rows from the answers of another.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -28,17 +28,24 @@ from nvcli.config_types import Order, ParallelSize
 from nvcli.errors import ClosedError, ConfigError
 from nvcli.job_run.engines import StartEngine, start_engine
 from nvcli.jobs.job import JobResult
+from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
+from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.task_rows import ScoreRows
 from nvcli.llm.answer import Answer, make_answer
 from nvcli.llm.call import Call
-from nvcli.llm.rows import Row, plain_setting
+from nvcli.llm.keywords import METHODS, says_what_to_use, understood_settings
+from nvcli.llm.rows import ReadRow, Row, as_conversation, as_row, check_rows, plain_setting
+from nvcli.llm.sampling import read_samplings
 from nvcli.llm.session import Session
 from nvcli.process_limits import check_process
 from nvcli.sampling_params import MAX_INT
 from nvcli.task_config import Normalization, ScoreConfig, Task
 from nvcli.validation import InvalidValue, convert, show
 
-_ORDERS = ("completion", "input")
+Sampling = Mapping[str, Any] | object
+"""How tokens are chosen: a dict, a `SamplingParams`, or an object with such attributes."""
+
+_ORDERS = ("input", "completion")
 
 
 class LLM:
@@ -64,7 +71,8 @@ class LLM:
         `pipeline_parallel_size` and `data_parallel_size`. `sampling` holds the defaults of every row's `sampling`.
         `config` is a configuration file. `settings` are any other keys of `configs/README.md` by name, such as
         `max_model_len=4096` or `job={"system": "Be brief."}`; they go over those of the file. The keys of `job` that
-        are about files have no effect.
+        are about files have no effect, `order` among them. Keywords of vLLM's are understood where they mean the same
+        (`keywords`).
 
         Raises ConfigError, LoadError, CapacityError or WorkerError. Messages for the user go to the logger `nvcli`.
         """
@@ -78,7 +86,7 @@ class LLM:
         given = {key: value for key, value in named.items() if value is not None}
         if twice := sorted(given.keys() & settings.keys()):
             raise ConfigError(f"`{twice[0]}` and its short name `{twice[0][0]}p` are given; leave one out")
-        given |= settings
+        given |= understood_settings(model, settings)
         given = {key: plain_setting(key, value) for key, value in given.items()}
         run = load_run_config(None if config is None else Path(config), settings=given)
         self._open(run, log_note, start_engine, None, False)
@@ -139,12 +147,14 @@ class LLM:
         """Whether the model answers conversations."""
         return self._session.has_chat_template
 
+    @says_what_to_use()
     def generate(
         self,
         rows: Iterable[Row] | str | Mapping[str, Any],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
         *,
-        order: Order | None = None,
-        sampling: Mapping[str, Any] | None = None,
+        order: Order = "input",
+        sampling: Sampling | Sequence[Sampling] | None = None,
         seed: int | None = None,
     ) -> Answers:
         """Answer rows, and return an iterator over the answers.
@@ -153,22 +163,52 @@ class LLM:
         be any iterable, or one text or dict. It is read at once by a thread of its own, as far ahead as the engines
         need (`job_run.plan.window_rows`) and no further.
 
-        `order` is `completion` (each answer as soon as it is there) or `input`; None: the configuration's `job.order`.
-        `sampling` goes over the LLM's defaults and under the `sampling` of a row. `seed` takes the place of the
-        configuration's; the same rows with the same seed get the same answers, however often they are asked.
+        `sampling_params`, or `sampling`, goes over the LLM's defaults and under the `sampling` of a row: a dict, a
+        `SamplingParams` or an object with such attributes, one for all rows or a list with one for each. `order` is
+        `input` (the answers in the order of the rows) or `completion` (each as soon as it is there). `seed` takes the
+        place of the configuration's; the same rows with the same seed get the same answers, however often they are
+        asked.
 
         A row that cannot be answered is an answer with an `error`. Raises ConfigError and ClosedError, and the error of
         an engine that has died.
         """
-        _check_seed(seed)
-        self._check_task("generate")
-        return self._answer(rows, order, sampling=plain_setting("sampling", sampling or {}), seed=seed)
+        return self._generate(rows, sampling_params, sampling, order=order, seed=seed)
 
+    @says_what_to_use("chat_template_kwargs", *CONVERSATION_KEYS)
+    def chat(
+        self,
+        messages: Iterable[Row] | str | Mapping[str, Any],
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
+        *,
+        order: Order = "input",
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Answer | Answers:
+        """Answer one conversation, and return its answer; or several, and return an iterator over the answers.
+
+        A conversation is a list of messages, a text (the message of a user), or a dict with `messages` and other keys
+        of a row. Several are any iterable of conversations. `options` are keys that stand beside `messages` in a row,
+        for all conversations that do not have their own: `tools`, `tool_choice`, `chat_template_kwargs` and the like.
+        The other arguments and the errors are those of `generate`. The one answer of one conversation may have an
+        `error`.
+        """
+        is_one = _is_conversation(messages)
+        beside = {key: value for key, value in options.items() if value is not None}
+
+        def read(row: Row, keys: RowKeys) -> dict[str, Any]:
+            return {**beside, **as_conversation(row, keys)}
+
+        rows: Any = [messages] if is_one else messages
+        answers = self._generate(rows, sampling_params, sampling, order=order, seed=seed, read=read)
+        return next(answers) if is_one else answers
+
+    @says_what_to_use()
     def score(
         self,
         rows: Iterable[Row] | str | Mapping[str, Any],
         *,
-        order: Order | None = None,
+        order: Order = "input",
         normalize: Normalization | None = None,
         token_logprobs: bool | None = None,
     ) -> Answers:
@@ -188,7 +228,8 @@ class LLM:
             raise ConfigError(error.message) from None
         return self._answer(rows, order, task=task)
 
-    def embed(self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order | None = None) -> Answers:
+    @says_what_to_use()
+    def embed(self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order = "input") -> Answers:
         """Make embeddings, and return an iterator over the answers: the rows that `nvcli embed` writes.
 
         The LLM was made with `task="embed"`. A row is one of `generate`. The other arguments and the errors are those
@@ -196,6 +237,40 @@ class LLM:
         """
         self._check_task("embed")
         return self._answer(rows, order, task=self._session.task)
+
+    @says_what_to_use()
+    def stream(
+        self,
+        row: Row,
+        sampling_params: Sampling | None = None,
+        *,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+    ) -> AnswerStream:
+        """Answer one row, and return an iterator over the text of its answer as it comes.
+
+        Where the row asks for several answers (`n`), the text is that of the first; with `best_of` it is that of the
+        best and comes in one piece. The other arguments and the errors are those of `generate`.
+        """
+        _check_seed(seed)
+        self._check_task("generate")
+        own = read_samplings(sampling_params, sampling)
+        call = self._session.open_call([row], order="input", sampling=own, seed=seed, streams=True)
+        return AnswerStream(self, call)
+
+    def _generate(
+        self,
+        rows: Iterable[Row] | str | Mapping[str, Any],
+        sampling_params: object,
+        sampling: object,
+        *,
+        order: Order,
+        seed: int | None,
+        read: ReadRow = as_row,
+    ) -> Answers:
+        _check_seed(seed)
+        self._check_task("generate")
+        return self._answer(rows, order, sampling=read_samplings(sampling_params, sampling), seed=seed, read=read)
 
     def _check_task(self, task: Task) -> None:
         """Raise ConfigError unless the engines do what a method needs."""
@@ -205,29 +280,19 @@ class LLM:
             what = "embeddings alone" if makes_embeddings else "no embeddings"
             raise ConfigError(f"this LLM makes {what}: for `{task}`, {way_out}")
 
-    def _answer(self, rows: Iterable[Row] | str | Mapping[str, Any], order: Order | None, **options: Any) -> Answers:
+    def _answer(self, rows: Iterable[Row] | str | Mapping[str, Any], order: Order, **options: Any) -> Answers:
         """Open a call. `options` are those of `Session.open_call`. Raises what `generate` raises."""
-        if order is not None and order not in _ORDERS:
+        if order not in _ORDERS:
             raise ConfigError(f"order={show(order)}: allowed: {' or '.join(_ORDERS)}")
-        if isinstance(rows, str | Mapping):
-            rows = [rows]
-        elif isinstance(rows, bytes) or not isinstance(rows, Iterable):
-            raise ConfigError(f"rows is {show(rows)}; give an iterable of rows, such as a list of dicts or texts")
-        call = self._session.open_call(rows, order=order or self._session.run.job.order, **options)
-        return Answers(self, call)
+        rows = [rows] if isinstance(rows, str | Mapping) else rows
+        check_rows(rows, options.get("sampling"))
+        return Answers(self, self._session.open_call(rows, order=order, **options))
 
-    def stream(self, row: Row, *, sampling: Mapping[str, Any] | None = None, seed: int | None = None) -> AnswerStream:
-        """Answer one row, and return an iterator over the text of its answer as it comes.
+    if not TYPE_CHECKING:  # which knows what there is
 
-        Where the row asks for several answers (`n`), the text is that of the first; with `best_of` it is that of the
-        best and comes in one piece. The keywords and errors are those of `generate`.
-        """
-        _check_seed(seed)
-        self._check_task("generate")
-        call = self._session.open_call(
-            [row], order="input", sampling=plain_setting("sampling", sampling or {}), seed=seed, streams=True
-        )
-        return AnswerStream(self, call)
+        def __getattr__(self, name: str) -> Any:
+            way_out = f"; {METHODS[name]}" if name in METHODS else ""
+            raise AttributeError(f"an LLM has no `{name}`{way_out}")
 
     def close(self) -> None:
         """End the engines, and the calls that are open with a ClosedError. It may be called again."""
@@ -268,13 +333,16 @@ class _Results:
             self.close()
         return item
 
+    def _answer_of(self, result: JobResult) -> Answer:
+        return make_answer(result, self._llm._session.form, self._call.take_prompt(result.place.index))
+
     def __del__(self) -> None:
         if hasattr(self, "_call"):
             self.close()
 
 
 class Answers(_Results):
-    """An iterator over the answers of one call of `LLM.generate`."""
+    """An iterator over the answers of one call."""
 
     def __iter__(self) -> Iterator[Answer]:
         return self
@@ -284,7 +352,10 @@ class Answers(_Results):
         if result is None:
             raise StopIteration
         assert isinstance(result, JobResult)
-        return make_answer(result, self._llm._session.form)
+        return self._answer_of(result)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise ConfigError(f"answers come one by one; list(answers)[{index}] waits for all of them")
 
 
 class AnswerStream(_Results):
@@ -315,7 +386,7 @@ class AnswerStream(_Results):
     def __next__(self) -> str:
         while (item := self._take()) is not None:
             if isinstance(item, JobResult):
-                self._answer = make_answer(item, self._llm._session.form)
+                self._answer = self._answer_of(item)
                 if item.choices and item.choices[0].score is not None:  # the best one is known only now
                     self._pieces.append(item.choices[0].text)
                     return item.choices[0].text
@@ -340,3 +411,13 @@ def _collect(session: Session) -> None:
 def _check_seed(seed: int | None) -> None:
     if seed is not None and not (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed <= MAX_INT):
         raise ConfigError(f"seed={show(seed)}: allowed: an integer from 0 to {MAX_INT}")
+
+
+def _is_conversation(messages: object) -> bool:
+    """Tell whether this is one conversation rather than several."""
+    if isinstance(messages, str | Mapping):
+        return True
+    if not isinstance(messages, Sequence) or not messages:
+        return False
+    first = messages[0]
+    return isinstance(first, Mapping) and "role" in first

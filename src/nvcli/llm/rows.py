@@ -7,18 +7,21 @@ A row is a dict in the format of `jobs/README.md`. A text stands for its `prompt
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from nvcli.errors import ConfigError, RowError, first_line
-from nvcli.jobs.job import Caller, Job, JobResult, Place, failed
-from nvcli.jobs.rows.native_row import RowKeys
+from nvcli.errors import ConfigError, RowError, first_line, unexpected
+from nvcli.jobs.job import Caller, Job, JobResult
+from nvcli.jobs.rows.native_row import RowDefaults, RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.plain_values import plain_value
 from nvcli.validation import show
 
 Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """One row: a prompt, its token ids, a conversation, or a whole row with keys."""
+
+ReadRow = Callable[[Row, RowKeys], dict[str, Any] | str]
+"""What gives a row its keys, or returns a text. It raises RowError, or whatever an object of the program raises."""
 
 FIRST_BATCH_ROWS = 8
 """The first batch after a pause is small, so that engines soon have work; batches double from here."""
@@ -42,16 +45,71 @@ def as_row(row: Row, keys: RowKeys) -> dict[str, Any] | str:
     )
 
 
-def parse_row(row: Row, keys: RowKeys, parser: RowParser, *, index: int, caller: Caller) -> Job | JobResult:
-    """Parse a row of a program. `index` counts the rows of its call from 0."""
+def as_conversation(row: Row, keys: RowKeys) -> dict[str, Any]:
+    """Return a row of `LLM.chat` with keys: a text is the message of a user. Raises as `as_row` does."""
+    if isinstance(row, str):
+        return {keys.messages: [{"role": "user", "content": row}]}
+    values = as_row(row, keys)
+    if isinstance(values, str) or keys.messages not in values:
+        expected = f"messages, a text or a dict with `{keys.messages}`"
+        raise RowError("missing_prompt", f"expected {expected}, got {show(row)}; llm.generate answers other rows")
+    return values
+
+
+def parse_row(
+    row: Row,
+    keys: RowKeys,
+    parser: RowParser,
+    *,
+    index: int,
+    caller: Caller,
+    read: ReadRow = as_row,
+    defaults: RowDefaults | None = None,
+) -> Job | JobResult:
+    """Parse a row of a program. `index` counts the rows of its call from 0.
+
+    `read` gives it keys, and `defaults` are those of its sampling; None: those of all rows.
+    """
     where = f"rows[{index}]"
     try:
-        return parser.parse(as_row(row, keys), index=index, where=where)
+        values = _read(row, keys, read)
+        return parser.parse(values, index=index, where=where, defaults=defaults)
     except RowError as error:
         problem = error
+    except BaseException as error:
+        problem = unexpected(error, "reading the row")
+    return parser.failed(problem, index=index, where=where)
+
+
+def _read(row: Row, keys: RowKeys, read: ReadRow) -> dict[str, Any] | str:
+    """Return a row with keys. Raises RowError."""
+    try:
+        return read(row, keys)
+    except RowError:
+        raise
     except Exception as error:  # methods of the program's own objects may raise anything
-        problem = RowError("invalid_value", f"the row cannot be read: {first_line(error)}")
-    return failed(Place(id=f"row-{index}", index=index, line=where, caller=caller), problem)
+        raise RowError("invalid_value", f"the row cannot be read: {first_line(error)}") from None
+
+
+def check_rows(rows: object, sampling: object) -> None:
+    """Raise ConfigError for what holds no rows, and where a list of `sampling` has another length."""
+    kind = type(rows)
+    library = kind.__module__.partition(".")[0]
+    if kind.__name__ in ("DataFrame", "LazyFrame", "Table", "RecordBatch") and library in _ROWS_OF_TABLES:
+        raise ConfigError(f"rows is a table of {library}, which gives out columns; give {_ROWS_OF_TABLES[library]}")
+    if isinstance(rows, bytes | bytearray) or not isinstance(rows, Iterable):
+        raise ConfigError(f"rows is {show(rows)}; give an iterable of rows, such as a list of dicts or texts")
+    if isinstance(sampling, list) and isinstance(rows, Sized) and len(rows) != len(sampling):
+        raise ConfigError(
+            f"sampling_params holds {len(sampling)} for {len(rows)} rows; give one for all rows, or one for each"
+        )
+
+
+_ROWS_OF_TABLES = {
+    "pandas": 'rows.to_dict("records")',
+    "polars": "rows.iter_rows(named=True)",
+    "pyarrow": "rows.to_pylist()",
+}
 
 
 def plain_setting(name: str, value: Any) -> Any:

@@ -27,12 +27,13 @@ from nvcli.job_run.resolve import make_parser, resolve_settings, row_keys
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import JobResult
+from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.jobs.rows.output_row import OutputForm
 from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.llm.call import Call
-from nvcli.llm.rows import Row, RowQueue, parse_row
+from nvcli.llm.rows import ReadRow, Row, RowQueue, as_row, parse_row
 from nvcli.messages import EngineReady
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import InvalidValue, convert
@@ -131,32 +132,29 @@ class Session:
         rows: Iterable[Row],
         *,
         order: Order,
-        sampling: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] = {},
         seed: int | None = None,
         streams: bool = False,
         task: TaskRows | None = None,
+        read: ReadRow = as_row,
     ) -> Call:
         """Begin to read rows, in a thread of their own, and return the call that their results come to.
 
-        `sampling` goes over the defaults of the session, and `task` is what is made of the rows in place of answers.
-        Raises ConfigError for the sampling, and the error of a session that has failed or is closed.
+        `sampling` goes over the defaults of the session: one for all rows, or one for each. `task` is what is made of
+        the rows in place of answers, and `read` gives a row its keys. Raises ConfigError for the sampling, and the
+        error of a session that has failed or is closed.
         """
-        defaults = {**self._resolved.sampling_defaults, **(sampling or {})}
-        try:
-            convert(defaults, SamplingParams, under=("sampling",))
-        except InvalidValue as error:
-            raise ConfigError(error.message) from None
+        for_all, for_each = self._defaults(sampling)
         call = Call(order=order, max_rows=self._max_rows, seed=seed, streams=streams)
         iterator = iter(rows)
         with self._changed:
             self._check_usable()
             self._calls.add(call)
-        job = self.run.job
-        keys = row_keys(job)
+        keys = row_keys(self.run.job)
         chat = self._resolved.choose_chat(is_task=task is not None)
-        parser = make_parser(job, defaults, chat=chat, keep=lambda value: value, caller=call, task=task)
+        parser = make_parser(self.run.job, for_all, chat=chat, keep=lambda value: value, caller=call, task=task)
 
-        def read() -> None:
+        def read_rows() -> None:
             error: BaseException | None = None
             index = 0
             try:
@@ -164,20 +162,39 @@ class Session:
                     try:
                         row = next(iterator)
                     except StopIteration:
+                        _check_count(for_each, index, is_end=True)
                         break
-                    parsed = parse_row(row, keys, parser, index=index, caller=call)
-                    index += 1
+                    _check_count(for_each, index, is_end=False)
+                    defaults = None if for_each is None else for_each[index]
+                    parsed = parse_row(row, keys, parser, index=index, caller=call, read=read, defaults=defaults)
                     for warning in parser.warnings.take_new():
                         self._note(warning)
-                    call.add_row()
+                    own_prompt = parsed.prompt if isinstance(parsed, Job) else None
+                    call.add_row(index, row if isinstance(row, str) else own_prompt)
+                    index += 1
                     if not self._queue.put(parsed):
                         break
             except BaseException as raised:  # handed over: it is the program's own
                 error = raised
             call.end_input(error)
 
-        threading.Thread(target=read, name="nvcli-rows", daemon=True).start()
+        threading.Thread(target=read_rows, name="nvcli-rows", daemon=True).start()
         return call
+
+    def _defaults(
+        self, sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> tuple[Mapping[str, Any], list[RowDefaults] | None]:
+        """Return the defaults of all rows, and those of each where `sampling` has one for each. Raises ConfigError."""
+        own = self._resolved.sampling_defaults
+        try:
+            if isinstance(sampling, Mapping):
+                for_all = {**own, **sampling}
+                convert(for_all, SamplingParams, under=("sampling",))
+                return for_all, None
+            made = {id(each): RowDefaults({**own, **each}) for each in {id(each): each for each in sampling}.values()}
+        except InvalidValue as error:
+            raise ConfigError(error.message) from None
+        return own, [made[id(each)] for each in sampling]
 
     def leave(self, call: Call) -> None:
         """End a call. What runs for it is aborted soon. It may be called again."""
@@ -313,3 +330,10 @@ class Session:
             raise reworded(self._failure, f"{self._failure}{way_out}")
         if self._is_closing:
             raise ClosedError("this LLM was closed; make a new one")
+
+
+def _check_count(for_each: list[RowDefaults] | None, index: int, *, is_end: bool) -> None:
+    """Raise ConfigError where there is not one sampling for each row, when as many rows as `index` were read."""
+    if for_each is not None and (len(for_each) != index if is_end else len(for_each) <= index):
+        rows = f"{index} rows" if is_end else "more rows"
+        raise ConfigError(f"sampling_params holds {len(for_each)} for {rows}; give one for all rows, or one for each")

@@ -21,6 +21,7 @@ import ray.data
 
 from nvcli.config import RunConfig, load_run_config
 from nvcli.errors import ConfigError
+from nvcli.llm.keywords import understood_settings
 from nvcli.llm.rows import plain_setting
 from nvcli.ray.replica import Replica
 from nvcli.validation import show
@@ -65,7 +66,7 @@ def generate(
     given |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": 1}
     if taken := sorted(settings.keys() & {*given, "dp"}):
         raise ConfigError(f"`{taken[0]}` cannot be set beside `tp`, `pp` and `concurrency`; leave it out")
-    given = {key: plain_setting(key, value) for key, value in (given | settings).items()}
+    given = {key: plain_setting(key, value) for key, value in (given | understood_settings(model, settings)).items()}
     run = load_run_config(None if config is None else Path(config), settings=given)
     options = {
         "batch_size": _at_least_one("batch_size", batch_size),

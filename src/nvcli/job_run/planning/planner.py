@@ -3,7 +3,8 @@
 - Rows that begin alike go one after the other to one replica, so that their prefix is computed once and need not
   outlive others in the KV cache. The longest common prefix goes on first.
 - Otherwise rows with a large `max_tokens` go first, so that a run does not end with a few long answers. Lengths are
-  compared by their order of magnitude; a row without `max_tokens` may become the longest. Equals keep their order.
+  compared by their order of magnitude; a row without `max_tokens` may become the longest, and so may one whose caller
+  wants answers in order. Equals keep their order.
 - No row is passed over by more than `max_passed_over` later ones.
 
 Rows that are there are given out at once; nothing waits for the window to fill. A row's answer does not depend on when
@@ -109,6 +110,8 @@ class Planner:
 
 
 def _length_class(row: PreparedRow) -> int:
-    """Return the order of magnitude of the longest answer that a row may get."""
-    asked = row.sampling.max_tokens
+    """Return the order of magnitude of the longest answer that a row may get, or what puts it in its turn."""
+    asked, caller = row.sampling.max_tokens, row.place.caller
+    if caller is not None and caller.keeps_order:
+        return _MAX_LENGTH_CLASS
     return _MAX_LENGTH_CLASS if asked is None else min(asked.bit_length(), _MAX_LENGTH_CLASS - 1)

@@ -54,7 +54,7 @@ class RowDefaults:
     """The defaults of `sampling`, over which a row's own keys go."""
 
     def __init__(self, defaults: Mapping[str, Any]) -> None:
-        """`defaults` are valid as SamplingParams."""
+        """Raises InvalidValue for defaults that are not valid as SamplingParams."""
         self._values = dict(defaults)
         self._sampling = convert(self._values, SamplingParams)
 

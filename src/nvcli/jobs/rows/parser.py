@@ -111,16 +111,16 @@ class RowParser:
             return True
         return "body" in columns or any(key in columns for key in self.keys.prompts)
 
-    def parse(self, row: Row, *, index: int, where: str) -> Job | JobResult:
-        """Parse one row. `where` names its line in messages."""
-        return self._parse(row, index, where, self.warnings)
+    def parse(self, row: Row, *, index: int, where: str, defaults: RowDefaults | None = None) -> Job | JobResult:
+        """Parse one row. `where` names its line in messages. `defaults` take the place of those of all rows."""
+        return self._parse(row, index, where, self.warnings, defaults or self._defaults)
 
     def failed(self, error: RowError, *, index: int, where: str) -> JobResult:
         """Return the result of a row that could not be parsed at all. Its id is not known."""
         name = self._seen.name(index)
         return failed(Place(id=name, is_named=True, index=index, line=where, caller=self._caller), error)
 
-    def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings) -> Job | JobResult:
+    def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings, defaults: RowDefaults) -> Job | JobResult:
         row_id: JobId | None = None
         is_named = False
         form = RowForm.NATIVE if self._task is None else self._task.form
@@ -159,13 +159,13 @@ class RowParser:
                 caller=self._caller,
             )
             if is_native:
-                job = native_job(values, place, self.keys, self._defaults, self.rules, given, kind)
+                job = native_job(values, place, self.keys, defaults, self.rules, given, kind)
                 if self._task is not None:
                     job = self._task.job(job, values, given)
             elif self._task is not None:
                 job = self._task.openai_job(values, place)
             else:
-                job = openai_job(values, place, self._defaults, self.rules)
+                job = openai_job(values, place, defaults, self.rules)
             if job.place.form is RowForm.COMPLETION and job.prompt_token_ids is None:
                 kind = PromptKind.OTHER_TEXT
             if kind is not None:
@@ -218,7 +218,9 @@ class RowParser:
             return RowIdentity(self._seen.name(index), is_named=True, is_repeated=False)
         if isinstance(row_id, str | int) and not isinstance(row_id, bool):
             return RowIdentity(row_id, is_named=False, is_repeated=not self._seen.add(row_id))
-        parsed = self._parse(row, index, "", RowWarnings())  # the run that answers the row tells the user of it
+        parsed = self._parse(
+            row, index, "", RowWarnings(), self._defaults
+        )  # the run that answers the row tells the user of it
         is_repeated = isinstance(parsed, JobResult) and parsed.error is not None and parsed.error.type == "duplicate_id"
         return RowIdentity(parsed.place.id, is_named=parsed.place.is_named, is_repeated=is_repeated)
 

@@ -1,0 +1,187 @@
+"""Keywords of other engines' Python classes: understood where they mean the same, else the error says what to use.
+
+A keyword that would change the answers and has no equal here is refused. One that is about the inside of another engine
+is left out, with a warning where it has a value. `nvcli.other_names` knows what other tools call the keys of the
+configuration.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from nvcli.config import JobConfig, RunConfig
+from nvcli.errors import ConfigError
+from nvcli.other_names import OWN_KEYS, REMARKS
+from nvcli.sampling_params import SamplingParams
+from nvcli.task_config import EmbedConfig, ScoreConfig
+from nvcli.validation import show, suggest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NO_EFFECT = frozenset(
+    (
+        *("trust_remote_code", "swap_space", "disable_log_stats", "disable_log_requests", "disable_custom_all_reduce"),
+        *("enable_chunked_prefill", "use_v2_block_manager", "max_seq_len_to_capture", "max_context_len_to_capture"),
+        *("distributed_executor_backend", "async_scheduling", "preemption_mode", "scheduling_policy"),
+        *("served_model_name", "compilation_config", "max_logprobs", "limit_mm_per_prompt", "mm_processor_kwargs"),
+        *("guided_decoding_backend", "structured_outputs_config", "max_parallel_loading_workers", "model_impl"),
+        *("speculative_config", "worker_cls"),
+    )
+)
+"""Settings that are left out with a warning, unless their value asks for nothing."""
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(NO_EFFECT, (None, False)),
+    **dict.fromkeys(("tokenizer", "tokenizer_revision", "code_revision", "download_dir", "hf_token"), (None,)),
+    **dict.fromkeys(("skip_tokenizer_init", "enable_lora", "load_in_4bit", "load_in_8bit"), (None, False)),
+    **dict.fromkeys(("override_generation_config", "override_pooler_config"), (None, {})),
+    "tokenizer_mode": (None, "auto"),
+    "cpu_offload_gb": (None, 0),
+    "load_format": (None, "auto", "safetensors"),
+    "logits_processors": (None, []),
+    "max_loras": (None, 1),
+    "max_lora_rank": (None, 16),
+    "runner": (None, "auto", "generate"),
+    "device_map": (None, "auto"),
+}
+"""Settings that are no keys of the configuration, with the values that ask for nothing."""
+
+_FOR_ALL = 'say it for all rows: LLM(model, job={"%s": …})'
+CALL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_tqdm": (
+        (None, False),
+        "no bar is shown; put one around the answers: tqdm(llm.generate(rows), total=len(rows))",
+    ),
+    "lora_request": ((None, []), REMARKS["lora_request"]),
+    "prompt_adapter_request": ((None,), REMARKS["lora_request"]),
+    "priority": ((None, 0), "rows are begun in the order in which they come"),
+    "guided_options_request": ((None,), 'use sampling_params={"structured": {"json_schema": …}}'),
+    "prompt_token_ids": ((None,), "a list of token ids is a row: llm.generate([[1, 2, 3]])"),
+    "messages": ((), "use llm.chat(messages)"),
+    "chat_template": ((None,), _FOR_ALL % "chat_template"),
+    "chat_template_content_format": ((None, "auto", "string"), "contents are texts"),
+    "mm_processor_kwargs": ((None, {}), REMARKS["image"]),
+    "tokenization_kwargs": ((None, {}), 'use sampling_params={"truncate_prompt_tokens": …}'),
+    "pooling_params": ((None,), 'use LLM(model, task="embed", embed={"dimensions": …})'),
+    "stream": ((None, False), "use llm.stream(row)"),
+    "system": ((None,), _FOR_ALL % "system" + ', or give a message of the role "system"'),
+}
+"""Keywords of methods: the values that ask for nothing, and what to use."""
+
+METHODS = {
+    "get_tokenizer": "use transformers.AutoTokenizer.from_pretrained(model); llm.chat renders the chat template itself",
+    "encode": 'use llm.embed(rows), of an LLM that is made with task="embed"',
+    "classify": 'use llm.score(rows), whose rows hold "choices"',
+    "beam_search": REMARKS["use_beam_search"],
+    "llm_engine": "the engines are processes of their own; llm.config says what they were started with",
+    "shutdown": "use llm.close()",
+    "sleep": "use llm.close(), and make a new LLM",
+    "wake_up": "use llm.close(), and make a new LLM",
+    "create_chat_completion": "use llm.chat(messages)",
+}
+"""Methods and attributes of other engines' objects."""
+
+_RENAMED = {"prompts": "rows", "inputs": "rows"}
+_VALUES: dict[str, dict[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "generation_config": {"vllm": "none"},
+    # The format of a checkpoint is read from its files.
+    "quantization": dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), "auto"),
+}
+"""Values that mean the same as one of nvcli's, by key."""
+
+
+def understood_settings(model: object, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a constructor by nvcli's keys. Raises ConfigError for a key of one of their sections.
+
+    Keys that are not known are left for `load_run_config`, which says what to use.
+    """
+    known = dict(zip(RunConfig.__struct_fields__, RunConfig.__struct_defaults__, strict=True))
+    ours: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in known:
+            if value is not None or known[name] is None:  # None is a default elsewhere
+                ours[name] = _our_value(name, value)
+        elif _is_one_of(value, HARMLESS.get(name, ())) or (name == "tokenizer" and str(value) == str(model)):
+            continue
+        elif name in NO_EFFECT:
+            logging.getLogger("nvcli").warning("LLM: `%s` has no effect here and is left out", name)
+        elif name == "order":
+            raise ConfigError('LLM takes no `order`; say it in each call: llm.generate(rows, order="completion")')
+        elif (section := _section_of(name)) is not None:
+            raise ConfigError(f'LLM takes no `{name}`; it belongs into {section}={{"{name}": {show(value)}}}')
+        else:
+            ours[name] = value
+    return ours
+
+
+def _section_of(name: str) -> str | None:
+    """Return the section of the configuration that has a key."""
+    sections = {"sampling": SamplingParams, "job": JobConfig, "embed": EmbedConfig, "score": ScoreConfig}
+    return next((section for section, kind in sections.items() if name in kind.__struct_fields__), None)
+
+
+def _our_value(name: str, value: Any) -> Any:
+    if name == "dtype" and type(value).__module__ == "torch":
+        value = str(value).removeprefix("torch.")
+    return _VALUES[name].get(value, value) if name in _VALUES and isinstance(value, str) else value
+
+
+def says_what_to_use(*more: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a method understand keywords of other engines, or say what to use with a ConfigError.
+
+    `more` are keywords that the method takes beside those of its signature.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        known = (*(name for name in inspect.signature(method).parameters if name not in ("self", "options")), *more)
+
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if kwargs.keys() <= set(known):
+                return method(*args, **kwargs)
+            understood = _understood(kwargs, known, method.__name__, num_given=len(args) - 1)
+            return method(*args, **understood)
+
+        return call
+
+    return decorate
+
+
+def _understood(given: Mapping[str, Any], known: tuple[str, ...], method: str, *, num_given: int) -> dict[str, Any]:
+    """Return keywords that a method knows. `num_given` arguments are given by their place."""
+    ours: dict[str, Any] = {}
+    for name, value in given.items():
+        own = _RENAMED.get(name, name)
+        if own in known:
+            if own != name and (own in given or num_given > 0):
+                raise ConfigError(f"`{name}` is another name of `{own}`, and both are given; leave one out")
+            ours[own] = value
+            continue
+        harmless, hint = CALL.get(name, ((), ""))
+        if _is_one_of(value, harmless):
+            continue
+        if not hint and "sampling_params" in known and (path := _sampling_path(name)) is not None:
+            hint = f"put it into the sampling: sampling_params={_nested(path, show(value))}"
+        raise ConfigError(f"llm.{method} takes no `{name}`; {hint or suggest(name, known)}")
+    return ours
+
+
+def _sampling_path(name: str) -> list[str] | None:
+    """Return where a name stands in the sampling, itself or as what it means elsewhere; None: it is no part of it."""
+    paths = [f"sampling.{name}"] if name in SamplingParams.__struct_fields__ else OWN_KEYS.get(name, ())
+    return next((path.split(".")[1:] for path in paths if path.startswith("sampling.")), None)
+
+
+def _nested(path: list[str], value: str) -> str:
+    """Return a dict as text in which a value stands at a path."""
+    return "".join(f'{{"{step}": ' for step in path) + value + "}" * len(path)
+
+
+def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
+    return any(value is each or (type(value) is type(each) and value == each) for each in values)
