@@ -24,6 +24,8 @@ from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.output_row import OutputForm, output_row
 from nvcli.jobs.rows.parser import RowParser
+from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.text_template import TextTemplate
 from output_jobs import make_table
 
 ReadRows = Callable[..., list[Job | JobResult]]
@@ -63,6 +65,43 @@ def test_keys_with_the_names_of_output_keys_go_under_input(
     found = {key: msgspec.json.encode(value) for key, value in written.items() if key not in without}
     assert found == kept
     assert {key: value for key, value in written.items() if key in without} == without
+
+
+def test_nan_and_infinity_are_copied_as_null(tmp_path: Path) -> None:
+    """Python's `json` writes them."""
+    own = {"id": "a", "prompt": "p"}
+    copied = {"m": float("nan"), "o": {"NaN": [1.5, float("inf"), -float("inf")]}, "t": '":NaN,', "big": 1}
+    lines = tmp_path / "in.jsonl"
+    good = json.dumps({"prompt": "q", "m": 1.5, "t": "NaN"})
+    lines.write_text(f"{json.dumps({**own, **copied})}\n{good}\n".replace('"big": 1}', '"big": 1e999999}'))
+    table = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**own, **copied}, json.loads(good)]), table)
+    for source, place in ((lines, "line 1"), (table, "row 1")):
+        parser = RowParser({})
+        first, second = (row for batch in RowReader([str(source)], parser).batches() for row in batch)
+        assert isinstance(first, Job)
+        values = {key: json.loads(bytes(value)) for key, value in first.place.extra.items()}
+        big = values.pop("big")
+        assert big == (float("inf") if source == lines else 1)  # a number of any size is JSON
+        assert values == {"m": None, "o": {"NaN": [1.5, None, None]}, "t": '":NaN,'}
+        assert json.loads(bytes(second.place.extra["m"])) == 1.5
+        (warning,) = parser.warnings.take_new()
+        assert warning.startswith(f"warning: {place} has NaN or Infinity in what is copied")
+        assert parser.warnings.totals() == ["NaN or Infinity became null in 1 row"]
+
+
+def test_a_template_does_not_fill_in_nan(tmp_path: Path) -> None:
+    rows = [{"a": "x", "n": float("nan")}, {"a": "x", "n": 1.5}]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    for name in ("in.jsonl", "in.parquet"):
+        parser = RowParser({}, rules=PromptRules(prompt_template=TextTemplate("{a} {n}")))
+        first, second = (row for batch in RowReader([str(tmp_path / name)], parser).batches() for row in batch)
+        assert isinstance(first, JobResult)
+        assert first.error is not None
+        assert first.error.type == "missing_column"
+        assert isinstance(second, Job)
+        assert second.prompt == "x 1.5"
 
 
 NULLS = [

@@ -20,6 +20,7 @@ from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
 from nvcli.jobs.rows.known_forms import KEYS_OF_KIND, KNOWN_KEYS, known_form
 from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
 from nvcli.jobs.rows.nesting import MAX_LEVELS, is_deeper
+from nvcli.jobs.rows.nonfinite import MarkedLine, became_null, mark_nonfinite
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
 from nvcli.jobs.rows.plain_values import plain_value
@@ -127,14 +128,20 @@ class RowParser:
         model = None
         extra: dict[str, msgspec.Raw] = {}
         try:
-            given = self._values_of(row)
+            given, marked = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
             kind = self._kind_of(row, given) if is_native else None
             own_keys = self._keys_of_native(given, kind) if is_native else OPENAI_KEYS
             values = _own_objects(given, own_keys) if isinstance(row, dict | str) else _own_values(given, own_keys)
+            if marked is not None:
+                given = marked.with_nulls(given)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
             if len(values) < len(given) or self._keep_input:
                 extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
+            if marked is not None or (
+                isinstance(row, dict) and any(became_null(row[key], extra[key]) for key in extra)
+            ):
+                warnings.add_nonfinite(where)
             if is_native:
                 row_id = native_id(values, self.keys)
                 if extra and self._task is None:
@@ -245,17 +252,18 @@ class RowParser:
             row_id = None
         return msgspec.UNSET if row_id is None else row_id
 
-    def _values_of(self, row: Row) -> Mapping[str, Any]:
-        """Return the values of a row by key, as JSON or as objects. Raises RowError."""
+    def _values_of(self, row: Row) -> tuple[Mapping[str, Any], MarkedLine | None]:
+        """Return the values of a row by key, as JSON or as objects, and the line in which they are marked where some
+        hold NaN or Infinity. Raises RowError."""
         if isinstance(row, bytes | DroppedLine):
             return _split_line(row)
         if isinstance(row, dict):
-            return row
+            return row, None
         if isinstance(row, str):
-            return {self.keys.prompt: row}
+            return {self.keys.prompt: row}, None
         if isinstance(row, RowError):
             raise row
-        return values_of_cells(row, self.keys, max_levels=MAX_LEVELS)
+        return values_of_cells(row, self.keys, max_levels=MAX_LEVELS), None
 
     def _id_of(self, row: Row) -> Any:
         """Return the id of a good row, or UNSET for a native row without one; None where it takes parsing to know."""
@@ -308,8 +316,11 @@ _decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _check_json = msgspec.json.Decoder(msgspec.Raw).decode
 
 
-def _split_line(line: Line) -> dict[str, msgspec.Raw]:
-    """Return the values of a line by key, as JSON. Raises RowError."""
+def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
+    """Return the values of a line by key, as JSON, and the line in which NaN and Infinity are marked if it has them.
+
+    Raises RowError.
+    """
     if isinstance(line, DroppedLine):
         raise RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
     try:
@@ -323,12 +334,15 @@ def _split_line(line: Line) -> dict[str, msgspec.Raw]:
     except msgspec.ValidationError:
         raise _no_object(line) from None
     except msgspec.DecodeError as error:
-        raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
+        marked = mark_nonfinite(line)
+        if marked is None:
+            raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
+        return _split_line(marked.line)[0], marked
     if is_deeper(line, MAX_LEVELS):
         raise _nested_too_deep()
     if b"\n" in line:  # an item of an array: copied, its values stand on one line of the output
-        return {key: msgspec.Raw(bytes(value).replace(b"\n", b" ")) for key, value in raws.items()}
-    return raws
+        raws = {key: msgspec.Raw(bytes(value).replace(b"\n", b" ")) for key, value in raws.items()}
+    return raws, None
 
 
 def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:

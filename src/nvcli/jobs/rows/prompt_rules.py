@@ -6,6 +6,7 @@ conversations of every form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
 
         def value_of(column: str) -> str:
             value = row.get(column)
-            if is_null(value):
+            if is_null(value) or (isinstance(value, float) and not math.isfinite(value)):
                 raise RowError("missing_column", f"no column `{shorten(column)}`, which `{key}` names; {_shown(row)}")
             try:
                 return as_text(value)

@@ -36,6 +36,7 @@ class RowWarnings:
         self._keys = _KEYS.difference(columns)
         self._new: deque[str] = deque()
         self._without_conversation = 0
+        self._with_nonfinite = 0
         self._counts: Counter[str] = Counter()
 
     def add_keys(self, keys: Iterable[str], where: str) -> None:
@@ -55,6 +56,14 @@ class RowWarnings:
             self._new.append(
                 f"warning: {where} is no conversation, so neither --system nor --chat-template-kwargs has an effect on "
                 "it; give `messages`, or make them with `job.messages_template`"
+            )
+
+    def add_nonfinite(self, where: str) -> None:
+        """Take note of a row that passes NaN or Infinity through."""
+        self._with_nonfinite += 1
+        if self._with_nonfinite == 1:
+            self._new.append(
+                f"warning: {where} has NaN or Infinity in what is copied, which JSON does not have; null stands for it"
             )
 
     def add_unknown_variables(self, names: Sequence[str]) -> None:
@@ -78,6 +87,8 @@ class RowWarnings:
                 f"{_rows(self._without_conversation)} without a conversation, and so without the job's system "
                 "message and chat template variables"
             )
+        if self._with_nonfinite:
+            lines.append(f"NaN or Infinity became null in {_rows(self._with_nonfinite)}")
         return lines
 
 
